@@ -8,7 +8,7 @@ queue state calls these methods and records the changes in the ledger.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -266,11 +266,17 @@ class Group:
         return min((each.episode_return for each in completed), default=None)
 
 
-def check_request(request: GroupRequest, *, min_group_size: int) -> None:
-    """Raise ValueError if a group could never close, or would be too small to be trained.
+def check_request(request: GroupRequest, *, free: Collection[int], min_group_size: int) -> None:
+    """Raise ValueError if a group's number is not free, or if the group could never close or would
+    be too small to be trained.
 
-    min_group_size: >= 1.
+    free: the numbers without a task. min_group_size: >= 1.
     """
+    if request.group_number not in free:
+        raise ValueError(
+            f"queue: group {request.group_number} is not free for a task, expected one of "
+            f"{sorted(free)[:8]}; ask admissible() first"
+        )
     enough = request.num_samples
     if request.min_usable_samples is not None:
         enough = request.min_usable_samples

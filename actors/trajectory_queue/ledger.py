@@ -265,7 +265,8 @@ class Ledger:
             in_flight=len(self._in_flight),
         )
 
-    def snapshot(self) -> LedgerSnapshot:
+    def snapshot(self, *, waiting: TokenCounts) -> LedgerSnapshot:
+        """Return the state. waiting: tokens to count as dropped, besides those that are."""
         return LedgerSnapshot(
             admitted=self._admitted,
             trained=self._trained,
@@ -273,7 +274,7 @@ class Ledger:
             in_flight=tuple(self._in_flight),
             next_seq=self._next_seq,
             undrained=tuple(self._events),
-            dropped_tokens=self._dropped_tokens,
+            dropped_tokens=self._dropped_tokens.plus(waiting),
         )
 
     def _leave(self, rollout_id: str, kind: LedgerEventKind) -> None:

@@ -60,6 +60,9 @@ class QueueStateSettings:
     def max_bytes(self) -> int:
         return self.queue.max_bytes
 
+    def policy(self, environment: str) -> OutcomePolicy:
+        return self.policies.get(environment, OutcomePolicy())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSettings:

@@ -8,14 +8,9 @@ could cause a deadlock. Called only by the queue actor.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from operator import itemgetter
-from typing import Any
+from itertools import islice
 
-from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import (
     LOST_ROW,
     BlockRow,
@@ -45,10 +40,10 @@ from actors.trajectory_queue.messages import (
     QueueStats,
 )
 from actors.trajectory_queue.settings import QueueStateSettings
+from actors.trajectory_queue.waiting import ReadyRollouts, WaitingRollouts
 from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
-_DEFAULT_POLICY = OutcomePolicy()
 # Outcomes that a hold can cause: no turn is sampled during a hold, so a deadline may pass.
 HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
@@ -83,23 +78,15 @@ class QueueState:
         """Numbers of groups by rollout id."""
         self._closed: set[int] = set()
         """Numbers of the groups without a pending or handed-out rollout."""
-        self._ready: dict[str, list[tuple[bool, int, int, str]]] = {}
-        """By environment, a heap of (is first attempt, group number, member, rollout id), so that
-        retries come first; a rollout that is no longer pending is skipped when it is popped."""
+        self._ready = ReadyRollouts()
         self._handed_out: dict[str, None] = {}
         """Rollout ids, in the order of handing out."""
-        self._waiting: dict[str, BlockRow] = {}
-        """The location of each finished rollout that no step has taken, by rollout id."""
+        self._waiting = WaitingRollouts()
         self._unscored: dict[int, str] = {}
         """The actor that scores each group that must be scored as a whole, by the group's number;
         empty if no actor has taken the group."""
         self._untold: dict[str, TrajectorySummary] = {}
         """By rollout id, the summaries that are drained only after their group is scored."""
-        self._waiting_rows: Counter[Any] = Counter()
-        """Rows in `_waiting` by block."""
-        self._waiting_bytes = 0
-        """Total size in bytes of the blocks in `_waiting_rows`; each counts once, with all its
-        rows."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
@@ -110,23 +97,19 @@ class QueueState:
         """Ids of rollouts that were handed out when a hold began and have not ended since."""
         self._unwanted: dict[str, str] = {}
         """The actors that still play attempts of evicted rollouts, by trajectory id."""
-        self._num_changes = 0
+        self.num_changes = 0
+        """A counter that grows with each change that a waiting call may depend on."""
         if not keeps_taken:
             self._window.roll_back_all()
         for each in snapshot.groups:
             is_taken = self._window.is_taken(each.number)
-            policy = self._policy(each.task.environment)
+            policy = self.settings.policy(each.task.environment)
             group = restore_group(each, policy=policy, is_taken=is_taken)
             self._add(group)
             if not is_taken and not self._is_durable(group):
                 num_sampled = sum(rollout.num_sampled for rollout in each.rollouts)
                 tokens = TokenCounts(untrained={EvictionReason.CANCELLED: num_sampled})
                 self._ledger.drop_tokens(tokens.known())
-
-    @property
-    def num_changes(self) -> int:
-        """A counter that grows with each change that a waiting call may depend on."""
-        return self._num_changes
 
     def admissible(self) -> list[OpenSlot]:
         """Return the group numbers without a task, ascending, including replacements."""
@@ -146,18 +129,13 @@ class QueueState:
         """
         free = {slot.group_number for slot in self.admissible()}
         for request in requests:
-            if request.group_number not in free:
-                raise ValueError(
-                    f"queue: group {request.group_number} is not free for a task, expected one of "
-                    f"{sorted(free)[:8]}; ask admissible() first"
-                )
+            check_request(request, free=free, min_group_size=self.settings.algorithm.min_group_size)
             free.remove(request.group_number)
-            check_request(request, min_group_size=self.settings.algorithm.min_group_size)
         groups = [
             new_group(
                 request,
                 replacement=self._replacements.get(request.group_number, 0),
-                policy=self._policy(request.task.environment),
+                policy=self.settings.policy(request.task.environment),
             )
             for request in requests
         ]
@@ -180,11 +158,7 @@ class QueueState:
         if self._is_held:
             return []
         assignments: list[RolloutAssignment] = []
-        candidates = self._candidates(environments)
-        while len(assignments) < max_count:
-            rollout = next(candidates, None)
-            if rollout is None:
-                break
+        for rollout in islice(self._candidates(environments), max_count):
             rollout.hand_out(actor_id)
             self._handed_out[rollout.rollout_id] = None
             assignments.append(self._group_of(rollout).assignment(rollout))
@@ -203,10 +177,9 @@ class QueueState:
         was_held_up = rollout.rollout_id in self._held_up
         self._held_up.discard(rollout.rollout_id)
         if was_held_up and summary.outcome in HELD_UP and not self._is_durable(group):
-            self._num_retries += 1
             self._drop_tokens(summary)
             rollout.clear(RolloutState.PENDING)
-            self._make_ready(rollout)
+            self._after_attempt(rollout, summary.outcome)
             return True
         self._end_attempt(group, rollout, summary, payload)
         self._close_if_done(group)
@@ -241,7 +214,7 @@ class QueueState:
         del self._unscored[group.number]
         for summary, payload in scored:
             rollout = group.rollouts[summary.rollout_id]
-            self._drop_waiting(rollout.rollout_id)
+            self._waiting.drop(rollout.rollout_id)
             self._end_attempt(group, rollout, summary, payload)
         for rollout in group.rollouts.values():
             self._tell(rollout)
@@ -313,10 +286,10 @@ class QueueState:
         taken = self._window.take(self._closed.__contains__)
         if taken is None:
             return None
-        self._num_changes += 1
+        self.num_changes += 1
         groups = [self._groups[number] for number in taken[1]]
         for rollout in _finished(groups):
-            self._drop_waiting(rollout.rollout_id)
+            self._waiting.drop(rollout.rollout_id)
         return taken[0], groups
 
     def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
@@ -362,13 +335,12 @@ class QueueState:
         for group in {id(g): g for g in map(self._group_of, rollouts) if g.is_scored}.values():
             # The returns of these rollouts include rewards of a whole group that no longer exists.
             lost |= {r.rollout_id: r for r in group.finished()}
-        for rollout in map(self._find, list(self._waiting)):
+        for rollout in map(self._find, self._waiting.ids()):
             if rollout is not None and rollout.payload is LOST_ROW:
                 lost[rollout.rollout_id] = rollout
-        rollouts = list(lost.values())
-        for rollout in rollouts:
-            self._drop_waiting(rollout.rollout_id)
-        self._fail(rollouts, detail="its payload was lost")
+        for rollout_id in lost:
+            self._waiting.drop(rollout_id)
+        self._fail(lost.values(), detail="its payload was lost")
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
@@ -381,14 +353,12 @@ class QueueState:
         self._is_held = is_held
         if is_held:
             self._held_up.update(self._handed_out)
-        self._num_changes += 1
+        self.num_changes += 1
 
     def set_loaded_version(self, version: int) -> None:
-        """Record that every ready engine holds `version`. Raises: ValueError if it is lower than
-        before.
-        """
+        """Record that every ready engine holds `version`. Raises: ValueError if it was higher."""
         self._window.set_loaded_version(version)
-        self._num_changes += 1
+        self.num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
         """Evict a group as cancelled; return False if it has left or a step has taken it."""
@@ -421,18 +391,17 @@ class QueueState:
         """Whether a rollout of these environments waits only because the queue is full."""
         if not self._is_full():
             return False
-        heaps = (self._ready.get(environment, ()) for environment in environments)
-        found = (self._find(rollout_id) for heap in heaps for *_, rollout_id in heap)
+        found = map(self._find, self._ready.ids(environments))
         is_any_pending = any(r is not None and r.state is RolloutState.PENDING for r in found)
         return is_any_pending and next(self._candidates(environments), None) is None
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
         """Return the statistics. now: the current time by the clock of `BlockRow.arrived_at`."""
-        arrived_at = min((row.arrived_at for row in self._waiting.values()), default=None)
+        arrived_at = self._waiting.oldest
         return QueueStats(
             num_handed_out=len(self._handed_out),
             num_waiting=len(self._waiting),
-            waiting_bytes=self._waiting_bytes,
+            waiting_bytes=self._waiting.num_bytes,
             num_replaced_groups=self._num_replaced_groups,
             num_refused=self._num_refused,
             num_retries=self._num_retries,
@@ -447,12 +416,9 @@ class QueueState:
         The tokens of trajectories that wait for a step count as dropped, because the other queue
         has them played again.
         """
-        ledger = self._ledger.snapshot()
         return QueueSnapshot(
             window=self._window.snapshot(),
-            ledger=replace(
-                ledger, dropped_tokens=ledger.dropped_tokens.plus(self._tokens_waiting())
-            ),
+            ledger=self._ledger.snapshot(waiting=self._tokens_waiting()),
             groups=tuple(
                 self._groups[number].snapshot(is_taken=self._window.is_taken(number))
                 for number in sorted(self._groups)
@@ -464,7 +430,7 @@ class QueueState:
     def _tokens_waiting(self) -> TokenCounts:
         """Count the tokens of the waiting trajectories outside durable environments."""
         tokens = TokenCounts()
-        for rollout in map(self._find, self._waiting):
+        for rollout in map(self._find, self._waiting.ids()):
             if rollout is not None and not self._is_durable(group := self._group_of(rollout)):
                 tokens = tokens.plus(group.tokens_without_step(rollout, EvictionReason.CANCELLED))
         return tokens
@@ -481,9 +447,6 @@ class QueueState:
                 f"queue: actor {actor_id} was released; a replacement needs a new id"
             )
 
-    def _policy(self, environment: str) -> OutcomePolicy:
-        return self.settings.policies.get(environment, _DEFAULT_POLICY)
-
     def _find(self, rollout_id: str) -> Rollout | None:
         number = self._group_numbers.get(rollout_id)
         return None if number is None else self._groups[number].rollouts[rollout_id]
@@ -493,7 +456,7 @@ class QueueState:
 
     def _is_full(self) -> bool:
         num_items, settings = len(self._handed_out) + len(self._waiting), self.settings
-        return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
+        return num_items >= settings.max_items or self._waiting.num_bytes >= settings.max_bytes
 
     def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
         """Yield pending rollouts of these environments in the order in which to hand them out.
@@ -502,11 +465,10 @@ class QueueState:
         that the step can be completed.
         """
         while not self._is_full():
-            heaps = [heap for name in environments if (heap := self._ready.get(name))]
-            if not heaps:
+            rollout_id = self._ready.pop(environments)
+            if rollout_id is None:
                 return
-            first = min(heaps, key=itemgetter(0))
-            rollout = self._find(heapq.heappop(first)[-1])
+            rollout = self._find(rollout_id)
             if rollout is not None and rollout.state is RolloutState.PENDING:
                 yield rollout
         for number in self._window.collecting():
@@ -527,40 +489,22 @@ class QueueState:
 
     def _make_ready(self, rollout: Rollout) -> None:
         group = self._group_of(rollout)
-        member = int(rollout.rollout_id.rpartition("-")[2])
-        is_first = rollout.next_attempt == 0
         self._closed.discard(group.number)
         self._unscored.pop(group.number, None)
         group.is_scored = False
-        self._num_changes += 1
-        heap = self._ready.setdefault(group.task.environment, [])
-        heapq.heappush(heap, (is_first, group.number, member, rollout.rollout_id))
-
-    def _add_waiting(self, rollout: Rollout) -> None:
-        assert rollout.payload is not None
-        payload = self._waiting[rollout.rollout_id] = rollout.payload
-        if not self._waiting_rows[payload.block]:
-            self._waiting_bytes += payload.num_bytes
-        self._waiting_rows[payload.block] += 1
-
-    def _drop_waiting(self, rollout_id: str) -> None:
-        if (payload := self._waiting.pop(rollout_id, None)) is None:
-            return
-        self._waiting_rows[payload.block] -= 1
-        if not self._waiting_rows[payload.block]:
-            del self._waiting_rows[payload.block]
-            self._waiting_bytes -= payload.num_bytes
+        self.num_changes += 1
+        self._ready.add(rollout, group)
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
         """Roll back step `first` and all later steps; their trajectories wait for a step again."""
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):
-            self._add_waiting(rollout)
+            self._waiting.add(rollout)
         return self._window.roll_back(first)
 
     def _take_back(self, actor_id: str, *, detail: str) -> int:
-        self._num_changes += 1
+        self.num_changes += 1
         self._unwanted = {each: by for each, by in self._unwanted.items() if by != actor_id}
         for number, scored_by in self._unscored.items():
             if scored_by == actor_id:
@@ -595,7 +539,7 @@ class QueueState:
     def _after_attempt(self, rollout: Rollout, outcome: Outcome) -> None:
         match rollout.state:
             case RolloutState.FINISHED:
-                self._add_waiting(rollout)
+                self._waiting.add(rollout)
             case RolloutState.PENDING:
                 self._num_retries += 1
                 self._make_ready(rollout)
@@ -610,7 +554,7 @@ class QueueState:
                 self._evict(rollout, EvictionReason.CANCELLED)
         if not group.is_closed:
             return
-        self._num_changes += 1
+        self.num_changes += 1
         is_usable = group.num_usable >= self.settings.algorithm.min_group_size
         if is_usable and self._scores_groups(group) and not group.is_scored:
             self._unscored.setdefault(group.number, "")
@@ -639,9 +583,9 @@ class QueueState:
             self._ledger.drop_tokens(self._group_of(rollout).tokens_without_step(rollout, reason))
         self._handed_out.pop(rollout.rollout_id, None)
         self._held_up.discard(rollout.rollout_id)
-        self._drop_waiting(rollout.rollout_id)
+        self._waiting.drop(rollout.rollout_id)
         rollout.clear(RolloutState.GONE)
-        self._num_changes += 1
+        self.num_changes += 1
         self._ledger.evict(rollout.rollout_id, reason)
 
     def _forget(self, group: Group) -> None:

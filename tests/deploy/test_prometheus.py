@@ -21,7 +21,7 @@ from worlds.servers.promtool import promtool
 
 from actors.metrics import ApiMetrics, GatewayMetrics, Metrics
 from actors.outcomes import OutcomePolicy
-from actors.trajectory_queue.ledger import EvictionReason, Ledger
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, TokenCounts
 from actors.types import Outcome
 from deploy.dashboards.grafana import load_dashboards
 from service.backlog.queue import SubmissionQueue
@@ -138,7 +138,7 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         await recorder.evaluation(evaluation_record(0))
         await record(recorder, ledger, 1)
         commit(store, term=1, step=1, last_event_seq=3)
-        snapshot = ledger.snapshot()
+        snapshot = ledger.snapshot(waiting=TokenCounts())
         await pusher.push()
         await answer_a_request(endpoint)
         await answer_as_a_gateway(endpoint)

@@ -13,6 +13,7 @@ from actors.trajectory_queue.ledger import (
     Ledger,
     LedgerError,
     LedgerEventKind,
+    TokenCounts,
 )
 from actors.types import Outcome
 
@@ -63,7 +64,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.ledger = Ledger(snapshot=through_json(self.ledger.snapshot()))
+        self.ledger = Ledger(snapshot=through_json(self.ledger.snapshot(waiting=TokenCounts())))
 
     @invariant()
     def balances(self) -> None:
