@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time, timedelta
@@ -50,6 +51,10 @@ _OWN = ("task_id", "seed")
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 MAX_ID = 512
 _BATCH_ROWS = 1000
+_MAX_FIELD = 2**31 - 1
+# The columns of a chat, and the keys in them whose objects differ from row to row.
+_CHAT = ("prompt", "messages", "tools")
+_FREE = ("arguments", "parameters", "input_schema")
 # StopIteration: the library does not handle a file without rows.
 _UNREADABLE = (OSError, ValueError, KeyError, ImportError, StopIteration, pa.ArrowException)
 
@@ -77,7 +82,7 @@ def read_data_set(
     with the data {"question": "Where?", "score": 3}.
     """
     what = f"data set {source}"
-    names, rows = _open(source, split=split, subset=subset, section=section)
+    names, rows, is_typed = _open(source, split=split, subset=subset, section=section)
     taken = None if check is None else check.names
     entries = _entries(columns, names, check, what, section=section)
     if _is_unnamed(names) and "" not in columns.values():
@@ -85,6 +90,7 @@ def read_data_set(
     tasks, found_ids = PackedTasks(), set[str]()
     num_same: dict[str, int] = {}
     left_out: set[str] = set()
+    has_told_nulls = not is_typed
     for number, row in enumerate(_checked(rows, what), start=1):
         # If the configuration names such a column, it is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
@@ -96,6 +102,16 @@ def read_data_set(
             for name, column in entries.items()
             if column in row and column not in left_out
         }
+        if is_typed:
+            without = {n: _without_nulls(v) if n in _CHAT else v for n, v in entry.items()}
+            if not has_told_nulls and without != entry:
+                has_told_nulls = True
+                _logger.warning(
+                    "%s: nulls in the arguments of calls and in the schemas of tools are left "
+                    "out, because the format adds them where rows differ",
+                    what,
+                )
+            entry = without
         task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
@@ -154,16 +170,38 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, list) else value
 
 
+def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
+    """Return a chat without the nulls in its calls' arguments and its tools' schemas.
+
+    Arrow gives the objects of a column the same keys, and the added ones are null.
+    is_free: whether the value is in such arguments or in such a schema.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(each, is_free=is_free) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nulls(each, is_free=is_free or name in _FREE)
+        for name, each in value.items()
+        if each is not None or not is_free
+    }
+
+
 _Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 
 
-def _open(source: str, *, split: str, subset: str | None, section: str) -> _Rows:
-    """Return the names of the columns, and the rows. Raises: BadTaskFile."""
+def _open(
+    source: str, *, split: str, subset: str | None, section: str
+) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
+    """Return the names of the columns, the rows, and whether each column has one type.
+
+    Raises: BadTaskFile.
+    """
     path = Path(source).expanduser()
     if path.is_file() and _suffix(path) in _TEXT_SUFFIXES:
-        return _read_text(path)
+        return *_read_text(path), False
     found = _dataset(source, path, split=split, subset=subset, section=section)
-    return found.column_names, _in_batches(found)
+    return found.column_names, _in_batches(found), True
 
 
 def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
@@ -182,7 +220,14 @@ def _read_text(path: Path) -> _Rows:
         # Do not keep the rows: 100,000 are a million objects. They are read again, one by one.
         for where, row in _written(path):
             if not isinstance(row, dict):
-                raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object")
+                remedy = (
+                    "; if the file is one list, name it .json"
+                    if isinstance(row, list) and _suffix(path) != ".json"
+                    else ""
+                )
+                raise BadTaskFile(
+                    f"{where}: got a {type(row).__name__}, expected an object{remedy}"
+                )
             names |= dict.fromkeys(row)
             num_rows += 1
     except BadTaskFile:
@@ -191,8 +236,13 @@ def _read_text(path: Path) -> _Rows:
         raise BadTaskFile(
             f"data set {path}: it is not UTF-8 text ({error}); save it as UTF-8"
         ) from error
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
-        raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
+        remedy = (
+            "; if each line is an object, name it .jsonl"
+            if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+            else ""
+        )
+        raise BadTaskFile(f"data set {path}: cannot be read: {error}{remedy}") from error
     if not num_rows:
         raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
     return list(names), (row for _, row in _written(path))
@@ -207,6 +257,8 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
     if suffix == ".json":
         yield from json_list(path)
         return
+    # The values of a column of tests, for example, are longer than the module's limit.
+    csv.field_size_limit(_MAX_FIELD)
     with open_text(path, newline="") as file:
         reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]

@@ -298,12 +298,18 @@ class RewardFunction:
         if not isinstance(found, Mapping):
             return None if found is None else self._number(found), {}
         is_verl = "score" in found
-        parts = {
-            str(name)[:MAX_NAME]: self._number(value, f" as {str(name)[:MAX_NAME]}")
-            for name, value in found.items()
+        parts: dict[str, float] = {}
+        for key, value in found.items():
             # The other values that verl's graders report may be text.
-            if not is_verl or name == "score" or _is_number(value)
-        }
+            if is_verl and key != "score" and not _is_number(value):
+                continue
+            name = str(key)[:MAX_NAME]
+            if name in parts:
+                raise NoScore(
+                    f"reward function {self.name} gave two numbers named {name:.40}, expected "
+                    f"names that differ in their first {MAX_NAME} characters; rename one"
+                )
+            parts[name] = self._number(value, f" as {name}")
         if not 0 < len(parts) <= MAX_PARTS:
             raise NoScore(
                 f"reward function {self.name} gave {len(parts)} named numbers, expected 1 to "

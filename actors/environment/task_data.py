@@ -63,6 +63,7 @@ _MESSAGE: dict[str, Any] = {
         "name": _NAME,
         "reasoning_content": _NAME,
         "reasoning": _NAME,
+        "thinking": _NAME,
     },
     "required": ["role"],
     # A message without text has calls.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass, replace
@@ -227,11 +228,17 @@ def _section_of(
     return {}
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# Numbers of base 8 and 60 that look like decimal numbers or times of day, such as 010 and 12:30.
+_OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9.:_]+))")
+
+
 class _Loader(yaml.SafeLoader):
-    """A YAML loader for plain values that refuses duplicate keys and aliases that expand too far.
+    """A YAML loader for plain values that refuses duplicate keys, aliases that expand too far, and
+    numbers of base 8 or 60 that look like something else.
 
     YAML's own loader silently keeps the last of two equal keys. Aliases can expand a few lines into
-    more values than fit into memory.
+    more values than fit into memory. 010 is the number 8 in YAML 1.1, and 12:30 is 750.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -255,6 +262,16 @@ class _Loader(yaml.SafeLoader):
                     f"{key.start_mark.line + 1}; expected each key once; remove one of them"
                 )
             seen.add((key.tag, key.value))
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if node.tag in _NUMBERS and _OTHER_BASE.fullmatch(node.value):
+            number = self.construct_object(node)
+            raise yaml.YAMLError(
+                f"got {node.value} in line {node.start_mark.line + 1}, which YAML reads as the "
+                f"number {number}; expected a decimal number, or a text in quotes; write one"
+            )
         return node
 
 
@@ -320,13 +337,23 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
         node = tree
         for section in sections:
             child = node.setdefault(section, {})
-            if not isinstance(child, dict):
+            if child is None:
                 child = node[section] = {}
+            if not isinstance(child, dict):
+                raise ConfigError(
+                    f"override {override!r}: {section} is {child!r:.80}, expected a map of "
+                    f"settings to set a key in; set {section} as a whole"
+                )
             node = child
         try:
             node[leaf] = _load_yaml(text)
         except _NOT_YAML as error:
             raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from None
+        except RecursionError:
+            raise ConfigError(
+                f"--set {override:.80}: the value is nested too deep, expected a plain value; "
+                "remove the nesting"
+            ) from None
     return tree
 
 

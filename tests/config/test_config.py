@@ -321,6 +321,39 @@ def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, wor
         load_config(file)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("010", 8), ("12:30", 750), ("-1:30", -90), ("1:30.5", 90.5)]
+)
+def test_a_number_of_another_base_that_looks_like_something_else_is_refused(
+    tmp_path: Path, text: str, number: float
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run:\n  steps: {text}\n")
+    with pytest.raises(ConfigError, match=f"got {text} in line 2, .* reads as the number {number}"):
+        load_config(path)
+    tree: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    with pytest.raises(ConfigError, match=f"got {text} in line 1"):
+        parse_config(tree, source="test", overrides=[f"tasks.options.at={text}"])
+    config = parse_config(tree, source="test", overrides=[f"tasks.options.at='{text}'"])
+    assert config.tasks.options["at"] == text
+    # What a run writes is read again.
+    assert parse_config(yaml.safe_load(dump_config(config)), source="test") == config
+    path.write_text(dump_config(config))
+    assert load_config(path).tasks.options["at"] == text
+
+
+def test_an_override_below_a_value_is_refused_and_keeps_the_value() -> None:
+    options = {"reward": "score.py:score"}
+    tree: dict[str, Any] = {
+        "model": {"tiny": {}},
+        "tasks": {"environment": "single_turn", "dataset": "a.jsonl", "options": options},
+    }
+    with pytest.raises(ConfigError, match=r"reward is 'score\.py:score', expected a map of"):
+        parse_config(tree, source="test", overrides=["tasks.options.reward.other=1"])
+    with pytest.raises(ConfigError, match=r"override .*: the value is nested too deep"):
+        parse_config(tree, source="test", overrides=["run.steps=" + "[" * 20_000])
+
+
 def test_aliases_that_no_memory_could_hold_are_refused(tmp_path: Path) -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     bomb = "\n".join(["a0: &a0 [1, 1]", *levels, "run: {name: *a11}"])

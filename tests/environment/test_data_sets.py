@@ -121,6 +121,18 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
         ),
         ("inner.json", b'[{"a": 1}, {"a": [{"k": 1, "k": 1}]}]', "row 2: got the key 'k' twice"),
         ("wide.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "not UTF-8 text"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n')[:-6],
+            "cannot be read: .*ended before",
+        ),
+        (
+            "flipped.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n')[:10] + b"\xff" * 20,
+            "cannot be read: .*decompressing",
+        ),
+        ("lines.json", b'{"prompt": "a"}\n{"prompt": "b"}\n', r"Extra data.*name it \.jsonl"),
+        ("list.jsonl", b'[{"prompt": "a"}]\n', r"line 1: got a list.*name it \.json"),
     ],
 )
 def test_a_text_file_that_would_be_read_wrongly_is_refused(
@@ -313,6 +325,45 @@ def test_compressed_files_and_tables_with_tabs_are_read(tmp_path: Path) -> None:
     for name in ("rows.ndjson", "rows.jsonl.gz", "rows.tsv"):
         [task] = read(tmp_path / name, columns={})
         assert task.data["prompt"] == "Where?"
+
+
+def test_a_long_value_of_a_csv_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"prompt,tests\na,{'x' * 200_000}\n")
+    [task] = read(tmp_path / "rows.csv", columns={})
+    assert task.data == {"prompt": "a", "tests": "x" * 200_000}
+
+
+def test_nulls_that_parquet_adds_to_arguments_and_schemas_are_left_out_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def row(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        properties = {each: {"type": "string"} for each in arguments}
+        schema = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        return {
+            "prompt": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+            ],
+            "tools": [{"type": "function", "function": schema}],
+            "expected": {"arguments": arguments},
+        }
+
+    rows = [row("f", {"x": "1"}), row("g", {"y": "2"})]
+    for task, given in zip(
+        read(parquet(tmp_path / "rows.parquet", rows), columns={}), rows, strict=True
+    ):
+        call = task.data["prompt"][1]["tool_calls"][0]
+        assert call == given["prompt"][1]["tool_calls"][0]
+        assert task.data["tools"] == given["tools"]
+        # Only a chat is rendered; other columns stay as they are.
+        assert set(task.data["expected"]["arguments"]) == {"x", "y"}
+    assert caplog.text.count("nulls in the arguments of calls") == 1
+    caplog.clear()
+    null = row("f", {"x": None, "y": 1})
+    [task] = read(jsonl(tmp_path / "rows.jsonl", [null]), columns={})
+    assert task.data == null
+    assert not caplog.text
 
 
 def test_dates_and_decimals_are_converted_and_bytes_are_left_out_with_a_notice(

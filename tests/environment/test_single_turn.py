@@ -77,6 +77,12 @@ def fails(completion):
 def vast(completion):
     return 1e300
 
+def long_names(completion):
+    return {"a" * 128 + "1": 1.0, "a" * 128 + "2": 2.0}
+
+def equal_names(completion):
+    return {1: 1.0, "1": 2.0}
+
 def many(completion):
     return {str(number): 0.0 for number in range(65)}
 
@@ -278,6 +284,8 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
         ("not_known", "gave None as style, expected a number"),
         ("made_of_locks", "gave a Lock, expected a number"),
         ("many", "gave 65 named numbers, expected 1 to 64"),
+        ("long_names", "gave two numbers named a+, expected names that differ"),
+        ("equal_names", "gave two numbers named 1, expected names that differ"),
         ("silent", "none of the reward functions"),
         ("quiet", "none of the reward functions"),
     ],
@@ -454,6 +462,24 @@ def test_who_speaks_is_kept_and_calls_of_a_user_are_refused() -> None:
     call = {"function": {"name": "lookup", "arguments": {}}}
     with pytest.raises(ValueError, match="role user has tool_calls"):
         chat_message({"role": "user", "content": "hi", "tool_calls": [call]})
+
+
+@pytest.mark.parametrize("name", ["refusal", "images", "audio"])
+def test_a_part_of_a_message_that_is_no_text_is_refused(name: str) -> None:
+    environment: Any = resolve("single_turn", {"reward": named("exact")})()
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", name: "part"},
+    ]
+    with pytest.raises(ValueError, match=f"a message has {name}, which is not read"):
+        environment.check_data({"prompt": chat, "answer": "4"})
+    chat[1][name] = ""
+    environment.check_data({"prompt": chat, "answer": "4"})
+
+
+def test_a_thought_is_read_by_each_of_its_names() -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert chat_message({"role": "assistant", "content": "4", name: "2+2"}).reasoning == "2+2"
 
 
 def test_a_call_in_an_earlier_form_is_refused_and_does_not_vanish() -> None:

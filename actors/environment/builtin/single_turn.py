@@ -274,13 +274,15 @@ _BOUND_TO_ROLES = {
     "tool_call_id": Role.TOOL,
     "reasoning_content": Role.ASSISTANT,
     "reasoning": Role.ASSISTANT,
+    "thinking": Role.ASSISTANT,
 }
+_NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
     """Whether a prompt's messages have parts that `chat_message` may refuse."""
     return not isinstance(prompt, str) and any(
-        each.get(key) for each in prompt for key in _BOUND_TO_ROLES
+        each.get(key) for each in prompt for key in (*_BOUND_TO_ROLES, *_NOT_TEXT)
     )
 
 
@@ -288,12 +290,18 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     """Return a message of a data set's chat in OpenAI's form, with its calls and names.
 
     The role `developer` becomes `system`; parts of text are joined.
-    Raises: ValueError for a call that cannot be read, and for a part on a message of another role.
+    Raises: ValueError for a call that cannot be read, for a part on a message of another role, and
+    for a part that is no text, such as images.
     """
     if row.get("function_call"):
         raise ValueError(
             "prompt: a message has function_call, OpenAI's earlier form of a call, which is not "
             "read; write it as tool_calls"
+        )
+    if unread := next((name for name in _NOT_TEXT if row.get(name)), None):
+        raise ValueError(
+            f"prompt: a message has {unread}, which is not read; expected text in content; write "
+            "it as text, or leave it out"
         )
     role = Role.SYSTEM if row["role"] == "developer" else Role(row["role"])
     content = row.get("content") or ""
@@ -306,7 +314,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
                 f"prompt: a message of role {row['role']} has {name}, which only role {expected} "
                 "may have; correct the data"
             )
-    reasoning = row.get("reasoning_content") or row.get("reasoning")
+    reasoning = row.get("reasoning_content") or row.get("reasoning") or row.get("thinking")
     return Message(
         role=role,
         content=content,
