@@ -19,7 +19,7 @@ from actors.metrics import Metrics
 from actors.statistics import BY_NAME
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import Progress
-from actors.trajectory_queue.ledger import EvictionReason, Ledger
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, TokenCounts
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import Outcome, RolloutAssignment, Task, Trajectory
 from service.launch.resume import kept_commits, prune_directories
@@ -127,7 +127,7 @@ class _Run:
         checkpoint.begin(checkpoints, progress)
         checkpoint.finish(checkpoints, progress, digests={}, digest_s=0.0)
         self._recorder.events(self._ledger.drain())
-        snapshot = QueueSnapshot(ledger=self._ledger.snapshot())
+        snapshot = QueueSnapshot(ledger=self._ledger.snapshot(waiting=TokenCounts()))
         await self._recorder.checkpoint(
             step=self.step, version=self.step, directory=progress.directory_name, snapshot=snapshot
         )

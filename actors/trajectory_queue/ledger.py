@@ -266,7 +266,7 @@ class Ledger:
         )
 
     def snapshot(self, *, waiting: TokenCounts) -> LedgerSnapshot:
-        """Return the state. waiting: tokens to count as dropped, besides those that are."""
+        """Return the state. waiting: further tokens to count as dropped."""
         return LedgerSnapshot(
             admitted=self._admitted,
             trained=self._trained,

@@ -341,7 +341,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
                 child = node[section] = {}
             if not isinstance(child, dict):
                 raise ConfigError(
-                    f"override {override!r}: {section} is {child!r:.80}, expected a map of "
+                    f"--set {override!r}: {section} is {child!r:.80}, expected a map of "
                     f"settings to set a key in; set {section} as a whole"
                 )
             node = child

@@ -350,7 +350,7 @@ def test_an_override_below_a_value_is_refused_and_keeps_the_value() -> None:
     }
     with pytest.raises(ConfigError, match=r"reward is 'score\.py:score', expected a map of"):
         parse_config(tree, source="test", overrides=["tasks.options.reward.other=1"])
-    with pytest.raises(ConfigError, match=r"override .*: the value is nested too deep"):
+    with pytest.raises(ConfigError, match=r"--set .*: the value is nested too deep"):
         parse_config(tree, source="test", overrides=["run.steps=" + "[" * 20_000])
 
 
