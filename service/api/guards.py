@@ -228,9 +228,9 @@ class _Body:
                 return
 
     async def replay(self) -> Message:
-        """Return the whole body as one ASGI message, and at later calls the messages after it.
+        """Return the whole body as one ASGI message; later calls return the messages after it.
 
-        When a route asks for a later message it has the body, so its memory is released then.
+        A route that requests a later message has read the body, so the reserved memory is released.
         """
         if self._whole is None:
             self.drop()

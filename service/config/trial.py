@@ -278,7 +278,7 @@ class _Trials:
         self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Record that the child ended during a call. Raises: ConfigError if there is no call."""
+        """Record that the child process ended. Raises: ConfigError if it was not in a call."""
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]

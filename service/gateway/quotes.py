@@ -92,7 +92,7 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
 
 
 def _strings(value: object, *, all_values: bool = False) -> Iterator[str]:
-    """Yield the strings in a JSON value. all_values: numbers and so on too, as JSON text."""
+    """Yield the strings in a JSON value. all_values: also yield other values, as JSON text."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
