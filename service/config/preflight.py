@@ -361,7 +361,7 @@ def check_gpus(config: Config) -> None:
         raise ConfigError(
             f"the run asks for {wanted:g} GPUs ({config.inference.num_replicas} engines x "
             f"{config.inference.gpus_per_replica:g} and {config.trainer.num_ranks} ranks x "
-            f"{config.trainer.gpus_per_rank:g}), found {found}; lower them, use a CPU "
+            f"{config.trainer.gpus_per_rank:g}), found {found}; lower these settings, use a CPU "
             "configuration, or join a cluster with --address"
         )
 

@@ -123,12 +123,12 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
         ("wide.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "not UTF-8 text"),
         (
             "cut.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n')[:-6],
+            gzip.compress(b'{"prompt": "a"}\n', mtime=0)[:-6],
             "cannot be read: .*ended before",
         ),
         (
             "flipped.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n')[:10] + b"\xff" * 20,
+            gzip.compress(b'{"prompt": "a"}\n', mtime=0)[:10] + b"\xff" * 20,
             "cannot be read: .*decompressing",
         ),
         ("lines.json", b'{"prompt": "a"}\n{"prompt": "b"}\n', r"Extra data.*name it \.jsonl"),
@@ -150,7 +150,7 @@ def test_a_text_file_that_would_be_read_wrongly_is_refused(
         ("rows.Json", b'[{"prompt": "a", "answer": "1"}]'),
         ("rows.CSV", b"prompt,answer\na,1\n"),
         ("rows.TSV", b"prompt\tanswer\na\t1\n"),
-        ("rows.JSONL.GZ", gzip.compress(b'{"prompt": "a", "answer": "1"}')),
+        ("rows.JSONL.GZ", gzip.compress(b'{"prompt": "a", "answer": "1"}', mtime=0)),
         ("spaces.csv", b"prompt , answer\na,1\n"),
         ("mark.csv", b"\xef\xbb\xbfprompt,answer\na,1\n"),
         ("mark.tsv", b'\xef\xbb\xbf"prompt"\t answer \na\t1\n'),
