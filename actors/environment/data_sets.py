@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -52,6 +53,8 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 MAX_ID = 512
 _BATCH_ROWS = 1000
 _MAX_FIELD = 2**31 - 1
+# A chat as JSON, or as Python writes it into a CSV file.
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 # The columns of a chat, and the keys in them whose objects differ from row to row.
 _CHAT = ("prompt", "messages", "tools")
 _FREE = ("arguments", "parameters", "input_schema")
@@ -87,31 +90,18 @@ def read_data_set(
     entries = _entries(columns, names, check, what, section=section)
     if _is_unnamed(names) and "" not in columns.values():
         _logger.warning("%s: a column without a name is left out; give it a name to use it", what)
+    if unread := [n for n in names if n.strip() and n not in {*entries.values(), *columns}]:
+        _logger.warning(
+            "%s: not read: %s; to leave a column out without this warning, set it to null in "
+            "%s.columns",
+            what,
+            _listed(unread),
+            section,
+        )
     tasks, found_ids = PackedTasks(), set[str]()
     num_same: dict[str, int] = {}
-    left_out: set[str] = set()
-    has_told_nulls = not is_typed
-    for number, row in enumerate(_checked(rows, what), start=1):
-        # If the configuration names such a column, it is an error instead.
-        for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
-            left_out.add(column)
-            _logger.warning("%s: column %s is left out: it holds bytes", what, column)
-        where = f"{what}, row {number}"
-        entry = {
-            name: _as_json(row[column])
-            for name, column in entries.items()
-            if column in row and column not in left_out
-        }
-        if is_typed:
-            without = {n: _without_nulls(v) if n in _CHAT else v for n, v in entry.items()}
-            if not has_told_nulls and without != entry:
-                has_told_nulls = True
-                _logger.warning(
-                    "%s: nulls in the arguments of calls and in the schemas of tools are left "
-                    "out, because the format adds them where rows differ",
-                    what,
-                )
-            entry = without
+    rows = _checked(rows, what)
+    for where, entry in _values_of(rows, entries, columns, what, is_typed=is_typed):
         task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
@@ -131,6 +121,52 @@ def read_data_set(
     if not tasks:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
     return tasks
+
+
+def _values_of(
+    rows: Iterable[Mapping[str, Any]],
+    entries: Mapping[str, str],
+    columns: Mapping[str, str | None],
+    what: str,
+    *,
+    is_typed: bool,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row's place and its values by the names of the entries.
+
+    Values that would be misread are left out or reported, each kind with one warning.
+    """
+    left_out: set[str] = set()
+    has_told_nulls, has_told_text = not is_typed, False
+    for number, row in enumerate(rows, start=1):
+        # If the configuration names such a column, it is an error instead.
+        for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
+            left_out.add(column)
+            _logger.warning("%s: column %s is left out: it holds bytes", what, column)
+        where = f"{what}, row {number}"
+        values = {
+            name: _as_json(row[column])
+            for name, column in entries.items()
+            if column in row and column not in left_out
+        }
+        found = values
+        if is_typed:
+            found = {n: _without_nulls(v) if n in _CHAT else v for n, v in values.items()}
+        if not has_told_nulls and found != values:
+            has_told_nulls = True
+            _logger.warning(
+                "%s: nulls in the arguments of calls and in the schemas of tools are left out, "
+                "because the format adds them where rows differ",
+                what,
+            )
+        prompt = found.get("prompt")
+        if not has_told_text and isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
+            has_told_text = True
+            _logger.warning(
+                "%s: prompt is the text of a chat, which the model is shown as it is; expected a "
+                "list of messages; write the data set as JSONL or Parquet to keep the list",
+                where,
+            )
+        yield where, found
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:

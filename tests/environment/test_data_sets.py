@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.environment.data_sets import read_data_set
-from actors.environment.task_data import PROMPT_DATA, DataCheck
+from actors.environment.task_data import CHAT_DATA, PROMPT_DATA, DataCheck
 from actors.environment.tasks import BadTaskFile
 from actors.types import Task
 from service.config.file import ConfigError, parse_config
@@ -364,6 +365,32 @@ def test_nulls_that_parquet_adds_to_arguments_and_schemas_are_left_out_with_a_no
     [task] = read(jsonl(tmp_path / "rows.jsonl", [null]), columns={})
     assert task.data == null
     assert not caplog.text
+
+
+def test_columns_that_are_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    file = jsonl(tmp_path / "rows.jsonl", [{"system": "Be brief.", "messages": chat, "n": 1}])
+    check = DataCheck(CHAT_DATA)
+    [task] = read(file, columns={"n": None}, check=check, section="sft")
+    assert task.data == {"messages": chat}
+    assert "not read: system; to leave a column out" in caplog.text
+    caplog.clear()
+    read(file, columns={"n": None, "system": None}, check=check, section="sft")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("written", [json.dumps, str])
+def test_a_chat_that_a_csv_file_has_as_text_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, written: Any
+) -> None:
+    texts = [written([{"role": "user", "content": word}]) for word in ("hi", "ho")]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt"], *([text] for text in texts)])
+    assert [task.data["prompt"] for task in read(tmp_path / "rows.csv", columns={})] == texts
+    assert caplog.text.count("row 1: prompt is the text of a chat") == 1
+    assert "row 2" not in caplog.text
 
 
 def test_dates_and_decimals_are_converted_and_bytes_are_left_out_with_a_notice(
