@@ -139,7 +139,16 @@ def _loaded(path: str) -> ChatTokenizer:
     # AutoTokenizer imports torch (seconds, 200 MB), which a plain fast tokenizer does not need.
     is_plain = config.get("tokenizer_class") in _PLAIN or _is_misread(Path(path), config)
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-    tokenizer: Any = loader.from_pretrained(path)
+    try:
+        tokenizer: Any = loader.from_pretrained(path)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        # For a damaged file the libraries raise errors of any type.
+        raise ValueError(
+            f"{Path(path) / 'tokenizer.json'} cannot be loaded ({type(error).__name__}: {error}); "
+            "expected a tokenizer that transformers saved; copy or download the model again"
+        ) from error
     if config.get("add_bos_token") and not ids_before_text(tokenizer):
         # transformers 5 drops the setting if it loads another class than the configuration names.
         tokenizer.add_bos_token = True
@@ -189,10 +198,18 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
 
 def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of a model whose tokenizer is loaded; may be empty."""
-    found = {tokenizer.eos_token_id}
-    added = _added_by_settings(model)
-    found.update(added if isinstance(added, list) else [added])
+    """Return the end-of-sequence ids of a model whose tokenizer is loaded; may be empty.
+
+    Raises: ValueError if the generation settings name something that is no token id.
+    """
+    added: Any = _added_by_settings(model)
+    ids = added if isinstance(added, list) else [] if added is None else [added]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(
+            f"{Path(model) / 'generation_config.json'}: eos_token_id is {added!r:.80}, expected "
+            "the id of a token, or a list of ids; correct it"
+        )
+    found = {tokenizer.eos_token_id, *ids}
     return tuple(sorted(token for token in found if token is not None))
 
 

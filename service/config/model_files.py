@@ -93,6 +93,14 @@ def check_architecture(
     except NotImplementedError as error:
         reason = str(error).removeprefix("trainer: ")
         raise ConfigError(f"{key}: {directory} cannot be trained: {reason}") from error
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"{key}: {directory} has quantised weights ({method or 'quantization_config'}), "
+            "expected weights in float32, bfloat16 or float16; choose the model from which it was "
+            "quantised"
+        )
     if lora is not None:
         check_adapters(f"{key}: {directory}", config, lora)
     reasons = [] if inference is None else list(unserved(config, inference, dtype=dtype))

@@ -73,6 +73,18 @@ def with_settings_that_are_a_list(directory: Path) -> Path:
     return file
 
 
+def with_an_empty_tokenizer(directory: Path) -> Path:
+    file = directory / "tokenizer.json"
+    file.write_text("{}")
+    return file
+
+
+def with_an_end_that_is_no_id(directory: Path) -> Path:
+    file = directory / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": ["</s>"]}))
+    return file
+
+
 def with_a_broken_tokenizer(directory: Path) -> Path:
     file = directory / "tokenizer.json"
     file.write_text("{")
@@ -102,6 +114,8 @@ def without_weights(directory: Path) -> Path:
         with_broken_settings,
         with_settings_that_are_a_list,
         with_a_broken_tokenizer,
+        with_an_empty_tokenizer,
+        with_an_end_that_is_no_id,
         in_two_files_of_which_one_is_missing,
         without_weights,
     ],
@@ -132,6 +146,10 @@ def with_settings(directory: Path, **changes: Any) -> str:
         (
             {"head_dim": 16},
             "cannot be served: its attention has heads of 16 dimensions, expected .*; choose",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"has quantised weights \(gptq\), expected weights in .*; choose the model",
         ),
         (
             {"use_sliding_window": True, "sliding_window": 0},
