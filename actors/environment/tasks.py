@@ -552,6 +552,13 @@ def _task(row: Any, *, where: str) -> Task:
     data = row.get("data", {})
     if not isinstance(data, dict):
         _refuse(where, "data", data, "an object")
+    try:
+        _json(row).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadTaskFile(
+            f"{where}: got a value that is not JSON ({error}), expected texts, finite numbers, "
+            "true, false, null, lists and objects; correct the row"
+        ) from None
     return Task(task_id=row["task_id"], environment=row["environment"], seed=row["seed"], data=data)
 
 

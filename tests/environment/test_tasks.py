@@ -5,7 +5,10 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,6 +151,8 @@ def test_what_is_written_is_read_back(
         (_row(dta={}), r"unknown fields \['dta'\]"),
         ('{"task_id": "a"}', "missing fields"),
         (_row()[:-1] + ', "data": {"x": NaN}}', "NaN is not JSON"),
+        (_row()[:-1] + ', "data": {"x": 1e999}}', "line 1: got a value that is not JSON"),
+        (_row()[:-1] + ', "data": {"x": "\\ud800"}}', "line 1: got a value that is not JSON"),
         ("[" * 100_000, "not JSON"),
     ],
 )
@@ -166,6 +171,14 @@ def test_files_that_are_not_what_their_suffix_says_are_refused(tmp_path: Path) -
             read_tasks(path)
     with pytest.raises(BadTaskFile, match=r"expected \.jsonl or \.parquet"):
         read_tasks(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("value", [float("nan"), b"1"])
+def test_a_value_of_parquet_that_is_not_json_is_refused(tmp_path: Path, value: Any) -> None:
+    row = {"task_id": "a", "environment": "guessing", "seed": 1, "data": {"x": value}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "tasks.parquet")
+    with pytest.raises(BadTaskFile, match="row 1: got a value that is not JSON"):
+        read_tasks(tmp_path / "tasks.parquet")
 
 
 def test_a_byte_order_mark_and_blank_lines_are_no_fault(tmp_path: Path) -> None:
