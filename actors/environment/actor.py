@@ -23,6 +23,8 @@ from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.group_scoring import GroupScorer, score_together
+from actors.environment.lost_calls import LostCalls, task_id
+from actors.environment.nursery import preload
 from actors.environment.policy import PolicyClient
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, is_built_in, resolve
@@ -35,8 +37,8 @@ from actors.environment.settings import (
 )
 from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
+from actors.environment.user_names import is_importable
 from actors.environment.worker_environment import WorkerEnvironment
-from actors.environment.workers import LostCalls
 from actors.trajectory_queue.exchange import GroupExchange, RolloutExchange, play_once
 from actors.trajectory_queue.messages import GroupToScore
 from actors.types import (
@@ -277,7 +279,7 @@ class EnvironmentActor:
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
         trainer_state.set(self._state_of(group.group_number))
         playing.set(rollouts)
-        workers.task_id.set(group.task.task_id)
+        task_id.set(group.task.task_id)
         return await score_together(
             trajectories,
             group.task,
@@ -309,11 +311,11 @@ class EnvironmentActor:
         make = resolve(name, played.options)
         is_contained = not (is_built_in(name) or rollouts.inline)
         if ":" in name and is_contained:
-            workers.preload(name)
-            is_contained = workers.is_importable(name)
+            preload(name)
+            is_contained = is_importable(name)
         if not is_contained:
             return make
-        workers.preload(f"{WorkerEnvironment.__module__}:made")
+        preload(f"{WorkerEnvironment.__module__}:made")
         return partial(WorkerEnvironment, name, played.options)
 
     def _maker(self, name: str) -> Callable[[], Environment]:

@@ -23,8 +23,8 @@ from typing import Any, Literal, TextIO
 from weakref import WeakKeyDictionary
 
 from actors.environment import server_keeper
-from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
+from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ToolFailed
 from actors.environment.variables import expanded
 from actors.limits import STRICT

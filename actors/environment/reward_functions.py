@@ -43,6 +43,7 @@ from numbers import Real
 from typing import Any
 
 from actors.environment import workers
+from actors.environment.nursery import preload
 from actors.environment.protocol import RewardError
 from actors.environment.settings import playing
 from actors.environment.trainer_arguments import (
@@ -55,7 +56,7 @@ from actors.environment.trainer_arguments import (
     trainer_state,
 )
 from actors.environment.user_names import HIDES, BadName, find, hides_arguments
-from actors.environment.workers import WorkerLost
+from actors.environment.worker_handle import WorkerLost
 from actors.limits import MAX_REWARD
 from actors.user_code import CallFailed, CallTimedOut, in_thread
 
@@ -452,8 +453,8 @@ def _load(text: str, weight: object) -> RewardFunction:
     except BadName as error:
         raise BadRewardFunction(str(error)) from error
     function = _read_signature(text, text.partition(":")[2], found, float(weight))
-    workers.preload(text)
-    workers.preload(f"{__name__}:answer_of")
+    preload(text)
+    preload(f"{__name__}:answer_of")
     return function
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from hashlib import blake2b
 
 from actors.environment.chat_template import RenderError
+from actors.environment.lost_calls import task_id
 from actors.environment.policy import (
     GenerateRequest,
     ParsedReply,
@@ -43,7 +44,6 @@ from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import KeptTokens, RolloutSettings, playing
 from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import check_calls
-from actors.environment.workers import task_id
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.types import (
     PLAYED_OUT,

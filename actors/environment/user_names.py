@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +47,17 @@ def module_of(text: str, *, what: str) -> str:
     if not colon or not name or not place or place.startswith("."):
         raise BadName(f"{what}: got {text!r}, {_FORMS}")
     return place
+
+
+def is_importable(name: str) -> bool:
+    """Whether another process can import a function's module.
+
+    It cannot if the module was made in this process.
+    """
+    with suppress(BadName):
+        module = sys.modules.get(module_of(name, what="function"))
+        return module is None or getattr(module, "__spec__", None) is not None
+    return False
 
 
 def find(text: str, *, what: str) -> Any:

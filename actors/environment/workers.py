@@ -6,8 +6,8 @@
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
 that keep state between calls live in a `Home`, a place in a worker that several episodes share.
-Workers are forked from a process that has imported the functions' modules (`worker_process`). A
-function cannot be called in a worker if its module was made in this process (`is_importable`).
+Workers are forked from a process that has imported the functions' modules (`nursery`). A function
+cannot be called in a worker if its module was made in this process (`is_importable`).
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
 has started. Called by reward functions, tools, a user's environments and the checks before the
@@ -19,28 +19,22 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
-import json
-import logging
 import os
 import pickle
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from actors.environment import worker_process
+from actors.environment.lost_calls import LostCallCounter, LostCalls
+from actors.environment.nursery import Nursery, how_ended, preloaded
 from actors.environment.settings import playing
-from actors.environment.user_names import BadName, module_of
-from actors.environment.worker_process import HEAD, LENGTH, MAX_CONTROL_BYTES
+from actors.environment.user_names import is_importable
+from actors.environment.worker_handle import WorkerHandle, WorkerLost
+from actors.environment.worker_process import HEAD, LENGTH
 from actors.user_code import UNWIND_S, CallFailed, CallTimedOut, RaisedInWorker
 
 LOAD_LIMIT_S = 120.0
@@ -49,33 +43,6 @@ GROW_AFTER_S = 0.05
 """Seconds for which calls wait before the pool may grow beyond twice the number of cores."""
 EPISODES_PER_HOME = 4
 MAX_STARTS_IN_VAIN = 3
-MAX_COUNTED = 1000
-MAX_TASKS_NAMED = 3
-_logger = logging.getLogger(__name__)
-
-task_id: ContextVar[str] = ContextVar("task_id", default="")
-"""The id of the task being played in the current context, for counts and log lines; empty if there
-is none."""
-
-
-class WorkerLost(Exception):
-    """The process that ran a call, or that held an episode's instances, has ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostCalls:
-    """The calls of one function that gave no answer and ended in the same way."""
-
-    function: str
-    end: str
-    """How the calls ended: `killed` (the pool killed the process at the call's limit), `cancelled`
-    (the pool cancelled the coroutine at its limit) or `died` (the process ended during the call).
-    """
-    count: int
-    why: str
-    """Why the first of these calls was lost."""
-    tasks: tuple[str, ...]
-    """The known ids of the first tasks whose calls were lost, at most MAX_TASKS_NAMED of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,130 +68,12 @@ def _message(number: int, call: tuple[Any, ...]) -> bytes:
     return LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(number, 0) + body
 
 
-def is_importable(name: str) -> bool:
-    """Whether another process can import a function's module.
-
-    It cannot if the module was made in this process.
-    """
-    with suppress(BadName):
-        module = sys.modules.get(module_of(name, what="function"))
-        return module is None or getattr(module, "__spec__", None) is not None
-    return False
-
-
 def is_contained(name: str) -> bool:
     """Whether a function is called in a worker.
 
     An empty name means that the function is not the user's, and gives False.
     """
     return bool(name) and not playing.get().inline and is_importable(name)
-
-
-_preloaded: dict[str, None] = {}
-
-
-def preload(name: str) -> None:
-    """Register a function's module for import before workers are forked.
-
-    A pool that has started already imports the module in each worker, on the first call there.
-    """
-    _preloaded[name] = None
-
-
-class _Worker:
-    """The pool's record of one worker process: its socket, its calls and its state."""
-
-    def __init__(self, start: int, end: socket.socket, *, is_home: bool, is_loop: bool) -> None:
-        self.start = start
-        self.is_home = is_home
-        self.is_loop = is_loop
-        self.process = 0
-        self.loaded: set[str] = set()
-        self.answers: dict[int, asyncio.Future[Any]] = {}
-        self.lock = asyncio.Lock()
-        self._sending = asyncio.Lock()
-        self.num_homes = 0
-        self.resident_bytes = 0
-        self.why = ""
-        self.is_over = False
-        # Whether the pool ended the process itself, or has counted its end already.
-        self.is_explained = False
-        self.end = end
-        # This also closes the socket when this process ends.
-        weakref.finalize(self, end.close)
-        self._read = bytearray()
-
-    async def ask(
-        self, number: int, target: str | None, arguments: Mapping[str, Any], *, keeps: bool
-    ) -> Any:
-        """Send a call to the worker and return its answer.
-
-        Raises: CallFailed if the call cannot be sent or raises; WorkerLost if the worker has ended
-            or ends before it answers.
-        """
-        if self.is_over:
-            raise WorkerLost(self.why)
-        try:
-            message = _message(number, (target, dict(arguments), keeps))
-        except Exception as error:
-            raise CallFailed(error) from error
-        answer = asyncio.get_running_loop().create_future()
-        self.answers[number] = answer
-        try:
-            await self.send(message)
-            return await answer
-        finally:
-            self.answers.pop(number, None)
-
-    async def send(self, message: bytes) -> None:
-        # An error means that the process has ended, which the nursery reports.
-        async with self._sending:
-            with suppress(OSError):
-                await asyncio.get_running_loop().sock_sendall(self.end, message)
-
-    def read(self) -> bool:
-        """Read what the worker has sent and deliver its answers.
-
-        Returns: whether the worker's end of the socket is still open.
-        """
-        try:
-            part = self.end.recv(1 << 18)
-        except BlockingIOError:
-            return True
-        except OSError:
-            part = b""
-        self._read += part
-        while len(self._read) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._read)[0]
-            if len(self._read) < end:
-                break
-            self._take(bytes(self._read[LENGTH.size : end]))
-            del self._read[:end]
-        return bool(part)
-
-    def _take(self, message: bytes) -> None:
-        number, self.resident_bytes = HEAD.unpack_from(message)
-        answer = self.answers.get(number)
-        if answer is None or answer.done():
-            return
-        try:
-            is_answer, found = pickle.loads(message[HEAD.size :])
-        except Exception as error:  # noqa: BLE001  # the caller gets it
-            answer.set_exception(CallFailed(error))
-            return
-        if is_answer:
-            answer.set_result(found)
-        else:
-            failed = CallFailed(RaisedInWorker(*found))
-            failed.__cause__ = failed.error
-            answer.set_exception(failed)
-
-    def lost(self, why: str) -> None:
-        self.why = self.why or why
-        self.is_over = True
-        for answer in self.answers.values():
-            if not answer.done():
-                answer.set_exception(WorkerLost(self.why))
 
 
 class Pool:
@@ -248,27 +97,19 @@ class Pool:
         self._num_cores = os.cpu_count() or 1
         self._num_at_once = min(size, 2 * self._num_cores)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._control: socket.socket | None = None
-        self._finalizer: Any = None
+        self._nursery: Nursery | None = None
         self._numbers = itertools.count(1)
         # Every worker by the number of the request that started it.
-        self._workers: dict[int, _Worker] = {}
-        self._idle: list[_Worker] = []
-        self._waiting: deque[asyncio.Future[_Worker]] = deque()
+        self._workers: dict[int, WorkerHandle] = {}
+        self._idle: list[WorkerHandle] = []
+        self._waiting: deque[asyncio.Future[WorkerHandle]] = deque()
         self._growing: asyncio.TimerHandle | None = None
         self._num_starts_in_vain = 0
-        # Whether the nursery has imported the modules and forked a worker.
-        self._has_started = False
         # How often a worker became free since the pool last checked whether to grow.
         self._num_ended = 0
-        self._nursery_preloads: dict[str, None] = {}
-        self._path: list[str] = []
         # The event loop keeps only weak references to its tasks.
         self._dropping: set[asyncio.Future[None]] = set()
-        self.faults: Counter[tuple[str, str, str]] = Counter()
-        """The number of calls that gave no answer, by function, task and `LostCalls.end`."""
-        self._reasons: dict[tuple[str, str], str] = {}
-        """The reason of the first such call, by function and `LostCalls.end`."""
+        self.lost = LostCallCounter()
 
     # Methods that other classes and modules call.
 
@@ -326,17 +167,15 @@ class Pool:
         least.num_homes += 1
         return Home(self, least)
 
-    def kill(self, worker: _Worker, why: str) -> None:
+    def kill(self, worker: WorkerHandle, why: str) -> None:
         """End a worker's process and all that it has started."""
         worker.is_explained = True
         worker.lost(why)
         if worker in self._idle:
             self._idle.remove(worker)
-        # If the process id is not known yet, `_on_control` kills the process once it is.
-        if worker.process and self._control is not None:
-            self._send({"kill": worker.process})
+        self._kill_process(worker)
 
-    def leave(self, worker: _Worker, keys: list[int]) -> None:
+    def leave(self, worker: WorkerHandle, keys: list[int]) -> None:
         """Make a worker drop the values that it keeps for an ended episode, by their keys."""
         worker.num_homes -= 1
         if not worker.is_over and keys:
@@ -350,38 +189,12 @@ class Pool:
         return [each.resident_bytes for each in self._workers.values() if each.resident_bytes]
 
     @property
-    def lost_calls(self) -> tuple[LostCalls, ...]:
-        """The calls that gave no answer: one entry for each function and kind of end, in the order
-        in which each first occurred."""
-        counts: Counter[tuple[str, str]] = Counter()
-        tasks: dict[tuple[str, str], list[str]] = {}
-        for (function, task, what), count in self.faults.items():
-            counts[function, what] += count
-            if task:
-                tasks.setdefault((function, what), []).append(task)
-        return tuple(
-            LostCalls(
-                function=function,
-                end=what,
-                count=count,
-                why=self._reasons[function, what],
-                tasks=tuple(tasks.get((function, what), ())[:MAX_TASKS_NAMED]),
-            )
-            for (function, what), count in counts.items()
-        )
-
-    def count_on(self, other: Pool) -> None:
-        """Add the counts of another pool, which this pool replaces."""
-        self.faults.update(other.faults)
-        self._reasons.update(other._reasons)
-
-    @property
     def is_outdated(self) -> bool:
         """Whether the pool is idle and the import path has changed since it started, so that it
         may import other modules than this process would."""
         is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
         is_idle = is_idle and not self._waiting
-        return is_idle and self._control is not None and self._path != _import_path()
+        return is_idle and self._nursery is not None and self._nursery.is_outdated
 
     @property
     def num_workers(self) -> int:
@@ -396,16 +209,13 @@ class Pool:
             worker.end.close()
         self._workers.clear()
         self._idle.clear()
-        if self._control is not None:
-            self._unread(self._control)
-            self._finalizer()
-            self._control = None
+        self._end_nursery()
 
     # Calls.
 
     async def _ask(
         self,
-        worker: _Worker,
+        worker: WorkerHandle,
         target: str,
         arguments: Mapping[str, Any],
         *,
@@ -439,13 +249,13 @@ class Pool:
             is_done = not (isinstance(error, RaisedInWorker) and error.kind == "MemoryError")
             raise
         except CallTimedOut as error:
-            self._count(named, "killed", str(error))
+            self.lost.count(named, "killed", str(error))
             raise
         except WorkerLost as error:
             # Count the end once, also if several episodes have calls in this worker.
             if not worker.is_explained:
                 worker.is_explained = True
-                self._count(named, "died", str(error))
+                self.lost.count(named, "died", str(error))
             raise
         finally:
             if not is_done and not worker.is_over:
@@ -453,7 +263,7 @@ class Pool:
 
     async def _within(
         self,
-        worker: _Worker,
+        worker: WorkerHandle,
         target: str,
         arguments: Mapping[str, Any],
         *,
@@ -461,17 +271,22 @@ class Pool:
         keeps: bool = False,
         number: int | None = None,
     ) -> Any:
+        if worker.is_over:
+            raise WorkerLost(worker.why)
         number = next(self._numbers) if number is None else number
-        asking = worker.ask(number, target, arguments, keeps=keeps)
+        try:
+            message = _message(number, (target, dict(arguments), keeps))
+        except Exception as error:
+            raise CallFailed(error) from error
         try:
             async with asyncio.timeout(limit_s):
-                return await asking
+                return await worker.ask(number, message)
         except TimeoutError:
             raise CallTimedOut(f"no answer within {limit_s:.3g} s") from None
 
     async def ask_home(
         self,
-        worker: _Worker,
+        worker: WorkerHandle,
         target: str,
         arguments: Mapping[str, Any],
         *,
@@ -484,35 +299,18 @@ class Pool:
         Returns: the function's answer; with `keeps`, the key under which the worker keeps it.
         """
         number = next(self._numbers)
+        ask = partial(self._ask, worker, target, arguments, named=named, keeps=keeps, number=number)
         if not worker.is_loop:
             async with worker.lock:
-                found = await self._ask(
-                    worker,
-                    target,
-                    arguments,
-                    limit_s=limit_s,
-                    named=named,
-                    keeps=keeps,
-                    number=number,
-                )
+                found = await ask(limit_s=limit_s)
             return number if keeps else found
-        asking = asyncio.ensure_future(
-            self._ask(
-                worker,
-                target,
-                arguments,
-                limit_s=limit_s + 2 * UNWIND_S,
-                named=named,
-                keeps=keeps,
-                number=number,
-            )
-        )
+        asking = asyncio.ensure_future(ask(limit_s=limit_s + 2 * UNWIND_S))
         try:
             await asyncio.wait((asking,), timeout=limit_s)
             if not asking.done():
                 await self._cancel(worker, number, asking)
                 why = f"no answer within {limit_s:.3g} s"
-                self._count(named, "cancelled", why)
+                self.lost.count(named, "cancelled", why)
                 raise CallTimedOut(why)
         except asyncio.CancelledError:
             await self._cancel(worker, number, asking)
@@ -520,7 +318,7 @@ class Pool:
         found = asking.result()
         return number if keeps else found
 
-    async def _cancel(self, worker: _Worker, number: int, asking: asyncio.Future[Any]) -> None:
+    async def _cancel(self, worker: WorkerHandle, number: int, asking: asyncio.Future[Any]) -> None:
         """Cancel a coroutine in its worker; end the worker's process only if the coroutine has not
         ended after UNWIND_S."""
         if not worker.is_over:
@@ -531,29 +329,13 @@ class Pool:
         if not asking.cancelled():
             asking.exception()
 
-    def _count(self, function: str, what: str, why: str) -> None:
-        task = task_id.get()
-        is_first = not any(each == function for each, _, _ in self.faults)
-        if len(self.faults) >= MAX_COUNTED:
-            task = ""
-        self.faults[function, task, what] += 1
-        self._reasons.setdefault((function, what), why)
-        if is_first:
-            _logger.warning(
-                "%s: a call %s: %s (task %s); further such calls are only counted",
-                function,
-                "ended its process" if what == "died" else "was ended at its limit",
-                why,
-                task or "unknown",
-            )
-
     # Workers.
 
-    async def _taken(self) -> _Worker:
+    async def _taken(self) -> WorkerHandle:
         self._attach()
         if self._idle:
             return self._idle.pop()
-        waiting: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[WorkerHandle] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         self._grow()
         try:
@@ -566,7 +348,7 @@ class Pool:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
-    def _give_back(self, worker: _Worker) -> None:
+    def _give_back(self, worker: WorkerHandle) -> None:
         self._num_ended += 1
         if worker.is_over:
             return
@@ -594,7 +376,11 @@ class Pool:
         # At this rate the waiting calls would wait for more than a second.
         is_slow = is_late and self._num_ended < len(waiting) * GROW_AFTER_S
         self._num_ended = 0 if is_late else self._num_ended
-        if is_slow and not num_starting and self._num_running(workers) < self._num_cores:
+        if (
+            is_slow
+            and not num_starting
+            and sum(each.is_running for each in workers) < self._num_cores
+        ):
             # The workers' calls wait for something, and leave cores free.
             bound = min(self._size, max(bound, len(workers) + self._num_cores))
         for _ in range(min(len(waiting) - num_starting, bound - len(workers))):
@@ -603,31 +389,30 @@ class Pool:
             GROW_AFTER_S, lambda: self._grow(is_late=True)
         )
 
-    def _num_running(self, workers: list[_Worker]) -> int:
-        return sum(_state_of(each.process) == "R" for each in workers if each.process)
-
-    def _start(self, *, is_home: bool, is_loop: bool) -> _Worker:
+    def _start(self, *, is_home: bool, is_loop: bool) -> WorkerHandle:
         self._attach()
-        control = self._nursery()
-        own, its = socket.socketpair()
-        own.setblocking(False)
-        worker = _Worker(next(self._numbers), own, is_home=is_home, is_loop=is_loop)
-        worker.loaded |= self._nursery_preloads.keys()
-        self._workers[worker.start] = worker
-        request = json.dumps({"start": worker.start, "is_loop": is_loop}).encode()
-        with its, suppress(ConnectionError):
-            socket.send_fds(control, [request], [its.fileno()])
+        nursery = self._nursery or self._start_nursery()
+        number = next(self._numbers)
+        end = nursery.fork(number, is_loop=is_loop)
+        worker = WorkerHandle(number, end, is_home=is_home, is_loop=is_loop)
+        worker.loaded |= nursery.preloads
+        self._workers[number] = worker
         assert self._loop is not None
-        self._loop.add_reader(own, self._on_readable, worker)
+        self._loop.add_reader(end, self._on_readable, worker)
         return worker
 
-    def _on_readable(self, worker: _Worker) -> None:
+    def _on_readable(self, worker: WorkerHandle) -> None:
         if not worker.read():
             self._unread(worker.end)
             # The process has ended, which the nursery reports with its status, or it has closed
             # its end of the socket.
-            if worker.process and not worker.is_over:
-                self._send({"kill": worker.process})
+            if not worker.is_over:
+                self._kill_process(worker)
+
+    def _kill_process(self, worker: WorkerHandle) -> None:
+        # If the process id is not known yet, `_on_report` kills the process once it is.
+        if worker.process and self._nursery is not None:
+            self._nursery.kill(worker.process)
 
     # The nursery.
 
@@ -639,14 +424,14 @@ class Pool:
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
-        for end in [each.end for each in self._workers.values()] + (
-            [] if self._control is None else [self._control]
-        ):
-            self._unread(end)
+        for worker in self._workers.values():
+            self._unread(worker.end)
+        if self._nursery is not None:
+            self._unread(self._nursery.control)
         self._loop, self._growing = loop, None
         self._waiting.clear()
-        if self._control is not None:
-            loop.add_reader(self._control, self._on_control)
+        if self._nursery is not None:
+            loop.add_reader(self._nursery.control, self._on_report)
         for worker in list(self._workers.values()):
             loop.add_reader(worker.end, self._on_readable, worker)
             if worker not in self._idle and worker.process:
@@ -656,72 +441,52 @@ class Pool:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(end)
 
-    def _nursery(self) -> socket.socket:
-        if self._control is not None:
-            return self._control
-        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            process = subprocess.Popen(
-                [sys.executable, "-P", worker_process.__file__, str(its.fileno())],
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+    def _start_nursery(self) -> Nursery:
         # A module may have caused a failed start. Each worker then imports the modules itself.
-        self._nursery_preloads = {} if self._num_starts_in_vain else dict(_preloaded)
-        self._path = _import_path()
-        options = {
-            "path": self._path,
-            "preload": list(self._nursery_preloads),
-            "max_bytes": self._max_bytes,
-        }
-        own.send(json.dumps(options).encode())
-        self._control, self._has_started = own, False
-        self._finalizer = weakref.finalize(self, _end_nursery, own, process)
+        preloads = () if self._num_starts_in_vain else preloaded
+        self._nursery = nursery = Nursery(preloads, max_bytes=self._max_bytes)
         assert self._loop is not None
-        self._loop.add_reader(own, self._on_control)
-        self._loop.call_later(LOAD_LIMIT_S, self._check_start, own)
-        return own
+        self._loop.add_reader(nursery.control, self._on_report)
+        self._loop.call_later(LOAD_LIMIT_S, self._check_start, nursery)
+        return nursery
 
-    def _check_start(self, control: socket.socket) -> None:
+    def _check_start(self, nursery: Nursery) -> None:
         """End the nursery (the process that forks the workers) if it has not started a worker yet.
 
         Called LOAD_LIMIT_S after its start: it then still imports modules.
         """
-        if self._control is control and not self._has_started:
+        if self._nursery is nursery and not nursery.has_forked:
             self._nursery_ended()
 
-    def _send(self, request: dict[str, Any]) -> None:
-        if self._control is not None:
-            with suppress(ConnectionError):
-                self._control.send(json.dumps(request).encode())
-
-    def _on_control(self) -> None:
-        assert self._control is not None
+    def _on_report(self) -> None:
+        assert self._nursery is not None
         try:
-            text = self._control.recv(MAX_CONTROL_BYTES, socket.MSG_DONTWAIT)
+            report = self._nursery.read()
         except BlockingIOError:
             return
-        except ConnectionError:
-            text = b""
-        if not text:
+        if report is None:
             self._nursery_ended()
             return
-        report = json.loads(text)
         if "started" in report:
-            self._num_starts_in_vain, self._has_started = 0, True
+            self._num_starts_in_vain, self._nursery.has_forked = 0, True
             worker = self._workers[report["started"]]
             worker.process = report["process"]
             if worker.is_over:
-                self._send({"kill": worker.process})
+                self._kill_process(worker)
             elif not worker.is_home:
                 self._give_back(worker)
             return
         worker = next(each for each in self._workers.values() if each.process == report["ended"])
-        self._drop(worker, f"its process {_how(report['status'])}")
+        self._drop(worker, f"its process {how_ended(report['status'])}")
         self._grow()
 
-    def _drop(self, worker: _Worker, why: str) -> None:
+    def _end_nursery(self) -> None:
+        if self._nursery is not None:
+            self._unread(self._nursery.control)
+            self._nursery.end()
+            self._nursery = None
+
+    def _drop(self, worker: WorkerHandle, why: str) -> None:
         # Read the answers that the worker sent before it ended.
         while worker.answers and worker.read():
             pass
@@ -733,12 +498,9 @@ class Pool:
             self._idle.remove(worker)
 
     def _nursery_ended(self) -> None:
-        assert self._control is not None
-        is_in_vain = not self._has_started
-        self._unread(self._control)
-        self._finalizer()
-        self._control = None
-        self._num_starts_in_vain += is_in_vain
+        assert self._nursery is not None
+        self._num_starts_in_vain += not self._nursery.has_forked
+        self._end_nursery()
         for worker in list(self._workers.values()):
             self._drop(worker, "its process ended with the process that it was forked from")
         if self._num_starts_in_vain >= MAX_STARTS_IN_VAIN:
@@ -753,7 +515,7 @@ class Pool:
 class Home:
     """A place in a worker for one episode's instances. They are lost when that worker ends."""
 
-    def __init__(self, pool: Pool, worker: _Worker) -> None:
+    def __init__(self, pool: Pool, worker: WorkerHandle) -> None:
         self._pool = pool
         self._worker = worker
         self._held: list[int] = []
@@ -798,34 +560,6 @@ class Home:
             self._pool.leave(self._worker, self._held)
 
 
-def _import_path() -> list[str]:
-    return [str(Path(each).absolute()) for each in sys.path]
-
-
-def _state_of(process: int) -> str:
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"ended itself with status {status}"
-    with suppress(ValueError):
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"was ended by signal {-status}"
-
-
-def _end_nursery(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the nursery (the process that forks the workers), and with it all workers."""
-    control.close()
-    try:
-        process.wait(timeout=2)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 _pools = threading.local()
 _options: dict[str, int] = {}
 
@@ -846,7 +580,7 @@ def pool() -> Pool:
         _pools.own = made
         if outdated is not None:
             outdated.close()
-            made.count_on(outdated)
+            made.lost.add(outdated.lost)
     return made
 
 
@@ -858,4 +592,4 @@ def report() -> tuple[tuple[LostCalls, ...], int]:
     made: Pool | None = getattr(_pools, "own", None)
     if made is None:
         return (), 0
-    return made.lost_calls, max(made.resident_bytes, default=0)
+    return made.lost.calls, max(made.resident_bytes, default=0)

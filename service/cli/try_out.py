@@ -23,6 +23,7 @@ import httpx
 from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.group_scoring import checked_results
+from actors.environment.lost_calls import task_id
 from actors.environment.policy import ParsedCall
 from actors.environment.protocol import (
     Action,
@@ -250,7 +251,7 @@ def _set_playing(config: Config, task: Task) -> None:
     """Set the context variables that a run sets for a task; functions run in workers."""
     member = config.members.get(task.environment, config)
     playing.set(replace(member.rollouts, inline=False))
-    workers.task_id.set(task.task_id)
+    task_id.set(task.task_id)
 
 
 async def _play_turns(

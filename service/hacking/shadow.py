@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from actors.environment import workers
+from actors.environment.lost_calls import task_id
 from actors.environment.protocol import RewardError
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import playing
@@ -147,7 +147,7 @@ class ShadowVerifier:
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.
         playing.set(replace(member.rollouts, inline=False))
-        workers.task_id.set(trajectory.task_id)
+        task_id.set(trajectory.task_id)
         trainer_state.set(
             TrainerState(
                 global_step=trajectory.group_number // self._config.algorithm.groups_per_step,

@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from actors.deadline import within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import plays_of
+from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import EnvironmentActorSettings, Sampling
-from actors.environment.workers import LostCalls
 from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
 from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool, Member

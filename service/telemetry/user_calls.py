@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from actors.environment.workers import MAX_TASKS_NAMED, LostCalls
+from actors.environment.lost_calls import MAX_TASKS_NAMED, LostCalls
 from actors.metrics import Metrics
 
 MAX_FUNCTIONS = 32

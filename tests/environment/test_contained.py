@@ -24,7 +24,7 @@ from actors.environment.settings import (
     playing,
 )
 from actors.environment.worker_environment import WorkerEnvironment
-from actors.environment.workers import WorkerLost
+from actors.environment.worker_handle import WorkerLost
 from actors.options import read
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Outcome, Task

@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 from actors.environment import workers
-from actors.environment.workers import Pool, WorkerLost
+from actors.environment.lost_calls import task_id
+from actors.environment.worker_handle import WorkerLost
+from actors.environment.workers import Pool
 from actors.user_code import CallFailed, CallTimedOut, RaisedInWorker, describe
 
 FUNCTIONS = """
@@ -133,7 +135,7 @@ async def test_a_thread_that_a_module_starts_is_there_in_a_worker(
         "async def later(): return 42\n"
         "def call(): return asyncio.run_coroutine_threadsafe(later(), loop).result()\n"
     )
-    monkeypatch.setattr(workers, "_preloaded", {"threads_of_test.py:call": None})
+    monkeypatch.setattr(workers, "preloaded", {"threads_of_test.py:call": None})
     assert await made(size=1).call("threads_of_test.py:call", {}, limit_s=LIMIT_S) == 42
 
 
@@ -167,11 +169,11 @@ async def test_a_call_at_its_limit_is_ended_and_others_wait_for_another_worker(
     assert await pool.call(good, {"number": 1}, limit_s=LIMIT_S) == 2
     bad = [pool.call(functions + name, {}, limit_s=0.5) for _ in range(4)]
     answers = [pool.call(good, {"number": each}, limit_s=LIMIT_S) for each in range(4)]
-    workers.task_id.set("task 7")
+    task_id.set("task 7")
     found = await asyncio.gather(*bad, *answers, return_exceptions=True)
     assert all(isinstance(each, CallTimedOut) for each in found[:4])
     assert found[4:] == [0, 2, 4, 6]
-    assert pool.faults == {(functions + name, "task 7", "killed"): 4}
+    assert pool.lost.counts == {(functions + name, "task 7", "killed"): 4}
     assert len([each for each in caplog.messages if name in each and "task 7" in each]) == 1
 
 
@@ -191,8 +193,8 @@ async def test_a_call_that_ends_its_process_fails_alone(
         assert isinstance(error, CallFailed) and isinstance(error.error, WorkerLost)
         assert how in str(error)
     assert found[3:] == [2, 2, 2]
-    assert pool.faults == {(functions + name, "", "died"): 3}
-    (lost,) = pool.lost_calls
+    assert pool.lost.counts == {(functions + name, "", "died"): 3}
+    (lost,) = pool.lost.calls
     assert (lost.function, lost.end, lost.count, lost.tasks) == (functions + name, "died", 3, ())
     assert how in lost.why
 
@@ -310,12 +312,12 @@ async def test_a_shared_worker_that_dies_is_counted_once_and_one_that_is_killed_
             return_exceptions=True,
         )
 
-    workers.task_id.set("task 7")
+    task_id.set("task 7")
     found = await call_in_both("exits", LIMIT_S)
     assert all(isinstance(each, WorkerLost) for each in found)
-    assert pool.faults == {(functions + "exits", "task 7", "died"): 1}
+    assert pool.lost.counts == {(functions + "exits", "task 7", "died"): 1}
     await call_in_both("hangs", 0.3)
-    ends = {what for function, _, what in pool.faults if "hangs" in function}
+    ends = {what for function, _, what in pool.lost.counts if "hangs" in function}
     assert ends == {"cancelled" if is_loop else "killed"}
 
 
@@ -325,7 +327,7 @@ async def test_what_a_pool_counted_is_reported_and_outlives_it(
     monkeypatch.setattr(workers, "_pools", threading.local())
     assert workers.report() == ((), 0)
     for task in ("a", "b", "c", "d", "d"):
-        workers.task_id.set(task)
+        task_id.set(task)
         with pytest.raises(CallFailed):
             await workers.pool().call(functions + "exits", {}, limit_s=LIMIT_S)
     assert await workers.pool().call(functions + "double", {"number": 1}, limit_s=LIMIT_S) == 2
@@ -343,7 +345,7 @@ async def test_a_module_that_ends_or_breaks_its_import_costs_only_its_calls(
     (tmp_path / "ends_of_test.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "breaks_of_test.py").write_text("1 / 0\n")
     names = ["ends_of_test.py:f", "breaks_of_test.py:f", functions + "double"]
-    monkeypatch.setattr(workers, "_preloaded", dict.fromkeys(names))
+    monkeypatch.setattr(workers, "preloaded", dict.fromkeys(names))
     pool = made(size=2)
     assert await pool.call(functions + "double", {"number": 1}, limit_s=LIMIT_S) == 2
     with pytest.raises(CallFailed, match="status 3"):

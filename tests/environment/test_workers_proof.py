@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.environment.workers import Pool, WorkerLost
+from actors.environment.worker_handle import WorkerLost
+from actors.environment.workers import Pool
 from actors.user_code import CallFailed, CallTimedOut
 
 FUNCTIONS = """
@@ -81,7 +82,7 @@ async def test_ten_thousand_calls_that_never_answer_leave_nothing(
     assert sum(ends.values()) == sum(CALLS.values())
     assert ends["hangs killed"] == 4000 and ends["spins killed"] == 3000
     assert seconds < WITHIN_S
-    assert sum(pool.faults.values()) == sum(CALLS.values())
+    assert sum(pool.lost.counts.values()) == sum(CALLS.values())
     await usual_s()
     after = sorted([await usual_s() for _ in range(21)])[10]
     print(f"a good answer: {usual * 1e3:.2f} ms before, {after * 1e3:.2f} ms after")

@@ -15,9 +15,9 @@ from worlds.builders.record_builders import lost_calls
 from worlds.builders.trajectory_builders import make_summary
 
 from actors.environment.evaluation import Play, Played
+from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
-from actors.environment.workers import LostCalls
 from actors.metrics import Metrics
 from service.run.environment_pool import EnvironmentPool
 from service.run.evaluation import EvaluationFiles

@@ -24,7 +24,6 @@ from typing import Annotated, Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from actors.environment.function_tools import tidy
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -38,6 +37,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
+from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ERROR, MalformedTurns, TurnOptions
 from actors.environment.variables import expanded
 from actors.limits import STRICT, NotNegative

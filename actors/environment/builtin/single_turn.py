@@ -36,7 +36,7 @@ from actors.environment.task_data import PROMPT_DATA
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.trainer_arguments import mean_metrics
-from actors.environment.workers import WorkerLost
+from actors.environment.worker_handle import WorkerLost
 from actors.limits import STRICT
 from actors.options import Weighted
 from actors.types import Task

@@ -40,7 +40,7 @@ from actors.environment.reward_functions import EXTRAS, RewardFunction
 from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
-from actors.environment.workers import WorkerLost
+from actors.environment.worker_handle import WorkerLost
 from actors.limits import STRICT, Natural, Positive
 from actors.options import Several
 from actors.types import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from actors.environment.workers import LostCalls
+from actors.environment.lost_calls import LostCalls
 from actors.merge.report import MergeReport
 from actors.statistics import BY_NAME, only_known
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts, TokenCounts

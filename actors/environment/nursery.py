@@ -1,0 +1,108 @@
+"""The nursery of a pool (`worker_process`), from the side of the process that starts it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from actors.environment import worker_process
+
+preloaded: dict[str, None] = {}
+"""The functions whose modules a nursery imports before it forks workers."""
+
+
+def preload(name: str) -> None:
+    """Register a function's module for import before workers are forked.
+
+    A pool that has started already imports the module in each worker, on the first call there.
+    """
+    preloaded[name] = None
+
+
+class Nursery:
+    """A running nursery, the process that imports the functions' modules and forks the workers."""
+
+    def __init__(self, preloads: Iterable[str], *, max_bytes: int) -> None:
+        """Start the process.
+
+        Args:
+            preloads: The functions whose modules it imports before it forks a worker.
+            max_bytes: As `memory_mib` of a pool, in bytes.
+        """
+        self.control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-P", worker_process.__file__, str(its.fileno())],
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.preloads = dict.fromkeys(preloads).keys()
+        self._path = _import_path()
+        self.has_forked = False
+        """Whether it has imported the modules and forked a worker."""
+        options = {"path": self._path, "preload": list(self.preloads), "max_bytes": max_bytes}
+        self.control.send(json.dumps(options).encode())
+        self.end = weakref.finalize(self, _end, self.control, process)
+        """Ends the process, and with it all workers; called when this process ends, too."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the import path has changed since the process started."""
+        return self._path != _import_path()
+
+    def fork(self, number: int, *, is_loop: bool) -> socket.socket:
+        """Fork a worker, and return this process's end of the worker's socket."""
+        own, its = socket.socketpair()
+        own.setblocking(False)
+        request = json.dumps({"start": number, "is_loop": is_loop}).encode()
+        with its, suppress(ConnectionError):
+            socket.send_fds(self.control, [request], [its.fileno()])
+        return own
+
+    def kill(self, process: int) -> None:
+        """Kill a worker and all that it has started."""
+        with suppress(ConnectionError):
+            self.control.send(json.dumps({"kill": process}).encode())
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the next report of a worker's start or end; None if the nursery has ended.
+
+        Raises: BlockingIOError if there is no report.
+        """
+        try:
+            text = self.control.recv(worker_process.MAX_CONTROL_BYTES, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            return None
+        return json.loads(text) if text else None
+
+
+def _import_path() -> list[str]:
+    return [str(Path(each).absolute()) for each in sys.path]
+
+
+def how_ended(status: int) -> str:
+    """Return how a process ended, as a clause such as `was ended by SIGKILL`."""
+    if status >= 0:
+        return f"ended itself with status {status}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"was ended by signal {-status}"
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End the nursery (the process that forks the workers), and with it all workers."""
+    control.close()
+    try:
+        process.wait(timeout=2)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
