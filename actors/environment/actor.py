@@ -22,9 +22,9 @@ import ray
 from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
+from actors.environment.fork_server import preload
 from actors.environment.group_scoring import GroupScorer, score_together
 from actors.environment.lost_calls import LostCalls, task_id
-from actors.environment.nursery import preload
 from actors.environment.policy import PolicyClient
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, is_built_in, resolve

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_mod
 from pydantic import ValidationError as BadValue
 
 from actors.environment import workers
-from actors.environment.nursery import preload
+from actors.environment.fork_server import preload
 from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
 from actors.environment.tool_schema import tidy

@@ -43,7 +43,7 @@ from numbers import Real
 from typing import Any
 
 from actors.environment import workers
-from actors.environment.nursery import preload
+from actors.environment.fork_server import preload
 from actors.environment.protocol import RewardError
 from actors.environment.settings import playing
 from actors.environment.trainer_arguments import (
@@ -58,7 +58,7 @@ from actors.environment.trainer_arguments import (
 from actors.environment.user_names import HIDES, BadName, find, hides_arguments
 from actors.environment.worker_handle import WorkerLost
 from actors.limits import MAX_REWARD
-from actors.user_code import CallFailed, CallTimedOut, in_thread
+from actors.user_code import CallFailed, CallTimedOut, in_thread, type_of
 
 # Arguments that only TRL's trainers can give.
 _NOT_HERE = frozenset({"completion_ids"})
@@ -568,8 +568,7 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
 
 
 def _bound_name(function: Callable[..., Any]) -> str:
-    """Return the name of the first argument of a bound method or of a class's `__call__`; empty for
-    a plain function."""
+    """Return the name of a method's first argument; empty for a plain function."""
     if isinstance(function, partial) and function.args:
         # A method of an instance that a worker keeps: a placeholder takes the place of self.
         return next(iter(inspect.signature(function.func).parameters), "")
@@ -598,7 +597,4 @@ def _format(found: object) -> str:
 
 
 def _kind(found: object) -> str:
-    if isinstance(found, list):
-        return f"a list of {len(found)}"
-    name = type(found).__name__
-    return f"an {name}" if name[:1] in "aeiou" else f"a {name}"
+    return f"a list of {len(found)}" if isinstance(found, list) else type_of(found)

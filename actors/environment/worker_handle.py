@@ -63,7 +63,7 @@ class WorkerHandle:
             self.answers.pop(number, None)
 
     async def send(self, message: bytes) -> None:
-        # An error means that the process has ended, which the nursery reports.
+        # An error means that the process has ended, which the fork server reports.
         async with self._sending:
             with suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(self.end, message)

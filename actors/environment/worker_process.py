@@ -1,14 +1,14 @@
-"""The nursery, a process that imports a user's modules, and the workers that are forked from it.
+"""The fork server, a process that imports a user's modules, and the workers that it forks.
 
     python -P worker_process.py FD
 
-The nursery imports the modules of the functions once, and forks a worker on request. It has one
+The fork server imports the modules of the functions once, and forks a worker on request. It has one
 thread and no event loop, and only starts, kills and reaps workers. A worker calls the functions in
 its main thread, so that signals work there, and leads a process group of its own. All of them end
-with the process that started the nursery: each ends with its parent (PR_SET_PDEATHSIG), and the
-nursery also ends when its socket FD closes. When a worker ends, the processes that it has started
-become the nursery's children, and the nursery kills them. The sockets have no names, so that no
-file remains. Started by `workers`; needs Linux.
+with the process that started the fork server: each ends with its parent (PR_SET_PDEATHSIG), and the
+fork server also ends when its socket FD closes. When a worker ends, the processes that it has
+started become children of the fork server, which kills them. The sockets have no names, so that
+no file remains. Started by `workers`; needs Linux.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ def main(control_fd: int) -> None:
             import_name(name)
     if threading.active_count() > 1:
         # A forked worker would lack these threads, and could wait for their locks forever. If the
-        # nursery ends before it has forked a worker, each later worker imports the modules itself.
+        # fork server ends before it forks a worker, later workers import the modules themselves.
         os._exit(0)
     gc.collect()
     gc.freeze()
-    nursery = _Nursery(control, woken, max_bytes=options.get("max_bytes", 0))
+    server = _ForkServer(control, woken, max_bytes=options.get("max_bytes", 0))
     with suppress(_Ended):
         signal.signal(signal.SIGTERM, _end)
-        nursery.run()
+        server.run()
         # The socket may close just before the signal arrives.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    nursery.end()
+    server.end()
     os._exit(0)
 
 
 class _Ended(Exception):
-    """The process that started the nursery has ended, or has sent SIGTERM."""
+    """The process that started the fork server has ended, or has sent SIGTERM."""
 
 
 def _end(*_: object) -> None:
@@ -93,7 +93,7 @@ def _end(*_: object) -> None:
     raise _Ended
 
 
-class _Nursery:
+class _ForkServer:
     """The process that starts, kills and reaps workers."""
 
     def __init__(self, control: socket.socket, woken: int, *, max_bytes: int) -> None:
@@ -143,11 +143,11 @@ class _Nursery:
     def _start(self, request: dict[str, Any], end: int) -> None:
         process = os.fork()
         if process == 0:
-            nursery = os.getppid()
+            server = os.getppid()
             os.close(self._woken)
             os.close(signal.set_wakeup_fd(-1))
             self._control.close()
-            _become_worker(end, nursery, max_bytes=self._max_bytes, is_loop=request["is_loop"])
+            _become_worker(end, server, max_bytes=self._max_bytes, is_loop=request["is_loop"])
         os.close(end)
         self._workers.add(process)
         self._report({"started": request["start"], "process": process})
@@ -189,9 +189,9 @@ class _Nursery:
             os._exit(0)
 
 
-def _become_worker(end: int, nursery: int, *, max_bytes: int, is_loop: bool) -> None:
+def _become_worker(end: int, server: int, *, max_bytes: int, is_loop: bool) -> None:
     """Answer calls until the socket closes; never return."""
-    die_with(nursery, signal.SIGKILL)
+    die_with(server, signal.SIGKILL)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

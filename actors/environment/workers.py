@@ -6,8 +6,8 @@
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
 that keep state between calls live in a `Home`, a place in a worker that several episodes share.
-Workers are forked from a process that has imported the functions' modules (`nursery`). A function
-cannot be called in a worker if its module was made in this process (`is_importable`).
+Workers are forked from a process that has imported the functions' modules (`fork_server`). A
+function cannot be called in a worker if its module was made in this process (`is_importable`).
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
 has started. Called by reward functions, tools, a user's environments and the checks before the
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from actors.environment.fork_server import ForkServer, how_ended, preloaded
 from actors.environment.lost_calls import LostCallCounter, LostCalls
-from actors.environment.nursery import Nursery, how_ended, preloaded
 from actors.environment.settings import playing
 from actors.environment.user_names import is_importable
 from actors.environment.worker_handle import WorkerHandle, WorkerLost
@@ -97,7 +97,7 @@ class Pool:
         self._num_cores = os.cpu_count() or 1
         self._num_at_once = min(size, 2 * self._num_cores)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         self._numbers = itertools.count(1)
         # Every worker by the number of the request that started it.
         self._workers: dict[int, WorkerHandle] = {}
@@ -194,7 +194,7 @@ class Pool:
         may import other modules than this process would."""
         is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
         is_idle = is_idle and not self._waiting
-        return is_idle and self._nursery is not None and self._nursery.is_outdated
+        return is_idle and self._fork_server is not None and self._fork_server.is_outdated
 
     @property
     def num_workers(self) -> int:
@@ -209,7 +209,7 @@ class Pool:
             worker.end.close()
         self._workers.clear()
         self._idle.clear()
-        self._end_nursery()
+        self._end_fork_server()
 
     # Calls.
 
@@ -391,11 +391,11 @@ class Pool:
 
     def _start(self, *, is_home: bool, is_loop: bool) -> WorkerHandle:
         self._attach()
-        nursery = self._nursery or self._start_nursery()
+        server = self._fork_server or self._start_fork_server()
         number = next(self._numbers)
-        end = nursery.fork(number, is_loop=is_loop)
+        end = server.fork(number, is_loop=is_loop)
         worker = WorkerHandle(number, end, is_home=is_home, is_loop=is_loop)
-        worker.loaded |= nursery.preloads
+        worker.loaded |= server.preloads
         self._workers[number] = worker
         assert self._loop is not None
         self._loop.add_reader(end, self._on_readable, worker)
@@ -404,20 +404,20 @@ class Pool:
     def _on_readable(self, worker: WorkerHandle) -> None:
         if not worker.read():
             self._unread(worker.end)
-            # The process has ended, which the nursery reports with its status, or it has closed
+            # The process has ended, which the fork server reports with its status, or it has closed
             # its end of the socket.
             if not worker.is_over:
                 self._kill_process(worker)
 
     def _kill_process(self, worker: WorkerHandle) -> None:
         # If the process id is not known yet, `_on_report` kills the process once it is.
-        if worker.process and self._nursery is not None:
-            self._nursery.kill(worker.process)
+        if worker.process and self._fork_server is not None:
+            self._fork_server.kill(worker.process)
 
-    # The nursery.
+    # The fork server.
 
     def _attach(self) -> None:
-        """Make the running event loop read the sockets of the workers and of the nursery.
+        """Make the running event loop read the sockets of the workers and of the fork server.
 
         Calls that another event loop began have ended with it; their workers are killed.
         """
@@ -426,12 +426,12 @@ class Pool:
             return
         for worker in self._workers.values():
             self._unread(worker.end)
-        if self._nursery is not None:
-            self._unread(self._nursery.control)
+        if self._fork_server is not None:
+            self._unread(self._fork_server.control)
         self._loop, self._growing = loop, None
         self._waiting.clear()
-        if self._nursery is not None:
-            loop.add_reader(self._nursery.control, self._on_report)
+        if self._fork_server is not None:
+            loop.add_reader(self._fork_server.control, self._on_report)
         for worker in list(self._workers.values()):
             loop.add_reader(worker.end, self._on_readable, worker)
             if worker not in self._idle and worker.process:
@@ -441,34 +441,34 @@ class Pool:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(end)
 
-    def _start_nursery(self) -> Nursery:
+    def _start_fork_server(self) -> ForkServer:
         # A module may have caused a failed start. Each worker then imports the modules itself.
         preloads = () if self._num_starts_in_vain else preloaded
-        self._nursery = nursery = Nursery(preloads, max_bytes=self._max_bytes)
+        self._fork_server = server = ForkServer(preloads, max_bytes=self._max_bytes)
         assert self._loop is not None
-        self._loop.add_reader(nursery.control, self._on_report)
-        self._loop.call_later(LOAD_LIMIT_S, self._check_start, nursery)
-        return nursery
+        self._loop.add_reader(server.control, self._on_report)
+        self._loop.call_later(LOAD_LIMIT_S, self._check_start, server)
+        return server
 
-    def _check_start(self, nursery: Nursery) -> None:
-        """End the nursery (the process that forks the workers) if it has not started a worker yet.
+    def _check_start(self, server: ForkServer) -> None:
+        """End the fork server if it has not started a worker yet.
 
         Called LOAD_LIMIT_S after its start: it then still imports modules.
         """
-        if self._nursery is nursery and not nursery.has_forked:
-            self._nursery_ended()
+        if self._fork_server is server and not server.has_forked:
+            self._fork_server_ended()
 
     def _on_report(self) -> None:
-        assert self._nursery is not None
+        assert self._fork_server is not None
         try:
-            report = self._nursery.read()
+            report = self._fork_server.read()
         except BlockingIOError:
             return
         if report is None:
-            self._nursery_ended()
+            self._fork_server_ended()
             return
         if "started" in report:
-            self._num_starts_in_vain, self._nursery.has_forked = 0, True
+            self._num_starts_in_vain, self._fork_server.has_forked = 0, True
             worker = self._workers[report["started"]]
             worker.process = report["process"]
             if worker.is_over:
@@ -480,11 +480,11 @@ class Pool:
         self._drop(worker, f"its process {how_ended(report['status'])}")
         self._grow()
 
-    def _end_nursery(self) -> None:
-        if self._nursery is not None:
-            self._unread(self._nursery.control)
-            self._nursery.end()
-            self._nursery = None
+    def _end_fork_server(self) -> None:
+        if self._fork_server is not None:
+            self._unread(self._fork_server.control)
+            self._fork_server.end()
+            self._fork_server = None
 
     def _drop(self, worker: WorkerHandle, why: str) -> None:
         # Read the answers that the worker sent before it ended.
@@ -497,10 +497,10 @@ class Pool:
         if worker in self._idle:
             self._idle.remove(worker)
 
-    def _nursery_ended(self) -> None:
-        assert self._nursery is not None
-        self._num_starts_in_vain += not self._nursery.has_forked
-        self._end_nursery()
+    def _fork_server_ended(self) -> None:
+        assert self._fork_server is not None
+        self._num_starts_in_vain += not self._fork_server.has_forked
+        self._end_fork_server()
         for worker in list(self._workers.values()):
             self._drop(worker, "its process ended with the process that it was forked from")
         if self._num_starts_in_vain >= MAX_STARTS_IN_VAIN:

@@ -3,8 +3,7 @@
 Clients send a conversation back changed: they drop or trim reasoning or write it into the content,
 write a call's arguments in another form, round its numbers as JavaScript does, rename the ids of
 calls, or put bookkeeping into the system text. Two conversations that differ only in these ways
-have equal keys. Computing the keys of a conversation takes one pass over its text. Called by a
-session's tree.
+have equal keys. The keys are computed in one pass over the text. Called by a session's tree.
 """
 
 from __future__ import annotations

@@ -269,10 +269,7 @@ class Session:
         return int(prompt.token_ids.shape[0])
 
     def abandon(self, request_id: str) -> None:
-        """Record that the client of this request left before the answer.
-
-        This changes nothing if a retry of the request gets the turn.
-        """
+        """Record that the client left before the answer, unless a retry of the request gets it."""
         answered = (first for first, newest in self._askers.items() if newest == request_id)
         # A request that was sent to another gateway is not among them.
         first = next(answered, None if request_id in self._askers else request_id)

@@ -1,4 +1,4 @@
-"""The nursery of a pool (`worker_process`), from the side of the process that starts it."""
+"""The fork server of a pool (`worker_process`), from the side of the process that starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from actors.environment import worker_process
 
 preloaded: dict[str, None] = {}
-"""The functions whose modules a nursery imports before it forks workers."""
+"""The functions whose modules a fork server imports before it forks workers."""
 
 
 def preload(name: str) -> None:
@@ -27,8 +27,8 @@ def preload(name: str) -> None:
     preloaded[name] = None
 
 
-class Nursery:
-    """A running nursery, the process that imports the functions' modules and forks the workers."""
+class ForkServer:
+    """A running fork server: it imports the functions' modules and forks the workers."""
 
     def __init__(self, preloads: Iterable[str], *, max_bytes: int) -> None:
         """Start the process.
@@ -74,7 +74,7 @@ class Nursery:
             self.control.send(json.dumps({"kill": process}).encode())
 
     def read(self) -> dict[str, Any] | None:
-        """Return the next report of a worker's start or end; None if the nursery has ended.
+        """Return the next report of a worker's start or end; None if the fork server has ended.
 
         Raises: BlockingIOError if there is no report.
         """
@@ -99,7 +99,7 @@ def how_ended(status: int) -> str:
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the nursery (the process that forks the workers), and with it all workers."""
+    """End the fork server, and with it all workers."""
     control.close()
     try:
         process.wait(timeout=2)
