@@ -164,12 +164,12 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
     instance. Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
-    if (parameter := _options_parameter(factory, _signature_of(factory))) is None:
-        return None
-    default = parameter.default
-    if not options and default is not parameter.empty:
-        return default if is_options_type(type(default)) else None
     try:
+        if (parameter := _options_parameter(factory, _signature_of(factory))) is None:
+            return None
+        default = parameter.default
+        if not options and default is not parameter.empty:
+            return default if is_options_type(type(default)) else None
         return read(parameter.annotation, options, where="options")
     except BadOptions as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
@@ -180,7 +180,7 @@ def _options_parameter(
 ) -> inspect.Parameter | None:
     """Return the argument `options` of a factory if its type is a class of options.
 
-    None if the options are keyword arguments. Raises: BadEnvironmentOptions if the type is not
+    None if the options are keyword arguments. Raises: BadOptions if the type is not
     known or holds such a class in another way, or if other arguments are beside it.
     """
     if (parameter := signature.parameters.get("options")) is None:
@@ -189,7 +189,7 @@ def _options_parameter(
     bound = factory.keywords if isinstance(factory, partial) else {}
     others = ", ".join(name for name in signature.parameters if name not in ("options", *bound))
     if (unknown := _unknown_names(kind)) and not others:
-        raise BadEnvironmentOptions(
+        raise BadOptions(
             f"{shown}: the type {unknown} of its argument options is not known; expected a "
             "dataclass that its module defines or imports, outside of functions and of `if "
             "TYPE_CHECKING`; move the definition or the import, or name the dataclass instead of a "
@@ -202,12 +202,12 @@ def _options_parameter(
         parameter.VAR_POSITIONAL,
         parameter.VAR_KEYWORD,
     ):
-        raise BadEnvironmentOptions(
+        raise BadOptions(
             f"{shown} takes {parameter}, expected one dataclass or a union of dataclasses, such as "
             f"options: {shown_type(kind)}; correct the argument"
         )
     if others:
-        raise BadEnvironmentOptions(
+        raise BadOptions(
             f"{shown} takes options: {shown_type(kind)} and {others}, expected a dataclass of "
             f"options to be the only argument; make {others} fields of {shown_type(kind)}"
         )

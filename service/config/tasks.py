@@ -379,7 +379,7 @@ def options_read(settings: TasksSettings) -> Any:
     try:
         return read_options(settings.environment, settings.options)
     except (UnknownEnvironment, BadEnvironmentOptions) as error:
-        raise ConfigError(f"tasks.environment: {error}") from error
+        raise ConfigError(f"tasks.{error}") from error
 
 
 def own_names(settings: TasksSettings) -> list[str]:
@@ -398,7 +398,9 @@ def maker(config: Config) -> Callable[[], Environment]:
     name = config.tasks.environment
     try:
         return resolve(name, config.tasks.options)
-    except (UnknownEnvironment, BadEnvironmentOptions, ImportError) as error:
+    except (UnknownEnvironment, BadEnvironmentOptions) as error:
+        raise ConfigError(f"tasks.{error}") from error
+    except ImportError as error:
         raise ConfigError(f"tasks.environment: {error}") from error
     except KeyboardInterrupt:
         raise

@@ -112,7 +112,7 @@ def test_a_mixture_that_does_not_agree_is_refused(changes: dict[str, Any], words
 def test_a_part_that_cannot_begin_is_named() -> None:
     asked = mixture()
     asked["mixture"]["hard"]["tasks"]["options"] = {"low": 9, "high": 3}
-    with pytest.raises(ConfigError, match=r"mixture\.hard: tasks\.environment: .*low: got 9"):
+    with pytest.raises(ConfigError, match=r"mixture\.hard: tasks\.environment .*low: got 9"):
         first_observations(parse_config(asked, source="test"))
 
 
