@@ -17,8 +17,9 @@ from prometheus_client.registry import Collector
 class OptionalGauges(Collector):
     """A gauge metric whose values are set together: `show` replaces all that were shown before.
 
-    It has one value for each value of its label, or, without a label, one value under the key "".
-    Before the first `show` it has no value; the library's own gauges begin at 0.
+    A metric with a label has one value for each value of the label. A metric without a label has
+    one value, under the key "". Before the first `show` there is no value; the library's own gauges
+    begin at 0.
     """
 
     def __init__(self, name: str, documentation: str, label: str = "") -> None:
@@ -53,8 +54,8 @@ class OptionalGauge(OptionalGauges):
 class StoredHistograms(Collector):
     """A histogram metric that shows given counts, such as counts of stored rows.
 
-    The library's own histograms cannot start from counts. The metric has one for each value of
-    its label, or, without a label, one under the key "".
+    The library's own histograms cannot start from counts. The metric has one histogram for each
+    value of its label. Without a label it has one, under the key "".
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class StoredHistograms(Collector):
 class AtomicRegistry(CollectorRegistry):
     """A registry in which metrics are declared, and whose scrapes never show half a change.
 
-    Code that changes several related values holds the lock `change`; a scrape waits for it.
-    The library's `_created` samples are left out: they are the time at which this process began,
-    which is not that of a resumed run.
+    Code that changes several related values holds the lock `change`; a scrape waits for it. The
+    library's `_created` samples are left out, because they show when this process began, and a
+    resumed run began earlier.
     """
 
     def __init__(self, change: threading.RLock | None = None) -> None:  # type: ignore[valid-type]

@@ -243,7 +243,7 @@ class LedgerMetrics:
 
 
 class WaitMetrics:
-    """Time spent waiting for the queue since this process started; no stored row has it."""
+    """Time spent waiting for the queue since this process started; the time is not stored."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.blocked = registry.counter(

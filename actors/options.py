@@ -67,7 +67,7 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weight of each name, which is 1 for a name or a list of names."""
+    """Return the weight of each name; a name or a list of names gets weight 1 for each."""
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()

@@ -107,8 +107,9 @@ class OutcomePolicy:
         return self.overrides.get(outcome, DEFAULT_RULES[outcome])
 
     def is_retried(self, outcome: Outcome, *, attempt: int) -> bool:
-        """Whether a rollout is played again after this outcome and `attempt` earlier failed
-        attempts."""
+        """Return whether a rollout is played again after this outcome and `attempt` earlier failed
+        attempts.
+        """
         return attempt < self.rule(outcome).max_retries
 
     def disposition(self, outcome: Outcome) -> Disposition:
@@ -123,7 +124,7 @@ class OutcomePolicy:
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """Whether returns differ at most by rounding; true for fewer than two returns.
+    """Return whether returns differ at most by rounding; true for fewer than two returns.
 
     max - min <= 1e-9 max(1, |r_1|, ..., |r_G|).
 

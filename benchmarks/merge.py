@@ -176,7 +176,7 @@ def measure(
 
 
 def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
-    """Whether both sides give the same rows of the same trajectories, in the same order.
+    """Return whether both sides give the same rows of the same trajectories, in the same order.
 
     Compares prompt, response, mask, log-probabilities and the reward of each token.
     """

@@ -71,7 +71,7 @@ class RawEngine:
         return cpu_s(self._engine)
 
     def play(self, conversations: list[list[Asked]], *, at_once: int | None = None) -> float:
-        """Play conversations, `at_once` (None: all) at a time. Returns: seconds."""
+        """Play `at_once` conversations at a time, or all if it is None. Returns: seconds."""
         started = time.perf_counter()
         self._loop.run_until_complete(
             some_at_once(conversations, self._converse, limit=at_once or len(conversations))

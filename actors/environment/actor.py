@@ -197,7 +197,7 @@ class EnvironmentActor:
     ) -> list[Played]:
         """Play an evaluation during training; its trajectories do not enter the queue.
 
-        Args: kept: the tokens that may be sampled; None: every token. slots_share: share of
+        Args: kept: the tokens that may be sampled; None allows every token. slots_share: share of
         rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each play
         into the object store, so that this process keeps only the running episodes.
         Returns: a result for each play, in order, the first SHOWN_SAMPLES with their text.
@@ -364,6 +364,6 @@ class EnvironmentActor:
 
 
 def _shown(text: str) -> str:
-    """Return a text; if it is long, only its beginning and its end."""
+    """Return a text, or only its beginning and its end if the text is long."""
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}\n[…]\n{text[-half:]}"

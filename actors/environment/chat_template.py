@@ -140,7 +140,7 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Whether a message with text and calls is shown completely only as two messages."""
+        """Return whether a message with text and calls is shown completely only as two messages."""
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)
         return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)

@@ -252,8 +252,8 @@ def read_chats(
         elif not leaves_out_long:
             raise BadChat(
                 f"messages: got a chat of {longest} tokens, expected at most "
-                f"model.max_context_tokens ({max_tokens}), because a chat is never cut; raise it, "
-                f"remove the row, or set {section}.long_chats to leave_out"
+                f"model.max_context_tokens ({max_tokens}), because a chat is never cut; raise the "
+                f"limit, remove the row, or set {section}.long_chats to leave_out"
             )
 
     read_data_set(

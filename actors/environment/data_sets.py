@@ -75,11 +75,11 @@ def read_data_set(
     """Make tasks of a data set's rows.
 
     Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
-    data, by the entry's name; None: leave that column out. Every other column keeps its name, if
-    the environment accepts it; `task_id` and `seed` also become the task's. split: the split of a
-    directory or a hub's data set; a file is read whole. subset: one of several configurations of a
-    data set. check: the check of every task's data. section: the section of the configuration that
-    names the data set, for messages.
+    data, by the entry's name; None leaves out the column of that name. Every other column keeps its
+    name, if the environment accepts it; `task_id` and `seed` also become the task's. split: the
+    split of a directory or a hub's data set; a file is read whole. subset: one of several
+    configurations of a data set. check: the check of every task's data. section: the section of the
+    configuration that names the data set, for messages.
     Raises: BadTaskFile; if a column is missing, its text lists the existing columns.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
@@ -170,7 +170,7 @@ def _values_of(
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:
-    """Whether a column has no name, such as the index that pandas writes into a CSV file."""
+    """Return whether a column has no name, such as the index that pandas writes into a CSV file."""
     return any(not name.strip() for name in names)
 
 

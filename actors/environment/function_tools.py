@@ -334,7 +334,7 @@ def _load(name: str) -> FunctionTool | ToolClass:
 
 
 def _class_made_by(function: Callable[..., Any], name: str) -> type | None:
-    """Return the class whose instances a factory function makes; None: the function is a tool.
+    """Return the class whose instances a factory function makes; None if the function is a tool.
 
     Raises: BadTool if neither arguments nor annotation say whether it is a factory or a tool.
     """

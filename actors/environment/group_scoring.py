@@ -104,7 +104,7 @@ async def _with_retries(
 ) -> Sequence[StepResult | None]:
     """Return the answer of a call; repeat the call up to twice if it raises.
 
-    Raises: RewardError if the last call raises, or if one exceeds its limit.
+    Raises: RewardError if the last call raises, or if any call exceeds its limit.
     """
     for delay_s in (*_RETRY_DELAYS_S, None):
         try:

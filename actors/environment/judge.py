@@ -222,7 +222,10 @@ class JudgeReward:
 
 @lru_cache(maxsize=64)
 def judge_reward(name: str, options: JudgeOptions) -> JudgeReward:
-    """Make a judge once for the process, because each episode makes an environment."""
+    """Return the process's reward by a judge with these options.
+
+    The result is cached, because each episode makes an environment.
+    """
     return JudgeReward(name=name, weight=options.weight, judge=Judge(options))
 
 

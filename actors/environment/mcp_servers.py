@@ -188,7 +188,7 @@ class McpServer:
             raise ToolFailed(describe(error)) from error
 
     def _is_loss(self, code: int) -> bool:
-        """Whether an error of the protocol means that the server, or its session, is gone.
+        """Return whether an error of the protocol means that the server, or its session, is gone.
 
         Over HTTP the client reports a restarted or overloaded server by these two codes.
         """
@@ -386,7 +386,7 @@ class ServerStderr:
         return f"; the end of its standard error: {words[-_ERROR_CHARS:]}" if words else ""
 
     def _read(self, reading: int) -> None:
-        """Read the bytes that are available."""
+        """Read the available bytes of the server's stderr, keep the last ones, and show them."""
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(reading, _CHUNK_BYTES)

@@ -347,7 +347,7 @@ class RewardError(Exception):
     """The action was taken, but its score is missing (a judge is unavailable, a scorer failed).
 
     rescore: returns the step's result with the score, or raises RewardError again, without taking
-    the action a second time. None: scoring cannot be retried.
+    the action a second time. It is None if scoring cannot be retried.
 
     Example: RewardError("the judge did not answer within 20 s")
     """

@@ -77,7 +77,7 @@ def register(name: str, factory: EnvironmentFactory) -> None:
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name is a built-in environment, or was registered in this process."""
+    """Return whether a name is a built-in environment, or was registered in this process."""
     return name in _factories or name in _plugins
 
 
@@ -160,8 +160,9 @@ def _is_made(section: type[Any]) -> bool:
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of their class.
 
-    None if they are keyword arguments, or if the environment's own default is used and is no such
-    instance. Raises: BadEnvironmentOptions, UnknownEnvironment.
+    Return None if the factory takes its options as keyword arguments. Also return None if `options`
+    is empty and the factory's default is not an instance of a class of options. Raises:
+    BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
     try:
@@ -180,8 +181,9 @@ def _options_parameter(
 ) -> inspect.Parameter | None:
     """Return the argument `options` of a factory if its type is a class of options.
 
-    None if the options are keyword arguments. Raises: BadOptions if the type is not
-    known or holds such a class in another way, or if other arguments are beside it.
+    Return None if the options are keyword arguments. Raises: BadOptions if the type is not known,
+    if it contains a class of options in another way, or if the factory has other
+    arguments too.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -257,7 +259,7 @@ def _check_methods(made: object) -> None:
 
 
 def _check_method(made: object, name: str, arguments: tuple[str, ...]) -> None:
-    """Raise TypeError if a method is missing or does not take these arguments by position."""
+    """Raise TypeError if a method is missing or does not take `arguments` by position."""
     method = getattr(made, name, None)
     wanted = f"async def {name}({', '.join(('self', *arguments))})"
     if not callable(method):

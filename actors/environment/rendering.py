@@ -67,7 +67,7 @@ def load_renderer(
 ) -> ChatRenderer:
     """Return a renderer of a model's chats.
 
-    Args: model: a directory or hub name. chat_template: as for `load_tokenizer`; None: the
+    Args: model: a directory or hub name. chat_template: as for `load_tokenizer`; None uses the
     model's own.
     Raises: OSError, ValueError.
     """
@@ -336,7 +336,7 @@ class ChatRenderer:
     def _shows_new(
         self, tail: str, chat: _Messages, new_messages: _Messages, tools: _Tools, *, mark: str
     ) -> bool:
-        """Whether new messages are shown after a chat.
+        """Return whether new messages are shown after a chat.
 
         tail: the text after the mark, which is the last text of the chat.
         """
@@ -390,7 +390,7 @@ class ChatRenderer:
         return next(ends, len(closing_ids))
 
     def _is_ended(self, sampled: TokenIds, delta: _Delta) -> bool:
-        """Whether the policy has ended a turn, or tokens that end it can be inserted.
+        """Return whether the policy has ended a turn, or tokens that end it can be inserted.
 
         If the turn has not ended, the delta would continue a call that may be cut off.
         """
@@ -427,14 +427,16 @@ def _head(text: str, question: str, mark: str) -> str:
 
 
 def _only_loses(before: str, after: str) -> bool:
-    """Whether a text differs only by a removed part; the appended prompt keeps that part."""
+    """Return whether a text differs only by a removed part; the appended prompt keeps that part."""
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
     return start + end == len(after)
 
 
 def _may_know_ids(template: object) -> bool:
-    """Whether a template may use the ids of calls; only a Jinja text can show that it does not."""
+    """Return whether a template may use the ids of calls; only a Jinja text can show that it does
+    not.
+    """
     return not isinstance(template, str) or _ID.search(template) is not None
 
 
@@ -443,7 +445,9 @@ def _without_id(message: Message) -> Message:
 
 
 def _may_repeat(messages: _Messages) -> bool:
-    """Whether messages are short enough to cache: long texts seldom repeat and use much memory."""
+    """Return whether messages are short enough to cache: long texts seldom repeat and use much
+    memory.
+    """
     num_chars = 0
     for message in messages:
         num_chars += len(message.content) + len(message.reasoning or "")

@@ -490,7 +490,7 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
     ]:
         raise BadRewardFunction(
             f"reward: {text} takes {', '.join(nameless)} only by position, expected arguments that "
-            "can be given by their names; remove the / after it, or give it a default"
+            "can be given by their names; remove the / after them, or give them defaults"
         )
     if unknown := sorted(function.required & _NOT_HERE):
         raise BadRewardFunction(

@@ -67,7 +67,7 @@ class _OpenSample:
         return int(self.sampled[position - num_prompt])
 
     def begins(self, prompt: TokenIds) -> bool:
-        """Whether the sample's ids are an exact prefix of the prompt."""
+        """Return whether the sample's ids are an exact prefix of the prompt."""
         # Compare the last id first: it rules out most samples without reading the other ids.
         if self.length > prompt.shape[0] or prompt[self.length - 1] != self.last_id:
             return False

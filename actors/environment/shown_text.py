@@ -112,7 +112,7 @@ def marks_in(text: str) -> frozenset[str]:
 
 
 def holds(rendering: str, text: str, *, times: int = 1) -> bool:
-    """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
+    """Return whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
 
     times: minimum number of occurrences; ignored if they cannot be counted.
     """

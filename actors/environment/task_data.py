@@ -331,8 +331,8 @@ def _kind(value: object) -> str:
 def reference_of(task: Task, column: str | None) -> str | None:
     """Return a task's reference answer; None if it has none.
 
-    column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None:
-    the first of ANSWERS that holds a text or a number.
+    column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None
+    uses the first of ANSWERS that contains a text or a number.
     """
     for name in ANSWERS if column is None else (column,):
         value: Any = task.data

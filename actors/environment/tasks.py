@@ -58,7 +58,7 @@ class TaskSource(Protocol):
         ...
 
     def comes_again(self, task: Task) -> bool:
-        """Whether this task is one of a list that is played epoch after epoch."""
+        """Return whether this task is one of a list that is played epoch after epoch."""
         ...
 
     def find(self, task_id: str) -> Task | None:

@@ -73,7 +73,10 @@ def with_template(tokenizer: ChatTokenizer, chat_template: str | None) -> ChatTo
 
 
 class RawPrompts:
-    """An encoder of prompts without roles: unchanged texts after the ids that precede any text."""
+    """An encoder of prompts without roles.
+
+    A prompt's text is encoded unchanged, after the ids that the tokenizer puts before every text.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -101,7 +104,7 @@ class RawPrompts:
 
 
 def is_raw(tokenizer: ChatTokenizer) -> bool:
-    """Whether a tokenizer's chat template is the one of raw prompts.
+    """Return whether a tokenizer's chat template is the one of raw prompts.
 
     This is also true of the tokenizer of an exported model that was trained on raw prompts.
     """
@@ -157,7 +160,7 @@ def _loaded(path: str) -> ChatTokenizer:
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
+    """Return whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
 
     It does so for DeepSeek's tokenizer, whose configuration names Llama's class.
     """

@@ -49,7 +49,8 @@ class MalformedTurns:
         """Begin to count.
 
         Args: at_most: malformed turns in a row; one more ends the episode. penalty: subtracted from
-        the reward for each, as the component `malformed`; None: no penalty and no component.
+        the reward for each malformed turn, as the component `malformed`; with None there is neither
+        penalty nor component.
         """
         self._at_most = at_most
         self._penalty = penalty

@@ -93,7 +93,7 @@ async def play_episode(
     max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation: if
     the next prompt leaves no room for a reply, end the sample with the new tokens that fit into the
     context: the state that a critic bootstraps from. kept: the tokens that may be sampled in an
-    evaluation; None: every token.
+    evaluation; None allows every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     rollout_id.set(assignment.rollout_id)
@@ -445,7 +445,7 @@ def _sendable(text: str) -> str:
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """Return a reply as a message for the chat template; if a call is broken, as plain text."""
+    """Return a reply as a message; if a call is malformed, the message has the unparsed text."""
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)

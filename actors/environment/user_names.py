@@ -153,7 +153,7 @@ def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def hides_arguments(function: Callable[..., Any]) -> bool:
-    """Whether a signature is (*args, **kwargs), as from a decorator without functools.wraps."""
+    """Return whether a signature is (*args, **kwargs), as by a decorator without `wraps`."""
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 

@@ -69,7 +69,7 @@ def _message(number: int, call: tuple[Any, ...]) -> bytes:
 
 
 def is_contained(name: str) -> bool:
-    """Whether a function is called in a worker.
+    """Return whether a function is called in a worker.
 
     An empty name means that the function is not the user's, and gives False.
     """

@@ -302,7 +302,7 @@ def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) 
 
 
 def is_end_missing(trajectory: Trajectory) -> bool:
-    """Whether the engine reported that the last turn was cut off before its end token.
+    """Return whether the engine reported that the last turn was cut off before its end token.
 
     Source of the penalty: TRL, `missing_eos_penalty` (deviation: the recorded finish reason is
     read, never the token ids).

@@ -91,7 +91,7 @@ def read_manifest(path: Path) -> Progress:
 
 
 def has_digests(path: Path) -> bool:
-    """Whether a checkpoint has digests; older versions and other programs write none.
+    """Return whether a checkpoint has digests; older versions and other programs write none.
 
     Raises: CheckpointError, as `read_manifest`.
     """

@@ -202,7 +202,7 @@ def freeze_in(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of this name is the matrix A or B of an adapter."""
+    """Return whether a parameter of this name is the matrix A or B of an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
@@ -246,8 +246,8 @@ def _checkpoint_name(causal_lm: PreTrainedModel, name: str, layer: nn.Linear) ->
 def base_digest(causal_lm: PreTrainedModel, *, is_collective: bool = True) -> str:
     """Return a digest of the frozen parameters, by which a checkpoint recognises its base model.
 
-    is_collective: whether each rank reads only a part of the parameters; False: this process reads
-    all. The model must not be sharded yet.
+    is_collective: whether each rank reads only a part of the parameters; if not, this process reads
+    all of them. The model must not be sharded yet.
     """
     frozen = [item for item in causal_lm.named_parameters() if not is_of_adapter(item[0])]
     if is_collective:

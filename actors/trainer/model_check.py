@@ -294,7 +294,8 @@ def check_packing(
     attention) do not know where a sample ends. Every rank runs the same check before it shards.
 
     Args: lengths: of the common start and of the rest of each sample. reference: the same weights
-        with transformers' own attention, which runs the separate samples; None: the packed model.
+        with transformers' own attention, which runs the separate samples; None uses the packed
+        model.
     Raises: NotImplementedError if hidden states differ by more than rounding.
     """
     body.eval()

@@ -61,7 +61,7 @@ class Reference:
     """
 
     def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
-        """Create a reference. policy: its adapters, if it has any, are off while it scores."""
+        """Create a reference. policy: the model, whose adapters are off while it scores."""
         self._policy = policy
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:

@@ -116,7 +116,7 @@ class Rollout:
         return self.attempt
 
     def is_with(self, actor_id: str, *, attempt: int) -> bool:
-        """Whether the actor now plays this attempt."""
+        """Return whether the actor now plays this attempt."""
         is_current = self.attempt == attempt and self.actor_id == actor_id
         return self.state is RolloutState.HANDED_OUT and is_current
 
@@ -240,7 +240,7 @@ class Group:
         )
 
     def is_usable(self, rollout: Rollout) -> bool:
-        """Whether a rollout has finished with a return that may be in the baseline."""
+        """Return whether a rollout has finished with a return that may be in the baseline."""
         return self._baseline_return(rollout) is not None
 
     def baseline_returns(self) -> list[float]:

@@ -258,7 +258,9 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _tell(self, rollout: Rollout) -> None:
-        """Add a rollout's summary to the next drain; it has waited until its group was scored."""
+        """Add a rollout's summary, which was withheld until its group was scored, to the next
+        drain.
+        """
         if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -388,7 +390,7 @@ class QueueState:
         )
 
     def holds_back(self, environments: Collection[str]) -> bool:
-        """Whether a rollout of these environments waits only because the queue is full."""
+        """Return whether a rollout of these environments waits only because the queue is full."""
         if not self._is_full():
             return False
         found = map(self._find, self._ready.ids(environments))

@@ -265,7 +265,7 @@ class Board:
         return current is not None and (current.term, current.version) == (term, version)
 
     def is_past(self, term: int, version: int) -> bool:
-        """Whether the current publication is later than (term, version)."""
+        """Return whether the current publication is later than (term, version)."""
         current = self._current
         return current is not None and (current.term, current.version) > (term, version)
 

@@ -106,7 +106,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose tasks and sessions the caller may see; None: every tenant's."""
+        """The tenant whose tasks and sessions the caller may see; None if it may see all."""
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:

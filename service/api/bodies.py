@@ -78,5 +78,7 @@ def announced_bytes(headers: Headers) -> int | None:
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Return whether a body counts as large. None: the headers do not state its length."""
+    """Return whether a body counts as large. num_bytes: None if the headers do not state its
+    length.
+    """
     return num_bytes is None or num_bytes > LARGE_BYTES

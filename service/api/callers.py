@@ -61,8 +61,8 @@ class Callers:
     ) -> None:
         """Start with no keys read.
 
-        Args: first_digest: SHA-256 of the first admin key, or the file with that key; None: no
-        key is required unless the run has named keys. defaults: limits of keys without their own.
+        Args: first_digest: SHA-256 of the first admin key, or the file with that key; with None, a
+        key is required only if the run has named keys. defaults: limits of keys without their own.
         """
         self._run = run
         self._first = first_digest

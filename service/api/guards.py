@@ -203,7 +203,8 @@ class _Body:
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
         """Create a reader of a body.
 
-        room: the budget in which num_bytes are reserved for this body until `drop`; None: none are.
+        room: the budget in which num_bytes are reserved for this body until `drop`; None reserves
+        no memory.
         """
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes

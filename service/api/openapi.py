@@ -98,7 +98,9 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add what all operations have in common; the route's own declarations stay."""
+    """Add the security and the answers that operations have in common; keep those that a route
+    declares.
+    """
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])
     for parameter in operation.get("parameters", ()):

@@ -76,7 +76,7 @@ class RunPort(Protocol):
     async def stop(self, grace_s: float | None) -> None:
         """End the run after the current step.
 
-        grace_s: seconds after which the step is abandoned; None: wait for its end.
+        grace_s: seconds after which the step is abandoned; None waits for the step's end.
         """
         ...
 
@@ -100,7 +100,7 @@ class RunPort(Protocol):
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer: ...
 
     async def trajectory(self, name: str) -> bytes | None:
-        """Return a trajectory as JSON; None: the journal does not have it.
+        """Return a trajectory as JSON; None if the journal does not have it.
 
         name: a trajectory's id, a rollout's, or TASK-MEMBER.
         """

@@ -52,7 +52,7 @@ class HttpSettings:
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """Host names that a request may have; None: any, if other machines have access.
+        """Host names that a request may have; None allows any name, if other machines have access.
 
         A web page of any site can send requests to loopback. If its own name resolves to loopback
         (DNS rebinding), it could read the answers too.
@@ -74,8 +74,8 @@ def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSett
 def with_free_port(config: Config, *, is_local: bool) -> Config:
     """Replace port 0 by a port that is free now. is_local: the API will listen on this machine.
 
-    Raises: ConfigError if the port is taken; if it is 0 and the API listens on another machine,
-        whose ports cannot be tried here.
+    Raises: ConfigError if the port is taken, or if the port is 0 and the API listens on another
+        machine, whose ports cannot be tried here.
     """
     service = config.service
     if not is_local:

@@ -28,7 +28,10 @@ Prefer = Annotated[
 
 
 def wait_of(prefer: str | None) -> int:
-    """Return the seconds to wait by a `Prefer` header. Example: 'respond-async, wait=100' -> 60."""
+    """Return the seconds to wait that a `Prefer` header requests; 0 if it requests none.
+
+    Example: 'respond-async, wait=100' -> 60.
+    """
     found = _WAIT.search(prefer or "")
     return min(int(found[1]), MAX_WAIT_S) if found else 0
 

@@ -252,8 +252,8 @@ class SubmissionQueue:
         """Return the new tasks of an offer, or the reply that refuses it.
 
         Args: over: digests of the ended tasks that are still kept, by id. stored: the digest of the
-        request that was accepted with the offer's key; None: there is none. ahead: tasks of earlier
-        offers, which are stored before this one's.
+        request that was accepted with the offer's key; None if there is no such request. ahead:
+        tasks of earlier offers, which are stored before this one's.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -323,7 +323,9 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply that refuses tasks beyond the limits of their key, or None."""
+        """Return the reply that refuses tasks beyond the limits of their key; None if all are
+        within.
+        """
         name = new[0].key_name
         for limit, measure, count in (
             ("max_waiting_tasks", len, self._table.num_waiting_of),
@@ -358,8 +360,9 @@ class SubmissionQueue:
     async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         """Return a submission's state.
 
-        None: it was never accepted, is no longer kept, or belongs to a tenant that is not visible.
-        sees: the tenant whose tasks are visible; None: every tenant's. Raises: StoreError.
+        Return None if the submission was never accepted, is no longer kept, or belongs to a tenant
+        that is not visible. sees: the tenant whose tasks are visible; None makes every tenant's
+        tasks visible. Raises: StoreError.
         """
         if not may_see(sees, tenant_of(submission_id)):
             return None
@@ -505,7 +508,8 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Return the first tasks of the backlog for open slots; if it is empty, wait a moment.
+        """Return the first tasks of the backlog for open slots; wait a moment if the backlog is
+        empty.
 
         Raises: LeaseLost, StoreError.
         """

@@ -61,7 +61,8 @@ class Need:
 def needs(config: Config, *, num_parameters: float | None = None) -> list[Need]:
     """Return the largest size of each part of a run, on a disk or in memory.
 
-    num_parameters: of the policy; None: read from the model's files. Raises: ConfigError.
+    num_parameters: number of the policy's parameters; None reads it from the model's files. Raises:
+    ConfigError.
     """
     if num_parameters is not None and not 1 <= num_parameters <= MAX_PARAMETERS:
         raise ConfigError(

@@ -159,7 +159,7 @@ def dump_sft(config: SftConfig) -> str:
 def describe_config(config: Config, options: Any = None) -> str:
     """Return the effective configuration as YAML, with a comment that describes each setting.
 
-    Args: options: the environment's options as their dataclass; None: print them as given.
+    Args: options: the environment's options as their dataclass; None prints them as given.
     """
     values, schema = adapter_of(Config).dump_python(config, mode="json"), config_schema()
     sections = dict(schema["$defs"])
@@ -214,9 +214,10 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of the section that a setting holds; empty if it holds none.
+    """Return the JSON schema of the section that a setting contains; empty if it contains no
+    section.
 
-    Of a map of sections, the schema has the map's keys as properties.
+    If the setting contains a map of sections, the schema has the map's keys as properties.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:

@@ -172,8 +172,8 @@ class TasksSettings:
 
     @property
     def place(self) -> Path | None:
-        """Path of the file or the local data set; None: there is neither, or a hub has the data
-        set.
+        """Path of the file or the local data set; None if there is neither, or the data set is on a
+        hub.
         """
         return _place(self.file, self.dataset)
 

@@ -205,7 +205,7 @@ async def _scored(
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
 ) -> tuple[Fate, str, float]:
-    """Take the first step of a task with the answer `text`; return how it ended.
+    """Take a task's first step with the answer `text`; return its fate, the problem and 0.
 
     is_copied: whether a run copies the step's result from a worker to the actor.
     """

@@ -22,7 +22,7 @@ from service.telemetry.records import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSource:
-    """A step, and the newest available weights from before it."""
+    """A step, and the newest available weights that were trained before this step."""
 
     run: Path
     """The run's directory, as the user gave it."""

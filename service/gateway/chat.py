@@ -160,7 +160,7 @@ class Refused(Exception):
     def __init__(
         self, code: RefusalCode, message: str, *, param: str = "", retry_after_s: int | None = None
     ) -> None:
-        """Refuse a request. param: the part of the body that is wrong; empty: none."""
+        """Refuse a request. param: the wrong part of the body; empty if no single part is wrong."""
         super().__init__(code, message, param, retry_after_s)
         self.code, self.message, self.param = code, message, param
         self.retry_after_s = retry_after_s

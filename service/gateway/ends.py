@@ -86,7 +86,7 @@ def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outc
     """Return the outcome of a session for which the client states no outcome.
 
     Args: cut: the last request that was refused for a limit, if any. judged: number of the turn
-    that the client named for the reward; None: it named none.
+    that the client named for the reward, or None.
     """
     last = tree.last_of_main(judged)
     if last is None:
@@ -149,7 +149,9 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the refusal of an end or reward that differs from the one stored or in progress."""
+    """Return the refusal of an end or reward if the session has ended, or is being ended,
+    differently.
+    """
     end = stored.end
     how = (
         f"is {end.status} already, with another content"

@@ -253,7 +253,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         return SessionAnswer.of(await native(work), caller)
 
     async def _client(key: str) -> Caller | None:
-        """Return the caller of a key that is not a session's; None: the key is not known."""
+        """Return the caller of a key that is not a session's; None if the key is not known."""
         caller = None if not key or session_of_key(key) else await callers.find(key)
         if caller is None or not caller.secret:
             return None

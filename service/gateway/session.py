@@ -594,5 +594,5 @@ class Session:
 
 
 def stopping() -> Refused:
-    """Return the refusal of a stopping gateway; if the client retries, the next one answers."""
+    """Return the refusal of a gateway that is being stopped; the next gateway answers a retry."""
     return unavailable("the gateway is being stopped; send the request again")

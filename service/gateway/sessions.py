@@ -214,7 +214,8 @@ class Sessions:
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
         """Return a session, or None if it does not exist or is not visible.
 
-        sees: the tenant whose sessions are visible; None: every tenant's. Raises: Refused.
+        sees: the tenant whose sessions are visible; None makes every tenant's sessions visible.
+        Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         return None if session is None else session.view()

@@ -33,9 +33,10 @@ def is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]]
 def _starts_over(node: Node, root: Node) -> bool:
     """Return whether the conversation at `root` repeats the one that consists of `node`.
 
-    That is the case if its first messages are those of `node`, under the same tools, with
-    nothing or a message of the assistant after them; or if one of its assistant messages quotes
-    the reply of `node`, as after a client rewrote the reply.
+    This is true in two cases. In the first case, both have the same tools, and the messages at
+    `root` begin with those of `node`, followed by nothing or by a message of the assistant. In the
+    second case, an assistant message at `root` quotes the reply of `node`: the client may have
+    rewritten the reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:

@@ -249,7 +249,7 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Whether a marked retry is a retry of another turn than this one.
+        """Return whether a marked retry is a retry of another turn than this one.
 
         It is if a client has sent this turn's reply back, or if the idempotency keys differ.
         """
@@ -274,7 +274,7 @@ class SessionTree:
         return found
 
     def judged(self, named: int | None = None) -> int | None:
-        """Return the number of the turn that gets the session's reward; None: nothing is trained.
+        """Return the number of the turn that gets the session's reward; None if nothing is trained.
 
         This is the named turn if it is trained. Otherwise it is the newest trained turn of a
         conversation that has another turn, or whose prompt quotes a sampled reply. If there is no
@@ -294,7 +294,7 @@ class SessionTree:
     def follows(self, place: Place) -> int | None:
         """Return the number of the turn that a request continues or whose reply its messages quote.
 
-        Of several quoted turns, return the newest; None: the request follows no turn.
+        Of several quoted turns, return the newest. Return None if the request follows no turn.
         """
         if place.parent is not None:
             return place.parent
@@ -404,7 +404,8 @@ class SessionTree:
         """Return the turns whose reply is the last sampled reply of a conversation.
 
         Several turns are returned if their conversations have equal texts.
-        Args: links: the messages. tools: key of the tools that a turn must have; None: any.
+        Args: links: the messages. tools: key of the tools that a turn must have; None accepts any
+        tools.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -522,7 +523,7 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a conversation that a request begins has instructions as its first message.
 
-    named: the turn that the request continues; None: it continues none.
+    named: the turn that the request continues, or None.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

@@ -156,7 +156,7 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: Columns, right: Columns, turn: TurnSpan) -> bool:
-    """Whether a turn in two samples was sampled only once: the log-probabilities are equal.
+    """Return whether a turn in two samples was sampled only once: the log-probabilities are equal.
 
     Compare only tokens that both samples train. turn: a turn with equal ids in both.
     """
@@ -166,7 +166,7 @@ def _are_one(left: Columns, right: Columns, turn: TurnSpan) -> bool:
 
 
 def _is_rewarded(body: TrajectoryBody) -> bool:
-    """Whether the body has a reward; a reward of 0 counts as one."""
+    """Return whether the body has a reward; a reward of 0 counts as one."""
     has_token_rewards = any(each.token_rewards is not None for each in body.samples)
     return (
         body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards

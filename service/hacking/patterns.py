@@ -105,7 +105,7 @@ def _rise(
     """Return the rise of the share of marked trajectories in the newest steps, or None.
 
     among: the trajectories of which the share is taken. before: the share with which the newest is
-    compared; None: the median of the earlier steps.
+    compared; None uses the median of the earlier steps.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)

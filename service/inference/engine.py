@@ -179,7 +179,7 @@ class PolicyEngine:
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
         """Compute the log-probabilities of a text, and sample continuations of it.
 
-        Args: text: None: the tokens of `weights.board.check_tokens`.
+        Args: text: the text to check; None uses the tokens of `weights.board.check_tokens`.
         Returns: the scores; None if there was no answer in time.
         Raises: PolicyUnavailable.
         """

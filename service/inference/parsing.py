@@ -105,7 +105,8 @@ def find_parser(
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
-    """Return the parser to use: the `wanted` one, or `found` if that is auto; None: no parser.
+    """Return the parser to use: `wanted`, or `found` if `wanted` is auto. Return None to use no
+    parser.
 
     Raises: ValueError if the wanted parser cannot be used.
     """

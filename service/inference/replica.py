@@ -426,8 +426,9 @@ class InferenceReplica:
     async def _checked(self, publication: Publication) -> EngineScores | None:
         """Return the engine's scores of the publication's text.
 
-        None: they did not arrive in time, or the publication is not checked (`NO_TEXT`). The wait
-        counts as progress, because a text that fills the context may take longer than a load may.
+        Return None if the scores did not arrive in time, or if the publication is not checked
+        (`NO_TEXT`). The wait counts as progress, because a text that fills the context may take
+        longer than a load may.
         """
         if publication.check is not None and not publication.check.token_ids.size:
             return None

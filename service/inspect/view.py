@@ -126,7 +126,7 @@ class TrajectoryView:
 
     @property
     def fault_counts(self) -> dict[str, int]:
-        """Number of tokens with each fault; faults are in the order of the tokens."""
+        """Number of tokens with each fault, by the fault's name, in order of first occurrence."""
         tokens = (token for sample in self.samples for token in sample.tokens)
         return dict(Counter(fault for token in tokens for fault in token.faults))
 

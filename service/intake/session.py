@@ -149,7 +149,7 @@ class StoredSession:
 
     @property
     def tenant(self) -> str:
-        """The tenant that owns the session; empty: the run itself."""
+        """The tenant that owns the session; empty if the run itself owns it."""
         return tenant_of(self.id)
 
     @property

@@ -75,7 +75,8 @@ class RolloutRequest:
         batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
-        """Make a request. asked_samples: the client's number; None: the run's default.
+        """Make a request. asked_samples: the number of samples that the client requests; None uses
+        the run's default.
 
         The digest covers what the client sent: a resumed run may have other defaults. It includes
         only the first session's keys, because all are derived from one key of the client.
@@ -129,7 +130,7 @@ class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     @property
     def tenant(self) -> str:
-        """The tenant that owns the task; empty: the run itself."""
+        """The tenant that owns the task; empty if the run itself owns it."""
         return tenant_of(self.id)
 
 

@@ -32,8 +32,8 @@ _STEP_AND_TERM = re.compile(r"step-(\d+)-t(\d+)")
 
 
 def check_lease_free(run_dir: RunDir) -> None:
-    """Wait up to LEASE_LIMIT_S for an owner of the lease to end. Raises: ConfigError if it keeps
-    the lease.
+    """Wait up to LEASE_LIMIT_S for the lease's owner to end. Raises: ConfigError if the owner is
+    still alive.
     """
     with run_dir.looked_into(may_be_older=True) as store:
         poll(lambda: store.live_owner() is None or None, limit_s=LEASE_LIMIT_S)
@@ -114,7 +114,7 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
         there = ", ".join(commit.directory for commit in commits)
         raise ConfigError(
             f"--checkpoint {name}: the run in {run_dir.path} cannot go back to it; expected the "
-            f"name or the step of one that it has: {there or 'there is none'}"
+            f"name or the step of one of its checkpoints: {there or 'it has none'}"
         )
     if fault := find_faults(run_dir.checkpoints, [found]).get(found.directory):
         raise ConfigError(f"--checkpoint {name}: {fault}")

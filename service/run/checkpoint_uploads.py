@@ -111,7 +111,7 @@ class CheckpointUploads:
                 self._ending.wait(delay_s * random.uniform(1.0, 1.5))
 
     def _upload(self) -> bool:
-        """Copy one checkpoint; return whether there was one to copy."""
+        """Copy one checkpoint; return False if no checkpoint had to be copied."""
         began, num_waiting = time.monotonic(), len(self._waiting)
         try:
             done = upload_next(

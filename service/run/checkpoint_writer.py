@@ -97,7 +97,7 @@ class CheckpointWriter:
             await self._save(done)
 
     def is_due(self, done: int, begun_at: float) -> bool:
-        """Whether a waiting service must commit its evictions, by their number or the time.
+        """Return whether a waiting service must commit its evictions, by their number or the time.
 
         Clients may submit any number of rollouts that are evicted; in other runs the failure limits
         end the run. begun_at: time at which the loop began to wait.

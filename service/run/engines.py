@@ -416,8 +416,8 @@ class Publisher:
         the version before it is ready. If no engine is live, wait for a new one.
 
         Returns: the comparison of the scores of trainer and engines; None if no engine answered or
-            nothing was checked. The comparison of `check_start` is joined with the first one that
-            follows it.
+            nothing was checked. The first comparison after `check_start` includes that of
+            `check_start`.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure(PublishPhase.LOAD):

@@ -203,7 +203,9 @@ class Loop:
         self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
-        """Wait for a step's closed groups; None if the run is stopped or solved meanwhile."""
+        """Return a step's closed groups once there are enough; None if the run is stopped or solved
+        first.
+        """
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
             if self._checkpoints.is_requested:
@@ -222,7 +224,10 @@ class Loop:
         return None
 
     async def _take_step(self) -> StepInput | None:
-        """Wait a moment for a step's closed groups; if training is paused, wait for its resume."""
+        """Wait up to POLL_S for a step's closed groups and return them, or None.
+
+        While training is paused, wait for its resume and return None.
+        """
         gate = self._handles.pauses.gate(Pausable.TRAINING)
         with gate.passing() as is_open:
             if is_open:
@@ -340,7 +345,7 @@ class Loop:
                 return version
 
     def _is_any_due(self, step: int) -> bool:
-        """Whether an evaluation or a checkpoint needs exactly this step's version."""
+        """Return whether an evaluation or a checkpoint needs exactly this step's version."""
         return self._is_evaluation_due(step) or step % self._settings.run.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:

@@ -132,7 +132,7 @@ class RunView:
     def count_earlier(self, parent: Checkpoint | None) -> None:
         """Read the running time that earlier supervisors had reached at a lease's checkpoint.
 
-        parent: the checkpoint; None: the run is new. Raises: StoreError.
+        parent: the checkpoint; None for a new run. Raises: StoreError.
         """
         if parent is None:
             self._earlier_wall_s = 0.0

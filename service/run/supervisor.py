@@ -235,7 +235,7 @@ class Supervisor:
             self._is_over = True
 
     async def is_over(self) -> bool:
-        """Whether the run has ended, and released its engines and its database."""
+        """Return whether the run has ended, and released its engines and its database."""
         return self._is_over
 
     def _leave_store(self) -> None:
@@ -339,8 +339,8 @@ class Supervisor:
     async def _evict(self, group_id: str) -> bool:
         """Cancel a group in the queue; return False if a step has taken it.
 
-        If there is no term, or its queue is lost, return True: the next term cancels the group at
-        its start.
+        Also return True if there is no term, or if its queue is lost, because the next term cancels
+        the group at its start.
         """
         with suppress(ActorLost):
             term = self._control.term

@@ -153,7 +153,8 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Whether a task rests, because the mean of `passed` in its newest groups is too high or low.
+    """Return whether a task rests, because the mean of `passed` in its newest groups is too high or
+    low.
 
     The result is False if there are too few groups. Example: with window 2 the task rests for
     [1, 1] and [0, 0], but not for [0.5, 0] or [1].

@@ -528,7 +528,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the checkpoints that are not kept; before that, remove the rows that need them."""
+        """Remove the rows that only outdated checkpoints need, and then these checkpoints."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

@@ -418,7 +418,7 @@ def _reason(error: DBAPIError | NoConnectionLeft) -> str:
 
 
 def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
-    """Whether an operation that failed with this error may succeed a little later."""
+    """Return whether an operation that failed with this error may succeed a little later."""
     if isinstance(error, NoConnectionLeft) or error.connection_invalidated:
         return True
     cause = error.orig

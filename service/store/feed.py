@@ -129,8 +129,8 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries after a number.
 
-    Args: sees: the tenant whose entries to return, by its own numbers; None: the entries of all
-    tenants, with an entry for all tenants only once.
+    Args: sees: the tenant whose entries to return, by its own numbers; None returns the entries of
+    all tenants, with an entry for all tenants only once.
     Raises: StoreError.
     """
     columns = tables.feed.c

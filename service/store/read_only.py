@@ -118,7 +118,9 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Return the number of sessions' turns plus uploads that may still be trained."""
+        """Return how many samples may still be trained: the stored turns of sessions, and the
+        uploads.
+        """
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):

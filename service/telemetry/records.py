@@ -54,7 +54,8 @@ class StageSeconds:
 class StepRecord(StepReport):
     """One training step: the merge actor's report with the numbers of trainer and publication.
 
-    step: 1, 2, … statistics: statistics of all parts by name; unknown ones are absent.
+    step: number of the step, from 1. statistics: statistics of all parts of the run, by name; a
+    statistic that is not known is absent.
     """
 
     policy_version: int
@@ -252,7 +253,9 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 
 
 def _trained(tokens: TokenCounts) -> str:
-    """Return the trained share of the sampled tokens as text; below half, add the main cause."""
+    """Return the trained share of the sampled tokens as text, with the main cause if it is below
+    half.
+    """
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:
         return text

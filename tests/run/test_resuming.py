@@ -199,7 +199,7 @@ def test_a_checkpoint_is_named_by_its_directory_or_its_step(tmp_path: Path) -> N
     (place.checkpoints / "step-000002-t1" / MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match=r"--checkpoint 2: .*its manifest.json cannot be read"):
         named_checkpoint(place, "2")
-    with pytest.raises(ConfigError, match=r"--checkpoint 2: .*there is none"):
+    with pytest.raises(ConfigError, match=r"--checkpoint 2: .*it has none"):
         named_checkpoint(make_run(tmp_path / "new", steps=()), "2")
 
 

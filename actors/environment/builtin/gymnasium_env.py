@@ -188,7 +188,7 @@ class _Game:
         return _Move(text=self._shown(observation))
 
     def play(self, answer: str) -> _Move | None:
-        """Make a move; return None if the answer is not an action."""
+        """Make a move and return its result; return None if the answer is not an action."""
         action = self._action(answer)
         if action is None:
             return None

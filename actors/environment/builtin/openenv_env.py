@@ -261,7 +261,7 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether all faults are in the policy's text, and none is in a configured field."""
+        """Return whether all faults are in the policy's text, and none is in a configured field."""
         return self._options.action_field is None or all(
             place_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults

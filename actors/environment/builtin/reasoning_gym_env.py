@@ -4,12 +4,12 @@ A task's data has `family` and either the item itself (`question`, `answer`, `me
 tasks` writes them) or the numbers that generate it (`seed`, `index`); `config` has the family's
 options. The optional package is imported only when it is first used.
 
-Stated choices: the answer is the text of the last `<answer>…</answer>` or, without these tags, the
-whole visible text. An empty answer scores 0, and the scorer is not called, even if the true answer
-is empty. An answer also scores 0 if it is longer than `max_answer_chars`, or if the scorer raises
-an exception for it but not for the true answer (then the answer is at fault, not the scorer). If a
-task allows several attempts, the `score` of a turn is its gain over the best attempt so far, so
-that the return is the best score.
+How an answer is read and scored: the answer is the text of the last `<answer>…</answer>` or,
+without these tags, the whole visible text. An empty answer scores 0, and the scorer is not called,
+even if the true answer is empty. An answer also scores 0 if it is longer than `max_answer_chars`,
+or if the scorer raises an exception for it but not for the true answer (then the answer is at
+fault, not the scorer). If a task allows several attempts, the `score` of a turn is its gain over
+the best attempt so far, so that the return is the best score.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _score(scorer: Any, answer: str, item: Item) -> float:
 
 
 def _scores_truth(scorer: Any, item: Item) -> bool:
-    """Whether the scorer works on this item's own answer."""
+    """Return whether the scorer works on this item's own answer."""
     if item["answer"] is None:
         return False
     try:

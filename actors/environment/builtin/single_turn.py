@@ -101,7 +101,7 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Whether something other than a reward function scores the answer."""
+        """Return whether something other than a reward function scores the answer."""
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
@@ -280,7 +280,7 @@ _NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a prompt's messages have parts that `chat_message` may refuse."""
+    """Return whether a prompt's messages have parts that `chat_message` may refuse."""
     return not isinstance(prompt, str) and any(
         each.get(key) for each in prompt for key in (*_BOUND_TO_ROLES, *_NOT_TEXT)
     )

@@ -76,7 +76,7 @@ def read_body(
 ) -> dict[str, Any]:
     """Return the body's parameters that are given and read; others have no effect or are refused.
 
-    ignored: collects the names of parameters that are ignored; None: refuse them.
+    ignored: collects the names of ignored parameters; None refuses such parameters.
     """
     if not isinstance(body, dict):
         raise Refused(
@@ -347,7 +347,7 @@ def read_arguments(value: object, where: str) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> object:
-    """Parse JSON or a Python literal; None: it is neither."""
+    """Return the value of a text that is JSON or a Python literal; None if it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

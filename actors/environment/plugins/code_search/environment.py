@@ -231,7 +231,7 @@ def canonical_path(path: str) -> str:
 
 
 def is_file_path(path: str) -> bool:
-    """Whether a text can name a file within a repository, in any spelling."""
+    """Return whether a text can name a file within a repository, in any spelling."""
     canonical = canonical_path(path)
     is_relative = bool(canonical) and not canonical.startswith("/")
     return is_relative and not set(canonical.split("/")) & {"", ".", ".."}

@@ -291,7 +291,7 @@ _FENCE = re.compile(r"```(?:sql\b|[\w+-]*[ \t]*\n)?(.*?)```", re.DOTALL | re.IGN
 
 
 def is_correct(found: Sequence[Row], truth: Sequence[Row], *, is_ordered: bool) -> bool:
-    """Whether a result equals the truth, and the truth is not empty.
+    """Return whether a result equals the truth, and the truth is not empty.
 
     Example: is_correct([[1.0], [2]], [[2], [1]], is_ordered=False) -> True
     """
@@ -301,7 +301,7 @@ def is_correct(found: Sequence[Row], truth: Sequence[Row], *, is_ordered: bool) 
 
 
 def is_empty(rows: Sequence[Row]) -> bool:
-    """Whether there are no rows, or only NULLs."""
+    """Return whether there are no rows, or only NULLs."""
     return all(cell is None for row in rows for cell in row)
 
 
@@ -336,7 +336,7 @@ def _number_key(number: float) -> str:
 
 
 def orders_rows(query: str) -> bool:
-    """Whether a query has ORDER BY at its top level.
+    """Return whether a query has ORDER BY at its top level.
 
     Example: orders_rows("SELECT a FROM t ORDER BY a") -> True;
     orders_rows("SELECT * FROM (SELECT a FROM t ORDER BY a)") -> False
