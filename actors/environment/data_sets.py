@@ -136,7 +136,7 @@ def _values_of(
     Values that would be misread are left out or reported, each kind with one warning.
     """
     left_out: set[str] = set()
-    has_told_nulls, has_told_text = not is_typed, False
+    has_reported_nulls, has_reported_text = not is_typed, False
     for number, row in enumerate(rows, start=1):
         # If the configuration names such a column, it is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
@@ -151,16 +151,16 @@ def _values_of(
         found = values
         if is_typed:
             found = {n: _without_nulls(v) if n in _CHAT else v for n, v in values.items()}
-        if not has_told_nulls and found != values:
-            has_told_nulls = True
+        if not has_reported_nulls and found != values:
+            has_reported_nulls = True
             _logger.warning(
                 "%s: nulls in the arguments of calls and in the schemas of tools are left out, "
                 "because the format adds them where rows differ",
                 what,
             )
         prompt = found.get("prompt")
-        if not has_told_text and isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
-            has_told_text = True
+        if not has_reported_text and isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
+            has_reported_text = True
             _logger.warning(
                 "%s: prompt is the text of a chat, which the model is shown as it is; expected a "
                 "list of messages; write the data set as JSONL or Parquet to keep the list",

@@ -85,7 +85,7 @@ class QueueState:
         self._unscored: dict[int, str] = {}
         """The actor that scores each group that must be scored as a whole, by the group's number;
         empty if no actor has taken the group."""
-        self._untold: dict[str, TrajectorySummary] = {}
+        self._withheld: dict[str, TrajectorySummary] = {}
         """By rollout id, the summaries that are drained only after their group is scored."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
@@ -217,7 +217,7 @@ class QueueState:
             self._waiting.drop(rollout.rollout_id)
             self._end_attempt(group, rollout, summary, payload)
         for rollout in group.rollouts.values():
-            self._tell(rollout)
+            self._release(rollout)
         self._close_if_done(group)
         return True
 
@@ -242,9 +242,9 @@ class QueueState:
         group.end_attempt(rollout, summary, payload)
         waits = self._scores_groups(group) and not group.is_scored
         if waits and rollout.state is RolloutState.FINISHED:
-            self._untold[rollout.rollout_id] = summary
+            self._withheld[rollout.rollout_id] = summary
         else:
-            self._untold.pop(rollout.rollout_id, None)
+            self._withheld.pop(rollout.rollout_id, None)
             self._summaries.append(summary)
         if rollout.state is not RolloutState.FINISHED:
             self._drop_tokens(summary)
@@ -257,11 +257,9 @@ class QueueState:
         cause = EvictionReason.of(summary.outcome)
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
-    def _tell(self, rollout: Rollout) -> None:
-        """Add a rollout's summary, which was withheld until its group was scored, to the next
-        drain.
-        """
-        if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
+    def _release(self, rollout: Rollout) -> None:
+        """Add a summary that was withheld until its group was scored to the next drain."""
+        if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
     def release_actor(self, actor_id: str) -> int:
@@ -578,7 +576,7 @@ class QueueState:
         self._replacements[group.number] = group.replacement + 1
 
     def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
-        self._tell(rollout)
+        self._release(rollout)
         if rollout.state is RolloutState.HANDED_OUT:
             self._unwanted[rollout.trajectory_id] = rollout.actor_id
         elif rollout.state is RolloutState.FINISHED:

@@ -15,7 +15,7 @@ from actors.journal.files import JournalStep
 from actors.types import Outcome
 from service.cli.outlet import OutletConsole, outlet, say
 from service.config.file import ConfigError
-from service.hacking import told
+from service.hacking import listing
 from service.hacking.read import Verify, audit_hacking
 from service.inspect.audit import audit, describe
 from service.inspect.build import build_view
@@ -100,7 +100,7 @@ def run_inspect(request: InspectRequest) -> int:
 def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
     verify = None if request.shadow is None else _shadow_of(journal, request.shadow)
     found = audit_hacking(journal, verify=verify)
-    say("\n".join(told.describe(journal, found, limit=request.num_lines)))
+    say("\n".join(listing.describe(journal, found, limit=request.num_lines)))
     return EXIT_OFFENDERS if found.findings else 0
 
 

@@ -200,8 +200,8 @@ def _with_group_rewards(
             say(f"  answer {number}: no reward: none of the group functions gave a number for it")
             continue
         sums.append(reward + float(result.reward))
-        told = f"group reward {result.reward:g}{_parts(result)}, in all {sums[-1]:g}"
-        say(f"  answer {number}: {told}")
+        scored = f"group reward {result.reward:g}{_parts(result)}, in all {sums[-1]:g}"
+        say(f"  answer {number}: {scored}")
     say("")
     return sums
 

@@ -24,8 +24,8 @@ def load_shadow(
     try:
         found = (load_group_functions if scores_groups else load_functions)(name)[0]
     except BadRewardFunction as error:
-        told = str(error).removeprefix("group_").removeprefix("reward: ")
-        raise ConfigError(f"{key}: {told}") from error
+        problem = str(error).removeprefix("group_").removeprefix("reward: ")
+        raise ConfigError(f"{key}: {problem}") from error
     except Exception as error:
         # Importing the user's own module may raise any type.
         raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error

@@ -76,8 +76,8 @@ def open_tasks(
         sources: dict[str, TaskSource] = {}
         for name, member in config.members.items():
             with _named_refusals(name):
-                told = partial(_tell_with_key, f"mixture.{name}", tell)
-                sources[name] = open_tasks(member, model_path=model_path, tell=told)
+                tell_member = partial(_tell_with_key, f"mixture.{name}", tell)
+                sources[name] = open_tasks(member, model_path=model_path, tell=tell_member)
         weights = {name: member.weight for name, member in config.mixture.items()}
         return MixedTasks(sources, weights)
     settings = config.tasks
@@ -247,14 +247,14 @@ def _fitting(
             ) from error
         if prompt.shape[0] <= room:
             fitting.append(position)
-    told = (
+    problem = (
         f"{len(tasks) - len(fitting)} of {len(tasks)} prompts have more than {room} tokens "
         "(model.max_context_tokens less rollouts.max_tokens_per_turn)"
     )
     if not fitting:
-        raise ConfigError(f"tasks.dataset: {told}; expected shorter ones, or a longer context")
+        raise ConfigError(f"tasks.dataset: {problem}; expected shorter ones, or a longer context")
     if len(fitting) < len(tasks):
-        tell(f"{told} and are left out")
+        tell(f"{problem} and are left out")
     return tasks.selected(fitting)
 
 

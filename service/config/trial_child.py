@@ -134,13 +134,13 @@ async def _call_all(
                 environment=name,
                 function=label,
                 number=number,
-                answer=told,
+                answer=shown,
                 is_reference=is_reference and function not in of_groups,
             ),
             text,
         )
         for function, label in wanted
-        for number, (text, told, is_reference) in enumerate(answers)
+        for number, (text, shown, is_reference) in enumerate(answers)
     ]
     planned = [each for each in planned if each[1].key not in request.made]
     for position, (function, call, text) in enumerate(planned, start=1):
@@ -248,22 +248,22 @@ def _fate_of(
 ) -> tuple[Fate, str, float]:
     root = root_cause(error)
     at = location(root)
-    told = describe(root)
-    words = f"{told}{f' ({at})' if at else ''}"
+    problem = describe(root)
+    words = f"{problem}{f' ({at})' if at else ''}"
     # Compare names: an error from another process has no type to compare.
-    match told.partition(":")[0]:
+    match problem.partition(":")[0]:
         case "SystemExit":
             return Fate.ENDED, f"({words})", 0.0
         case "WorkerLost":
             return Fate.ENDED, f"({root})", 0.0
         case "CallTimedOut":
             return Fate.HUNG, f"({words})", 0.0
-        case "RuntimeError" if _IN_LOOP.search(told):
+        case "RuntimeError" if _IN_LOOP.search(problem):
             return Fate.BROKEN, f"{words} (await the coroutine in place of running it)", 0.0
         case "TypeError" if (
             isinstance(function, RewardFunction)
             and hides_arguments(function.function)
-            and _OTHER_ARGUMENTS.search(told)
+            and _OTHER_ARGUMENTS.search(problem)
         ):
             return Fate.BROKEN, f"{words} ({HIDES})", 0.0
         case name:
