@@ -194,7 +194,7 @@ def test_a_checkpoint_is_named_by_its_directory_or_its_step(tmp_path: Path) -> N
     place = make_run(tmp_path / "run", steps=(2, 4))
     for name in ("2", "step-000002-t1"):
         assert named_checkpoint(place, name).step == 2
-    with pytest.raises(ConfigError, match=r"--checkpoint 3: .* has: step-000004-t1, step-000002"):
+    with pytest.raises(ConfigError, match=r"checkpoint 3: .*: step-000004-t1, step-000002"):
         named_checkpoint(place, "3")
     (place.checkpoints / "step-000002-t1" / MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match=r"--checkpoint 2: .*its manifest.json cannot be read"):
