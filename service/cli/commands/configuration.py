@@ -39,7 +39,7 @@ def run_configuration(
         return load_config(file, with_model([*given, *overrides], model))
     if bool(dataset) != bool(rewards or group_rewards):
         has, lacks = ("--dataset", "--reward") if dataset else ("--reward", "--dataset")
-        raise ConfigError(f"got {has} without CONFIG, expected also {lacks}; add {lacks} or CONFIG")
+        raise ConfigError(f"got {has} without CONFIG, expected {lacks} too; add {lacks} or CONFIG")
     if not dataset:
         raise ConfigError(
             "got no CONFIG, expected a YAML file, or --dataset DATA with --reward "
