@@ -50,7 +50,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def is_importable(name: str) -> bool:
-    """Whether another process can import a function's module.
+    """Return whether another process can import a function's module.
 
     It cannot if the module was made in this process.
     """
@@ -108,10 +108,11 @@ def _not_found(place: str, error: ModuleNotFoundError) -> str:
 
 def _names_in(owner: Any, part: str) -> str:
     """Return what to name instead of `part`, which `owner` lacks: a similar name, or all names."""
-    public = [name for name in dir(owner) if not name.startswith("_")]
-    known = [name for name in public if callable(getattr(owner, name, None))]
+    # `getattr` may run a property, or import the modules of a package that loads them on demand.
+    found = {name: inspect.getattr_static(owner, name, None) for name in dir(owner)}
+    known = [name for name, value in found.items() if callable(value) and name[0] != "_"]
     if isinstance(owner, ModuleType):
-        known = [n for n in known if getattr(vars(owner)[n], "__module__", "") == owner.__name__]
+        known = [n for n in known if getattr(found[n], "__module__", "") == owner.__name__]
     if near := difflib.get_close_matches(part, known, n=1):
         return f"did you mean {near[0]!r}?"
     return f"expected one of {', '.join(known)}" if known else "expected a function that it defines"

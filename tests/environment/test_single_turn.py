@@ -365,6 +365,23 @@ def test_a_wrong_name_is_refused_with_the_right_ones(
         load_functions(name)
 
 
+def test_a_wrong_name_loads_nothing_of_a_package_that_loads_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "lazy_of_test.py").write_text(
+        "def score(completion): ...\ndef __dir__(): return ['score', 'heavy']\n"
+        "def __getattr__(name):\n"
+        "    if name == 'heavy': raise RuntimeError('loaded')\n"
+        "    raise AttributeError(f'it has no {name}')\n"
+    )
+    with pytest.raises(BadRewardFunction, match="it has no scor; did you mean 'score'"):
+        load_functions("lazy_of_test.py:scor")
+    with pytest.raises(BadRewardFunction, match="reading heavy raised RuntimeError: loaded"):
+        load_functions("lazy_of_test.py:heavy")
+
+
 def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
