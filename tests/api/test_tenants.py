@@ -98,7 +98,7 @@ async def test_another_tenants_key_sees_and_changes_nothing_on_any_route(run: Te
                 if (method, path) in CREATIONS:
                     continue
                 found = await ask(method, path, theirs)
-                # What others have is told as what is not there.
+                # The answer about what others own is the answer about what does not exist.
                 assert found == await ask(method, path, none), (method, path)
                 assert "owners" not in found[1], (method, path, found)
         told = await other.get(FEED)
@@ -162,7 +162,7 @@ async def test_a_tenants_feed_counts_for_itself_alone(run: TenantRun) -> None:
             gone = await client.get(FEED, params={"after": cut})
             assert gone.status_code == 410 and f"after={kept}," in gone.json()["detail"]
             await told(client, kept)
-        # What is told to all stands in each feed, in its numbers, and in the run's own once.
+        # An entry for all tenants is in each feed, with its numbers, and once in the run's feed.
         entry = FeedEntry(at=1.0, kind=FeedKind.WENT_BACK, step=0, void_after=7)
         store.write_of_no_term(partial(tell_all, entry=entry))
         async with client_of(app, FIRST_KEY) as admin:
@@ -217,7 +217,7 @@ async def test_a_client_uploads_what_its_tenant_alone_sees_and_drops(run: Tenant
 
 
 async def test_an_id_is_taken_within_its_tenant_alone(run: TenantRun) -> None:
-    """What one tenant's requests are answered is the same whatever another has."""
+    """The answers to a tenant do not depend on the ids that another tenant uses."""
     app = run.app()
     keys = [await new_key(app, name) for name in ("owner", "other")]
     async with client_of(app, keys[0]) as owner, client_of(app, keys[1]) as other:

@@ -1,4 +1,4 @@
-"""What an upload may contain: it is stored as it was sent, or refused whole."""
+"""An upload is stored as it was sent, or refused as a whole."""
 
 from __future__ import annotations
 

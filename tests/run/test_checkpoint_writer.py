@@ -72,7 +72,10 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
 def evict_and_stop(
     world: World, loop: Loop, *, num_evicted: int, num_commits: int
 ) -> Callable[[], None]:
-    """Behind each commit so many are evicted, until there are enough commits or 200 polls."""
+    """Return a poll that evicts rollouts after each commit, and stops after enough commits.
+
+    It also stops after 200 polls.
+    """
     polls = iter(range(200))
 
     def poll() -> None:

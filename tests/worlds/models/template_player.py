@@ -142,7 +142,7 @@ class Player:
     def _template(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
     ) -> str:
-        """What the template makes of a chat; empty where it refuses it."""
+        """Return the chat as the template renders it; empty if the template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, **options
@@ -209,12 +209,12 @@ class _Script:
         )
 
 
-# Of models that end some replies by a marker that no template puts behind a text.
+# Markers that end some replies of these models, and that no template adds after a text.
 _OTHER_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|observation|>")
 
 
 def _end_tokens(tokenizer: Any) -> list[str]:
-    """What ends a reply: the first marker behind its text, and the tokenizer's own end."""
+    """Return the tokens that end a reply: the first marker after its text, and the EOS token."""
     chat = [said("user", "question"), said("assistant", "answer"), said("user", "more")]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
