@@ -1,4 +1,5 @@
-"""Measure the memory of a trainer's rank: all weights, adapters only, or activations recomputed.
+"""Measure the memory of a trainer's rank: all weights, adapters only, activations recomputed,
+or gathered weights freed after each micro-batch.
 
     python -m benchmarks.rank_memory MODEL
 
@@ -31,7 +32,7 @@ from benchmarks.side_ours import make_shard, num_tokens_of, start_rank, train
 from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh
 
 SHAPE = UpdateShape(prompt=128, turns=1, sampled=48, observed=0, groups=1, group_size=8)
-SIDES = ("all_weights", "adapters", "recomputed")
+SIDES = ("all_weights", "adapters", "recomputed", "resharded")
 
 
 def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
             num_threads=options.threads,
             lora=lora,
             gradient_checkpointing=side == "recomputed",
+            reshard_between_micro_batches=side == "resharded",
         )
         start_peak = status_bytes("VmHWM")
         train(rank, shard)

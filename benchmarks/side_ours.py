@@ -59,6 +59,7 @@ def start_rank(
     loss: LossSettings | None = None,
     lora: LoraSettings | None = None,
     gradient_checkpointing: bool = False,
+    reshard_between_micro_batches: bool = False,
 ) -> TrainerRank:
     """Start the trainer's one rank in this process."""
     keep_freed_memory()
@@ -71,6 +72,7 @@ def start_rank(
             threads=num_threads,
             lora=lora,
             gradient_checkpointing=gradient_checkpointing,
+            reshard_between_micro_batches=reshard_between_micro_batches,
         ),
         # Every step takes the same tokens, which become older by a version each time.
         algorithm=AlgorithmSettings(loss=loss or LossSettings(), max_lag=10_000),

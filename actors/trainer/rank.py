@@ -111,7 +111,7 @@ class TrainerRank:
             mesh=mesh,
             device=self.device,
             param_dtype=self.param_dtype,
-            shard_between_micro_batches=settings.shard_between_micro_batches,
+            reshard_between_micro_batches=trainer.reshard_between_micro_batches,
             compiles=trainer.compile,
         )
         policy = load_policy(

@@ -99,6 +99,9 @@ class TrainerSettings:
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
+    reshard_between_micro_batches: bool = False
+    """Free gathered weights and reduce gradients after each micro-batch instead of once per update:
+    less memory on each rank, also with one rank, and more communication."""
     threads: Positive = 1
     """Number of CPU threads of each rank."""
     gpus_per_rank: NotNegative = 0.0
@@ -159,8 +162,5 @@ class RankSettings:
     None means the number of the model's positions."""
     logprob_chunk: int = LOGPROB_CHUNK
     """Number of trained tokens whose logits are in memory at a time."""
-    shard_between_micro_batches: bool = False
-    """Whether gathered weights are freed and gradients reduced after every micro-batch, which needs
-    less memory and more communication; False: once for each update."""
     collective_timeout_s: float = 120.0
     """Longest time that a collective operation of the ranks may take, in seconds."""

@@ -70,7 +70,7 @@ class Sharding:
     """The device of this rank."""
     param_dtype: torch.dtype
     """Type of forward and backward computations; master weights and reductions are float32."""
-    shard_between_micro_batches: bool = False
+    reshard_between_micro_batches: bool = False
     """Whether gathered weights are freed and gradients reduced after each micro-batch instead of
     once for each update."""
     compiles: bool = False
@@ -91,7 +91,7 @@ class ShardedModel(Generic[Model]):
         """
         self.model = model
         self.device = sharding.device
-        self._shards_between_micro_batches = sharding.shard_between_micro_batches
+        self._reshards_between_micro_batches = sharding.reshard_between_micro_batches
         # Inputs are not cast: activations have the type of the embedding anyway, and temperatures
         # and advantages rounded to a short type would differ from those that the engine used.
         mixed = MixedPrecisionPolicy(
@@ -110,7 +110,7 @@ class ShardedModel(Generic[Model]):
                 module,
                 mesh=sharding.mesh,
                 mp_policy=mixed,
-                reshard_after_forward=sharding.shard_between_micro_batches,
+                reshard_after_forward=sharding.reshard_between_micro_batches,
             )
         fully_shard(model, mesh=sharding.mesh, mp_policy=mixed, reshard_after_forward=False)
         self._groups = [module for module in (*layers, model) if isinstance(module, FSDPModule)]
@@ -171,10 +171,10 @@ class TrainedModel(ShardedModel[Model]):
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Prepare FSDP2 for a micro-batch.
 
-        If `Sharding.shard_between_micro_batches` is set, gradients are reduced and gathered weights
-        freed after each micro-batch, otherwise only after the last one of an update.
+        If `Sharding.reshard_between_micro_batches` is set, gradients are reduced and gathered
+        weights freed after each micro-batch, otherwise only after the last one of an update.
         """
-        is_synced = is_last or self._shards_between_micro_batches
+        is_synced = is_last or self._reshards_between_micro_batches
         root = self._groups[-1]
         root.set_requires_gradient_sync(is_synced)
         root.set_reshard_after_backward(is_synced)

@@ -30,6 +30,7 @@ CHECKPOINT_STATE = MIB
 EXPORT_BYTES = 4
 # Bytes of a rank's memory for each parameter: weights, gradients and two moments in float32.
 RANK_BYTES = 16
+GRADIENT_BYTES = 4
 MAX_PARAMETERS = 1e14
 # Bytes of a token in the compressed journal: the larger of two measurements with random tokens, 4.2
 # (8 turns of 256 sampled and 256 observed tokens) and 5.1 (40 turns of 256 and 512).
@@ -195,6 +196,17 @@ def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need
             "without activations",
         )
     ]
+    if not trainer.reshard_between_micro_batches:
+        models = 2 if algorithm.has_critic else 1
+        gradients = trained + num * (models - 1)
+        found.append(
+            Need(
+                part="memory of each rank for gathered weights and gradients, in addition",
+                num_bytes=of_dtype * num * models + GRADIENT_BYTES * gradients,
+                formula=f"{models} x {of_dtype} x {num:,.0f} parameters + {GRADIENT_BYTES} x "
+                f"{gradients:,.0f} gradients; 0 with trainer.reshard_between_micro_batches",
+            )
+        )
     if config.inference.weight_backend is WeightBackend.OBJECT_STORE:
         of_adapters = num_adapted if trainer.published_lora is not None else None
         published = num if of_adapters is None else of_adapters

@@ -91,6 +91,7 @@ def test_a_model_whose_size_is_not_known_is_refused() -> None:
 
 TINY: dict[str, Any] = {"model": {"tiny": {}}}
 RANK = "memory of each rank for weights, gradients and moments"
+GATHERED = "memory of each rank for gathered weights and gradients, in addition"
 PUBLICATIONS = "memory of two publications, in each object store"
 SERVICE = "database of `rayloom serve`, in addition"
 
@@ -177,3 +178,17 @@ def test_critics_and_references_are_counted() -> None:
     num = plain["each export"].num_bytes / 4
     assert more[RANK].num_bytes - plain[RANK].num_bytes == pytest.approx((16 + 4) * num)
     assert more["checkpoints"].num_bytes > 1.5 * plain["checkpoints"].num_bytes
+
+
+def test_gathered_weights_and_gradients_are_counted_unless_they_are_freed() -> None:
+    frees = {"reshard_between_micro_batches": True}
+    short = {"dtype": "bfloat16"}
+    num = parts_of(TINY)["each export"].num_bytes / 4
+    assert parts_of(TINY)[GATHERED].num_bytes == 8 * num
+    assert parts_of({**TINY, "trainer": short})[GATHERED].num_bytes == 6 * num
+    assert GATHERED not in parts_of({**TINY, "trainer": frees})
+    critic = {"algorithm": {"baseline": "critic", "scale": "none"}}
+    assert parts_of({**TINY, **critic})[GATHERED].num_bytes == 16 * num
+    adapted = parts_of({**TINY, "trainer": {"lora": {"rank": 4}}})
+    adapters = adapted["each export of adapters"].num_bytes
+    assert adapted[GATHERED].num_bytes == 4 * num + adapters

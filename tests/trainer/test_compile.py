@@ -25,7 +25,7 @@ pytestmark = [
     "options",
     [
         {},
-        {"gradient_checkpointing": True, "shard_between_micro_batches": True},
+        {"gradient_checkpointing": True, "reshard_between_micro_batches": True},
         {"lora": LoraSettings(rank=4)},
     ],
     ids=["plain", "checkpointing", "lora"],

@@ -109,7 +109,7 @@ def test_many_micro_batches_in_another_order_with_padding_micro_batches_give_the
     assert split.num_updates == whole.num_updates == 2
     assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE
     frugal = changed(
-        settings, shard_between_micro_batches=True, gradient_checkpointing=True, logprob_chunk=7
+        settings, reshard_between_micro_batches=True, gradient_checkpointing=True, logprob_chunk=7
     )
     two_ranks.start(frugal).step(turned, num_micro=5)
     assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE

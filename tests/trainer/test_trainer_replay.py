@@ -98,7 +98,7 @@ def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
         models[kind], {n.removeprefix("causal_lm."): each for n, each in gradients.items()}
     )
     frugal = changed(
-        settings, gradient_checkpointing=True, shard_between_micro_batches=True, logprob_chunk=7
+        settings, gradient_checkpointing=True, reshard_between_micro_batches=True, logprob_chunk=7
     )
     for world, chosen, share_prefixes in (
         (one_rank, settings, False),
