@@ -34,7 +34,11 @@ STORE_HOLD_S = PATIENCE_S / 2
 
 
 class Gateway:
-    """The gateway, an asynchronous Ray actor that `service.gateway.client` calls."""
+    """The gateway, an asynchronous Ray actor.
+
+    `service.run.actor_pool` calls `run`, `ping` and `stop`; the API's replicas call `ask`, through
+    `service.gateway.client`.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Gateway:
             store=UploadStore(store),
             term=term,
             make_policy=make_policy,
-            take_turn=self._sessions.take_turn,
+            count_turn=self._sessions.count_turn,
         )
         self._exchange = RolloutExchange(
             self._play,
@@ -99,17 +103,17 @@ class Gateway:
         Raises: QueueUnreachable; StoreError, LeaseLost when nothing can be stored any more.
         """
         exchanging = asyncio.create_task(self._exchange.run())
-        looking = asyncio.create_task(self._sessions.look_forever())
+        watching = asyncio.create_task(self._sessions.watch())
         pushing = asyncio.create_task(
             push_forever(self._run_id, role=self._actor_id, read=self._read_metrics)
         )
         try:
-            await asyncio.wait((exchanging, looking), return_when=asyncio.FIRST_COMPLETED)
-            for task in (looking, exchanging):
+            await asyncio.wait((exchanging, watching), return_when=asyncio.FIRST_COMPLETED)
+            for task in (watching, exchanging):
                 if task.done():
                     task.result()
         finally:
-            for task in (exchanging, looking, pushing):
+            for task in (exchanging, watching, pushing):
                 task.cancel()
 
     def _read_metrics(self) -> Reading:

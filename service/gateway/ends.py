@@ -20,7 +20,7 @@ from actors.types import (
     Trajectory,
 )
 from service.api.problems import shown
-from service.gateway.chat import RefusalCode, Refused
+from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.tree import SessionTree
 from service.intake.session import (
     Cut,
@@ -166,6 +166,11 @@ def ended_otherwise(stored: StoredSession) -> Refused:
     )
 
 
+def stopping() -> Refused:
+    """Return the refusal of a gateway that is being stopped; the next gateway answers a retry."""
+    return unavailable("the gateway is being stopped; send the request again")
+
+
 def trajectory_of(
     stored: StoredSession,
     tree: SessionTree,
@@ -196,11 +201,13 @@ def trajectory_of(
         render_breaks=counts.render_breaks,
         timings=Timings(wall_s=max(0.0, end.ended_at - (stored.opened_at or end.ended_at))),
     )
-    outcome, detail = _judged(trajectory, end, oldest_version)
+    outcome, detail = _final_outcome(trajectory, end, oldest_version)
     return replace(trajectory, outcome=outcome, detail=detail)
 
 
-def _judged(trajectory: Trajectory, end: SessionEnd, oldest_version: int) -> tuple[Outcome, str]:
+def _final_outcome(
+    trajectory: Trajectory, end: SessionEnd, oldest_version: int
+) -> tuple[Outcome, str]:
     """Return the outcome of a session's trajectory, and a detail for people.
 
     The session's own outcome is replaced if nothing can be trained, a reward is missing, or a

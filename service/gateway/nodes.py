@@ -10,7 +10,7 @@ import numpy as np
 from actors.environment.protocol import Message, ToolSchema
 from actors.types import BranchReason, TokenIds
 from service.gateway.canonical import Link, links_of, shown_reasoning
-from service.gateway.quotes import Reply
+from service.gateway.quotes import ReplyText
 from service.intake.turns import SessionTurn
 
 
@@ -33,7 +33,7 @@ class Node:
     reason: BranchReason
     """The reason why the turn begins a sample; None if it extends one."""
     is_ambiguous: bool
-    reply: Reply = field(init=False)
+    reply: ReplyText = field(init=False)
     """The turn's reply, to be searched for in later prompts."""
     root: Node = field(init=False)
     """The first turn of its conversation; it may be this turn."""
@@ -47,7 +47,7 @@ class Node:
     """For a root: whether its messages quote a reply sampled before; None: not checked yet."""
 
     def __post_init__(self) -> None:
-        self.reply = Reply(message=self.turn.reply, history=lambda: self.history()[:-1])
+        self.reply = ReplyText(message=self.turn.reply, history=lambda: self.history()[:-1])
         self.root = self if self.parent is None else self.parent.root
         self.root.num_in_root += 1
         self.root.num_of_task += not self.turn.is_auxiliary

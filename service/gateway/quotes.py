@@ -18,7 +18,7 @@ MOST_CHARACTERS = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class ReplyText:
     """A sampled reply, and the parts of it that are searched for in later prompts."""
 
     message: Message
@@ -43,7 +43,7 @@ class Reply:
         return any(_has_words(each, text) for each in _texts(self.history()))
 
 
-class Prompt:
+class PromptText:
     """The messages in which replies are searched."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -57,7 +57,7 @@ class Prompt:
         self._contents = {each.content.strip() for each in said}
         self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
 
-    def quotes(self, reply: Reply) -> bool:
+    def quotes(self, reply: ReplyText) -> bool:
         """Return whether the messages contain the reply, one of its calls, or one of its new texts.
 
         A text is new if the prompt from which the reply was sampled did not have it.

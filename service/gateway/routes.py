@@ -35,14 +35,6 @@ from service.api.schemas import KnownId
 from service.api.settings import HttpSettings
 from service.api.waiting import Prefer, patiently
 from service.config.sessions import Unsupported
-from service.gateway.admission import (
-    SESSION_HEADER,
-    SessionAdmission,
-    as_problem,
-    holder_of,
-    no_key,
-    sent_key,
-)
 from service.gateway.bodies import (
     CloseAnswer,
     FinishBody,
@@ -63,6 +55,14 @@ from service.gateway.dialects.dialect import (
     error_headers,
     model_answer,
     models_answer,
+)
+from service.gateway.key_check import (
+    SESSION_HEADER,
+    SessionKeyCheck,
+    as_problem,
+    holder_of,
+    no_key,
+    sent_key,
 )
 from service.gateway.keys import session_of_key
 from service.intake.listing import SessionFilter
@@ -99,7 +99,7 @@ def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSetti
 
     Args: port: the gateway's sessions (`service.gateway.client`).
     """
-    app.state.check_session_key = SessionAdmission(
+    app.state.check_session_key = SessionKeyCheck(
         lambda session_id, digest: port.check_key(session_id, digest), app.state.callers
     )
     _add_creation(app, run, port, settings)
@@ -160,7 +160,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSett
         response.headers["Cache-Control"] = "no-store"
         members: Iterable[int] = range(wanted.num_samples)
         if body.session is not None:
-            claimed = await native(port.claim(wanted.id, body.session, caller.sees))
+            claimed = await answer_or_problem(port.claim(wanted.id, body.session, caller.sees))
             members = [] if claimed is None else [claimed]
         address = (settings.service.public_url or str(request.base_url)).rstrip("/")
         return SessionsAnswer(
@@ -182,7 +182,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSett
     async def close(request: Request, group: KnownId) -> CloseAnswer:
         """Close a group: no agent can join it any more, and its unclaimed sessions end."""
         caller = caller_of(request)
-        given_up = await native(port.close_group(caller.whole(group), caller.sees))
+        given_up = await answer_or_problem(port.close_group(caller.whole(group), caller.sees))
         if given_up is None:
             raise Problem(404, "unknown-group", f"this run has no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
@@ -217,10 +217,10 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         or has ended, or an open one has ended."""
         caller = caller_of(request)
         whole = caller.whole(name)
-        before = await native(port.view(whole, caller.sees))
+        before = await answer_or_problem(port.view(whole, caller.sees))
         if before is not None and before.ended_at is None:
             before = await patiently(
-                lambda: native(port.view(whole, caller.sees)),
+                lambda: answer_or_problem(port.view(whole, caller.sees)),
                 lambda found: found is None or found.status is not before.status,
                 prefer=prefer,
                 response=response,
@@ -231,7 +231,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
     async def discard(request: Request, name: SessionName) -> SessionAnswer:
         """End a session untrained; one that has ended stays as it is."""
         caller = caller_of(request)
-        ended = await native(port.discard(caller.whole(name), caller.sees))
+        ended = await answer_or_problem(port.discard(caller.whole(name), caller.sees))
         return _shown(name, ended, caller)
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
@@ -241,7 +241,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         client = await _client(key)
         caller = client or holder_of(key)
         work = port.finish(caller.whole(name), digest_of(key), body.finish(), client)
-        return SessionAnswer.of(await native(work), caller)
+        return SessionAnswer.of(await answer_or_problem(work), caller)
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
@@ -250,7 +250,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         client = await _client(key)
         caller = client or holder_of(key)
         work = port.give_reward(caller.whole(name), digest_of(key), body.finish(), client)
-        return SessionAnswer.of(await native(work), caller)
+        return SessionAnswer.of(await answer_or_problem(work), caller)
 
     async def _client(key: str) -> Caller | None:
         """Return the caller of a key that is not a session's; None if the key is not known."""
@@ -262,7 +262,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         return replace(caller, secret="")
 
 
-async def native(work: Awaitable[Answer]) -> Answer:
+async def answer_or_problem(work: Awaitable[Answer]) -> Answer:
     """Await a call of the gateway, and raise a Refused as a Problem."""
     try:
         return await work
@@ -271,6 +271,7 @@ async def native(work: Awaitable[Answer]) -> Answer:
 
 
 def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer:
+    """Return the answer that shows a session. Raises: Problem if there is no such session."""
     if view is None:
         raise Problem(
             404,
@@ -388,7 +389,7 @@ async def _chat(
     dialect: Dialect, port: Sessions, settings: HttpSettings, request: Request, name: str
 ) -> Response:
     try:
-        call, style = await _asked(dialect, settings, request, name)
+        call, style = await _read_call(dialect, settings, request, name)
     except Refused as refused:
         return _error(dialect, refused)
     work = asyncio.create_task(port.chat(call))
@@ -421,13 +422,13 @@ async def _count(
     assert dialect.counted is not None
     try:
         # A count may leave out the model, which a turn must name.
-        call, _ = await _asked(dialect, settings, request, name, defaults={"model": MODEL})
+        call, _ = await _read_call(dialect, settings, request, name, defaults={"model": MODEL})
         return JSONResponse(dialect.counted(await port.num_prompt_tokens(call)))
     except Refused as refused:
         return _error(dialect, refused)
 
 
-async def _asked(
+async def _read_call(
     dialect: Dialect,
     settings: HttpSettings,
     request: Request,

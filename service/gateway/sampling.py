@@ -38,7 +38,7 @@ MOST_CHARACTERS_FACTOR = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sampling:
+class PendingTurn:
     """A turn that is being sampled, and the request that waits for it."""
 
     call: ChatCall
@@ -81,8 +81,8 @@ class TurnRates:
             )
 
 
-class Engine:
-    """Calls the engine, and returns a reply that fits its request or raises a refusal.
+class EngineClient:
+    """A client of the engines that returns a reply that fits its request, or raises a refusal.
 
     Belongs to one event loop.
     """
@@ -124,7 +124,7 @@ class Sampler:
         self,
         *,
         renderer: ChatRenderer,
-        engine: Engine,
+        engine: EngineClient,
         background: Background,
         rates: TurnRates,
         max_context_tokens: int,
@@ -205,7 +205,7 @@ class Sampler:
 
     def request(
         self,
-        sampling: Sampling,
+        pending: PendingTurn,
         prompt: Prompt,
         *,
         session: StoredSession,
@@ -215,12 +215,12 @@ class Sampler:
 
         Raises: Refused for a prompt that leaves no room.
         """
-        call, place = sampling.call, sampling.place
+        call, place = pending.call, pending.place
         room = self._max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
             raise self._no_room(f"{prompt.token_ids.shape[0]} tokens")
         most = min(room, session.spec.max_tokens_per_turn)
-        left_s = sampling.deadline_at - asyncio.get_running_loop().time()
+        left_s = pending.deadline_at - asyncio.get_running_loop().time()
         return GenerateRequest(
             prompt_token_ids=prompt.token_ids,
             max_tokens=min(most, call.request.max_tokens or most),
@@ -235,7 +235,7 @@ class Sampler:
 
     def turn(
         self,
-        sampling: Sampling,
+        pending: PendingTurn,
         prompt: Prompt,
         turn: Turn,
         reply: GenerateReply,
@@ -244,7 +244,7 @@ class Sampler:
         turn_id: str,
     ) -> SessionTurn:
         """Return the session's next turn, as it is stored. number: the turn's number."""
-        call, place = sampling.call, sampling.place
+        call, place = pending.call, pending.place
         shown = shown_reply(
             self._renderer.decode(turn.sampled_token_ids),
             reply.parsed,
@@ -270,7 +270,7 @@ class Sampler:
             break_reason=prompt.break_reason,
             is_malformed=shown.is_malformed,
             is_auxiliary=call.request.is_auxiliary,
-            is_unseen=sampling.is_abandoned,
+            is_unseen=pending.is_abandoned,
             expert_indices=turn.expert_indices,
             cache_salt=reply.cache_salt,
             replica=reply.replica,

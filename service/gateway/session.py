@@ -28,12 +28,13 @@ from service.gateway.ends import (
     ended_otherwise,
     overdue,
     seen_outcome,
+    stopping,
     totals_of,
 )
 from service.gateway.prompts import Place
 from service.gateway.replies import as_reply
-from service.gateway.sampling import Sampler, Sampling
-from service.gateway.tree import SessionTree, read
+from service.gateway.sampling import PendingTurn, Sampler
+from service.gateway.tree import SessionTree, request_keys
 from service.intake.session import Cut, SessionEnd, SessionStatus, StoredSession, status_of
 from service.intake.turns import (
     Change,
@@ -81,9 +82,11 @@ class Session:
         self._now = now
         self._last_request_at = now()
         self._admitted = asyncio.Event()
+        """Set when this gateway plays the session's rollout, or when the session has ended. Until
+        then a session that an earlier gateway has opened waits too."""
         self._over = asyncio.Event()
         """Set when the session has ended, and its reward is known or will never be."""
-        self._sampling: dict[str, Sampling] = {}
+        self._pending: dict[str, PendingTurn] = {}
         """The turns that are being sampled, by request id."""
         self._askers: dict[str, str] = {}
         """By the id of the request that began a turn, the id of the newest request for it."""
@@ -92,14 +95,15 @@ class Session:
         self._ending: asyncio.Task[None] | None = None
         """The task that stores an end, or a late reward."""
         self._ending_digest = ""
-        """Digest of the request that began `_ending`; empty: no request did."""
+        """Digest of the `Finish` that began `_ending`; empty: a discard or a time limit did."""
         for turn in turns:
             self.apply(TurnAdded(session_id=stored.id, turn=turn))
         if stored.end is not None:
             self.apply(SessionEnded(session_id=stored.id, end=stored.end))
 
     @property
-    def is_open(self) -> bool:
+    def is_live(self) -> bool:
+        """Whether the session neither has ended nor is being ended; it may wait for admission."""
         return self.stored.end is None and self._ending is None
 
     @property
@@ -108,9 +112,9 @@ class Session:
         return self._over.is_set()
 
     @property
-    def is_playing(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the session is admitted and has not ended."""
-        return self._admitted.is_set() and self.is_open
+        return self._admitted.is_set() and self.is_live
 
     # -- changes, in memory and in the store together -----------------------------------------
 
@@ -134,7 +138,7 @@ class Session:
                 if end.reward_until is None:
                     self._over.set()
             case IntentAdded() | IntentDropped():
-                # `_sampling` has the turns in progress; only a later gateway reads intents.
+                # `_pending` has the turns in progress; no gateway reads stored intents.
                 pass
 
     def _note(self, change: Change, *, can_linger: bool = False) -> None:
@@ -161,12 +165,12 @@ class Session:
         try:
             await self._commits.commit([change])
         except StoreAway as error:
-            # `GroupCommit.commit` stores the same change.
+            # `GroupCommit.commit` has queued the same change for the store.
             self.apply(TurnUnseen(session_id=self.stored.id, number=turn.number))
             raise unavailable(str(error)) from error
         except TooLate as error:
             # Its group was cancelled.
-            self._drop(str(error))
+            self._end_in_memory(str(error))
             raise closed(self.stored) from error
         self._metrics.commit_seconds.observe(time.monotonic() - began)
 
@@ -211,11 +215,11 @@ class Session:
             except StoreError as error:
                 raise unavailable(str(error)) from error
             except TooLate as error:
-                self._drop(str(error))
+                self._end_in_memory(str(error))
                 raise ended_otherwise(self.stored) from error
         self.apply(change)
 
-    def _drop(self, why: str) -> None:
+    def _end_in_memory(self, why: str) -> None:
         """End the session in memory, because it has already ended in the store."""
         if self.stored.end is None:
             end = broken_off(SessionStatus.DISCARDED, why, at=self._now())
@@ -228,13 +232,13 @@ class Session:
 
         deadline_at: in the event loop's time. Raises: Refused.
         """
-        self._check_asked()
+        self._accept_request()
         await self._until_admitted(deadline_at)
         call = replace(call, request=self.tree.resolved(call.request))
         place = await self._place(call.request)
         # Do this before `answered`: a turn that is being stored is in the tree already.
-        sampling = self._under_way(call, place.request_digest)
-        if sampling is None:
+        pending = self._under_way(call, place.request_digest)
+        if pending is None:
             turn = self.tree.answered(
                 request_id=call.request_id,
                 idempotency_key=call.request.idempotency_key,
@@ -244,26 +248,27 @@ class Session:
             if turn is not None:
                 self._askers[turn.request_id] = call.request_id
                 return await self._show(turn)
-            sampling = self._begin(call, place, deadline_at=deadline_at)
-        self._askers[sampling.call.request_id] = call.request_id
-        sampling.is_abandoned = False
+            pending = self._begin(call, place, deadline_at=deadline_at)
+        self._askers[pending.call.request_id] = call.request_id
+        pending.is_abandoned = False
         left_s = deadline_at - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(left_s):
-                turn = await asyncio.shield(sampling.task)
+                turn = await asyncio.shield(pending.task)
         except TimeoutError:
             self.abandon(call.request_id)
             raise unavailable("the turn was not sampled in time; send the request again") from None
         except asyncio.CancelledError:
-            if sampling.task.cancelled():
-                raise (stopping() if self.is_open else closed(self.stored)) from None
+            if pending.task.cancelled():
+                raise (stopping() if self.is_live else closed(self.stored)) from None
             raise
         turn = self.tree.turn(turn.number)
-        return self._reply(turn) if sampling.is_abandoned else await self._show(turn)
+        # If the newest request's client has left, the turn stays unseen, whoever else gets it.
+        return self._reply(turn) if pending.is_abandoned else await self._show(turn)
 
     async def num_prompt_tokens(self, request: ChatRequest) -> int:
         """Count the prompt tokens of a request's turn; sample nothing. Raises: Refused."""
-        self._check_asked()
+        self._accept_request()
         place = await self._place(self.tree.resolved(request))
         prompt = await self._sampler.prompt(place, may_call=request.may_call)
         return int(prompt.token_ids.shape[0])
@@ -275,16 +280,16 @@ class Session:
         first = next(answered, None if request_id in self._askers else request_id)
         if first is None:
             return
-        if (sampling := self._sampling.get(first)) is not None:
-            sampling.is_abandoned = True
-            if not sampling.task.done():
+        if (pending := self._pending.get(first)) is not None:
+            pending.is_abandoned = True
+            if not pending.task.done():
                 return
-        if (number := self.tree.number_of(first)) is not None and self.is_open:
+        if (number := self.tree.number_of(first)) is not None and self.is_live:
             self._hide(number)
 
-    def _check_asked(self) -> None:
-        """Record a request of the agent. Raises: Refused if the session accepts none."""
-        if not self.is_open:
+    def _accept_request(self) -> None:
+        """Note the time of an agent's request. Raises: Refused if the session accepts none."""
+        if not self.is_live:
             raise closed(self.stored)
         if not self.stored.is_taken:
             raise Refused(
@@ -304,21 +309,21 @@ class Session:
                 f"session {self.stored.id} waits until its group is admitted to the window; check "
                 f"GET /api/v1/sessions/{self.stored.id} before you start its agent"
             ) from None
-        if not self.is_open:
+        if not self.is_live:
             raise closed(self.stored)
 
     async def _place(self, request: ChatRequest) -> Place:
         """Find the turn that a request continues. Raises: Refused."""
-        return self.tree.find(request, await self._background.in_thread(read, request))
+        return self.tree.find(request, await self._background.in_thread(request_keys, request))
 
-    def _under_way(self, call: ChatCall, digest: str) -> Sampling | None:
+    def _under_way(self, call: ChatCall, digest: str) -> PendingTurn | None:
         """Return the turn that is being sampled for an equal request, or None. Raises: Refused."""
-        if (same := self._sampling.get(call.request_id)) is not None:
+        if (same := self._pending.get(call.request_id)) is not None:
             return same
         key = call.request.idempotency_key
-        for sampling in self._sampling.values():
-            other = sampling.call.request.idempotency_key
-            is_same = sampling.place.request_digest == digest
+        for pending in self._pending.values():
+            other = pending.call.request.idempotency_key
+            is_same = pending.place.request_digest == digest
             if key and other == key:
                 if not is_same:
                     raise Refused(
@@ -326,15 +331,15 @@ class Session:
                         "this Idempotency-Key names another request, which is being answered; use "
                         "a different key for each request",
                     )
-                return sampling
+                return pending
             # A retry under another idempotency key repeats a request that never arrived.
             if call.request.is_retry and is_same and key in ("", other):
-                return sampling
+                return pending
         return None
 
-    def _begin(self, call: ChatCall, place: Place, *, deadline_at: float) -> Sampling:
+    def _begin(self, call: ChatCall, place: Place, *, deadline_at: float) -> PendingTurn:
         """Begin to sample a turn. deadline_at: in the event loop's time. Raises: Refused."""
-        if not self.is_open:
+        if not self.is_live:
             raise closed(self.stored)
         self._sampler.rates.take(self.stored.key_name)
         most, num_turns = self.stored.spec.max_turns, self._num_begun()
@@ -347,19 +352,19 @@ class Session:
                 "finish it",
             )
         self.tree.note_request(place.request_digest)
-        sampling = Sampling(call=call, place=place, deadline_at=deadline_at)
-        sampling.task = self._background.begin(self._sample(sampling))
-        self._sampling[call.request_id] = sampling
-        sampling.task.add_done_callback(lambda _: self._sampling.pop(call.request_id, None))
-        return sampling
+        pending = PendingTurn(call=call, place=place, deadline_at=deadline_at)
+        pending.task = self._background.begin(self._sample(pending))
+        self._pending[call.request_id] = pending
+        pending.task.add_done_callback(lambda _: self._pending.pop(call.request_id, None))
+        return pending
 
-    async def _sample(self, sampling: Sampling) -> SessionTurn:
+    async def _sample(self, pending: PendingTurn) -> SessionTurn:
         """Sample a turn and store it. Raises: Refused."""
-        sampler, call, place = self._sampler, sampling.call, sampling.place
+        sampler, call, place = self._sampler, pending.call, pending.place
         try:
             prompt = await sampler.prompt(place, may_call=call.request.may_call)
             parent = None if place.parent is None else self.tree.turn(place.parent)
-            request = sampler.request(sampling, prompt, session=self.stored, parent=parent)
+            request = sampler.request(pending, prompt, session=self.stored, parent=parent)
         except Refused as refused:
             if refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
                 # The request itself is in progress, and will not become a turn.
@@ -380,28 +385,28 @@ class Session:
             # Nothing was sampled.
             self._note(IntentDropped(session_id=self.stored.id, request_id=call.request_id))
             raise
-        if not self.is_open:
+        if not self.is_live:
             raise closed(self.stored)
         number = self.tree.num_turns
         new = sampler.turn(
-            sampling, prompt, turn, reply, number=number, turn_id=self.tree.turn_id(number)
+            pending, prompt, turn, reply, number=number, turn_id=self.tree.turn_id(number)
         )
-        sampling.is_committing = True
+        pending.is_committing = True
         await self._add(new)
-        if sampling.is_abandoned and not new.is_unseen:
+        if pending.is_abandoned and not new.is_unseen:
             self._hide(number)
         return new
 
     def _num_begun(self) -> int:
         """Return the number of the session's turns, including those that are being sampled."""
-        waiting = (each for each in self._sampling.values() if not each.is_committing)
+        waiting = (each for each in self._pending.values() if not each.is_committing)
         return self.tree.num_turns + sum(1 for _ in waiting)
 
     async def _show(self, turn: SessionTurn) -> ChatReply:
         """Answer with a stored turn, after storing that it is seen. Raises: Refused."""
         number = turn.number
         if turn.is_unseen:
-            if not self.is_open:
+            if not self.is_live:
                 raise closed(self.stored)
             self._showing[number] = self._background.begin(self._see(number))
         if (showing := self._showing.get(number)) is not None:
@@ -477,7 +482,7 @@ class Session:
             turn_rewards={**end.turn_rewards, **given.turn_rewards},
             reward_until=None,
         )
-        await self._once(given.digest, self._store_end(rewarded))
+        await self._end_once(given.digest, self._store_end(rewarded))
 
     async def discard(self, why: str) -> None:
         """End the session untrained; do nothing if it has ended already or ends at the same time.
@@ -518,7 +523,7 @@ class Session:
     # -- calls of the run ---------------------------------------------------------------------
 
     def open(self) -> None:
-        """Record that the session's group is admitted."""
+        """Record that the session's group is admitted; requests that wait for this continue."""
         if self.stored.opened_at is None and self.stored.end is None:
             self._note(SessionOpened(session_id=self.stored.id, opened_at=self._now()))
         self._last_request_at = self._now()
@@ -529,9 +534,9 @@ class Session:
 
     def learn(self, end: SessionEnd) -> None:
         """Apply an end that another process has stored, such as that of a cancelled group."""
-        if self.is_open:
+        if self.is_live:
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
-            self._give_up()
+            self._cancel_unsampled()
 
     def end_if_overdue(self) -> None:
         """Begin to end the session if its time limit has passed."""
@@ -539,7 +544,7 @@ class Session:
             end = overdue(
                 self.stored,
                 last_request_at=self._last_request_at,
-                is_sampling=bool(self._sampling),
+                is_sampling=bool(self._pending),
                 now=self._now(),
             )
             if end is not None:
@@ -549,12 +554,12 @@ class Session:
 
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
         """End the session. is_stated: whether the client states the outcome. Raises: Refused."""
-        await self._once(end.digest, self._give_up_and_end(end, is_stated=is_stated))
+        await self._end_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
 
-    async def _give_up_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
+    async def _cancel_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
         """Cancel unsampled turns, store the others, end the session. Raises: Refused."""
-        self._give_up()
-        tasks = [sampling.task for sampling in self._sampling.values()]
+        self._cancel_unsampled()
+        tasks = [pending.task for pending in self._pending.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         if end.status is SessionStatus.FINISHED:
             # Check again: turns that were being stored are in the tree now.
@@ -563,10 +568,11 @@ class Session:
                 end = replace(end, outcome=seen_outcome(self.tree, self.stored.cut, end.judged))
         await self._store_end(end)
 
-    async def _once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start the work that ends the session, or wait if equal work is in progress.
+    async def _end_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
+        """Start the work that stores an end or a late reward, or wait if equal work is in progress.
 
-        Raises: Refused.
+        digest: digest of the client's `Finish`; empty for a discard or a time limit.
+        Raises: Refused if other work is in progress; the work's own refusal.
         """
         ending = self._ending
         if ending is not None:
@@ -584,15 +590,10 @@ class Session:
         if self.stored.end is None:
             await self._end(end)
         else:
-            await self._once("", self._store_end(end))
+            await self._end_once("", self._store_end(end))
 
-    def _give_up(self) -> None:
+    def _cancel_unsampled(self) -> None:
         """Cancel the turns that are not yet sampled; the others are stored."""
-        for sampling in self._sampling.values():
-            if not sampling.is_committing:
-                sampling.task.cancel()
-
-
-def stopping() -> Refused:
-    """Return the refusal of a gateway that is being stopped; the next gateway answers a retry."""
-    return unavailable("the gateway is being stopped; send the request again")
+        for pending in self._pending.values():
+            if not pending.is_committing:
+                pending.task.cancel()

@@ -30,19 +30,19 @@ from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import Outcome, RolloutAssignment, Trajectory
 from service.access.keys import NO_LIMITS, Caller, KeyBook, KeyLimits, NamedKey, digest_of, may_see
 from service.config.sessions import SessionSettings, Titles
-from service.gateway.admission import unknown_session
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit
-from service.gateway.ends import trajectory_of
-from service.gateway.sampling import Engine, Sampler, TurnRates
-from service.gateway.session import Session, stopping
+from service.gateway.ends import stopping, trajectory_of
+from service.gateway.key_check import unknown_session
+from service.gateway.sampling import EngineClient, Sampler, TurnRates
+from service.gateway.session import Session
 from service.intake.session import session_id
 from service.store.errors import StoreError
 from service.store.sessions import SessionStore
 
-LOOK_EVERY_S = 1.0
+WATCH_EVERY_S = 1.0
 # The digest of a request without a key.
 NO_KEY = digest_of("")
 
@@ -99,7 +99,7 @@ class Sessions:
         self._rates = TurnRates(self._keys, default_limits=settings.default_limits, now=now)
         self._sampler = Sampler(
             renderer=renderer,
-            engine=Engine(make_policy),
+            engine=EngineClient(make_policy),
             background=self._background,
             rates=self._rates,
             max_context_tokens=settings.max_context_tokens,
@@ -152,7 +152,7 @@ class Sessions:
         if session is not None:
             session.abandon(request_id)
 
-    def take_turn(self, key_name: str) -> None:
+    def count_turn(self, key_name: str) -> None:
         """Count a turn that belongs to no session, as `TurnRates.take` does. Raises: Refused."""
         self._rates.take(key_name)
 
@@ -281,29 +281,29 @@ class Sessions:
     @property
     def num_open(self) -> int:
         """Number of sessions that are admitted and have not ended."""
-        return sum(each.is_playing for each in self.in_memory())
+        return sum(each.is_open for each in self.in_memory())
 
     def in_memory(self) -> list[Session]:
         tasks = list(self._loading.values())
         done = [t for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
         return [session for task in done if (session := task.result()) is not None]
 
-    async def look_forever(self) -> None:
+    async def watch(self) -> None:
         """End sessions whose time limit has passed; read ended groups and revoked keys regularly.
 
         Never returns. Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(WATCH_EVERY_S)
             if self._commits.failure is not None:
                 raise self._commits.failure
             with suppress(StoreError):
                 self._keys.update(await asyncio.to_thread(self._read_keys))
                 # Sessions that are open here may have ended in the store.
-                is_open = {each.stored.id: each for each in self.in_memory() if each.is_open}
-                ends = await asyncio.to_thread(self._store.ends, list(is_open))
+                live = {each.stored.id: each for each in self.in_memory() if each.is_live}
+                ends = await asyncio.to_thread(self._store.ends, list(live))
                 for name, end in ends.items():
-                    is_open[name].learn(end)
+                    live[name].learn(end)
             for session in self.in_memory():
                 session.end_if_overdue()
 
@@ -411,4 +411,4 @@ class Sessions:
 
 
 def _free(group: list[Session]) -> list[Session]:
-    return [each for each in group if each.is_open and not each.stored.is_taken]
+    return [each for each in group if each.is_live and not each.stored.is_taken]

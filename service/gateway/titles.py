@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from actors.environment.protocol import Message, Role
 from service.gateway.nodes import Node
-from service.gateway.quotes import Prompt as PromptText
-from service.gateway.quotes import user_texts, values_of
+from service.gateway.quotes import PromptText, user_texts, values_of
 
 
 def topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:

@@ -54,7 +54,7 @@ class SessionCounts:
     equal texts match."""
 
 
-class Reading(NamedTuple):
+class RequestKeys(NamedTuple):
     """A request's keys, which do not depend on the session. Making them reads its whole text."""
 
     tools: bytes
@@ -63,9 +63,9 @@ class Reading(NamedTuple):
     """One for each message; not used if the request names the turn that they follow."""
 
 
-def read(request: ChatRequest) -> Reading:
-    """Read a request; may run in a thread."""
-    return Reading(
+def request_keys(request: ChatRequest) -> RequestKeys:
+    """Compute the keys of a request; may run in a thread."""
+    return RequestKeys(
         tools_key(request.tools, request.template_options),
         links_of(() if request.continues else request.messages),
     )
@@ -141,13 +141,13 @@ class SessionTree:
             return replace(message, tool_calls=tuple(calls))
         raise unknown_item(reference.where)
 
-    def find(self, request: ChatRequest, reading: Reading | None = None) -> Place:
+    def find(self, request: ChatRequest, keys: RequestKeys | None = None) -> Place:
         """Find the turn that a request continues.
 
-        Args: reading: `read` of this request, if it was called before.
+        Args: keys: the request's `request_keys`; None computes them here.
         Raises: Refused if the request names a turn that this session does not have.
         """
-        tools, links = reading or read(request)
+        tools, links = keys or request_keys(request)
         messages, is_ambiguous = request.messages, False
         named = self._named(request.continues) if request.continues else None
         is_new = named is not None and _has_new_instructions(request, named)

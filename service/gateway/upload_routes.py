@@ -29,7 +29,7 @@ from service.api.rollouts import check_samples, refuse_if_needed
 from service.api.schemas import KnownId, StrictBody
 from service.api.settings import HttpSettings
 from service.gateway.generation import checked_request, generate_answer
-from service.gateway.routes import THREAD_BYTES, native
+from service.gateway.routes import THREAD_BYTES, answer_or_problem
 from service.gateway.upload_bodies import (
     MSGPACK,
     GenerateBody,
@@ -173,10 +173,10 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: Uploads, settings: HttpS
         """Accept trajectories that were sampled elsewhere, JSON or MessagePack: all are checked
         before any is stored. docs/service.md has the fields."""
         raw, packed, caller = await request.body(), is_packed(request.headers), caller_of(request)
-        facts, readiness = await native(port.policy_facts()), await run.readiness()
+        facts, readiness = await answer_or_problem(port.policy_facts()), await run.readiness()
         read = partial(_read_upload, raw, packed, facts, settings, caller)
         uploads, policies = await _off_loop(raw, read)
-        reply = await native(
+        reply = await answer_or_problem(
             port.add(
                 uploads,
                 policies,
@@ -193,7 +193,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: Uploads, settings: HttpS
     async def show(request: Request, name: KnownId) -> TrajectoryAnswer:
         """Return an accepted trajectory, without its tokens."""
         caller = caller_of(request)
-        found = await native(port.view(caller.whole(name)))
+        found = await answer_or_problem(port.view(caller.whole(name)))
         if found is None:
             raise Problem(
                 404,
@@ -219,7 +219,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: Uploads, settings: HttpS
     async def drop(request: Request, group: KnownId) -> GroupAnswer:
         """Delete the trajectories of an incomplete group; their ids are free again."""
         caller = caller_of(request)
-        found = await native(port.drop(caller.whole(group)))
+        found = await answer_or_problem(port.drop(caller.whole(group)))
         if found is None:
             raise Problem(404, "unknown-group", f"this run has no group {group!r} of trajectories")
         if found.is_closed:
@@ -236,7 +236,7 @@ def _add_lookups(app: FastAPI, run: RunPort, port: Uploads, settings: HttpSettin
     @app.get(f"{PREFIX}/policy", tags=_TAGS)
     async def policy() -> PolicyAnswer:
         """Return what a client must know to sample for this run."""
-        facts, readiness = await native(port.policy_facts()), await run.readiness()
+        facts, readiness = await answer_or_problem(port.policy_facts()), await run.readiness()
         version = readiness.policy_version
         return PolicyAnswer(
             tokenizer_fingerprint=facts.tokenizer_fingerprint,
@@ -260,7 +260,7 @@ def _add_generate(app: FastAPI, port: Uploads, settings: HttpSettings) -> None:
         JSON or MessagePack. Without an engine it waits, for sessions.hold_s at most."""
         caller = caller_of(request)
         raw, packed = await request.body(), is_packed(request.headers)
-        facts = await native(port.policy_facts())
+        facts = await answer_or_problem(port.policy_facts())
 
         def read() -> GenerateRequest:
             return checked_request(
@@ -275,7 +275,7 @@ def _add_generate(app: FastAPI, port: Uploads, settings: HttpSettings) -> None:
             wanted = await _off_loop(raw, read)
         except Violation as violation:
             raise _problem([(violation, ())]) from violation
-        reply = await native(port.generate(wanted, caller.name))
+        reply = await answer_or_problem(port.generate(wanted, caller.name))
         answer = generate_answer(reply, packed=packed)
         encode = msgspec.msgpack.encode if packed else msgspec.json.encode
         media_type = MSGPACK if packed else "application/json"

@@ -23,7 +23,7 @@ from actors.limits import MIB
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
 from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
-from service.gateway.sampling import Engine
+from service.gateway.sampling import EngineClient
 from service.gateway.sessions import GatewaySettings
 from service.gateway.upload_content import decoded_content
 from service.intake.uploads import (
@@ -55,15 +55,15 @@ class Uploads:
         store: UploadStore,
         term: int,
         make_policy: Callable[[], PolicyClient],
-        take_turn: Callable[[str], None],
+        count_turn: Callable[[str], None],
     ) -> None:
-        """Make the uploads of a run. take_turn: counts a turn of a key, as `Sessions.take_turn`."""
+        """Make the uploads of a run. count_turn: as `Sessions.count_turn`."""
         self._settings = settings
         self._facts = policy_facts(settings, renderer)
         self._store = store
         self._term = term
-        self._engine = Engine(make_policy)
-        self._take_turn = take_turn
+        self._engine = EngineClient(make_policy)
+        self._count_turn = count_turn
         # Use a separate thread, so that turns can be stored at the same time.
         self._thread = StoreThread()
 
@@ -76,7 +76,7 @@ class Uploads:
 
         Args: key_name: name of the client's key; empty for the first admin key or without a key.
         """
-        self._take_turn(key_name)
+        self._count_turn(key_name)
         _, reply = await self._engine.sample(request, param="token_ids")
         return reply
 

@@ -136,7 +136,7 @@ async def test_a_client_reads_what_is_the_same_for_all_and_nothing_of_operators(
 async def test_a_key_is_good_at_once_and_revoked_within_seconds_everywhere(run: TenantRun) -> None:
     """Two replicas, of which each has known keys for a while, and the gateway."""
     one, two = run.app(), run.app()
-    looking = asyncio.create_task(run.port.sessions.look_forever())
+    looking = asyncio.create_task(run.port.sessions.watch())
     first = await new_key(one, "first")
     async with client_of(one) as at_one, client_of(two) as at_two:
         for client in (at_one, at_two):

@@ -172,7 +172,7 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
     await gateway.sessions.finish(
         "task-1", gateway.key(REWARD, "task-1"), Finish(is_reward_pending=True)
     )
-    looking = asyncio.create_task(gateway.sessions.look_forever())
+    looking = asyncio.create_task(gateway.sessions.watch())
     gateway.clock += SPEC.reward_deadline_s
     missing = await gateway.trajectory("task-1")
     looking.cancel()
@@ -186,7 +186,7 @@ async def test_a_session_that_nobody_ends_expires(tmp_path: Path) -> None:
     gateway.admit("task-1")
     await gateway.ask(HI)
     await gateway.ask(HI, name="task-1")
-    looking = asyncio.create_task(gateway.sessions.look_forever())
+    looking = asyncio.create_task(gateway.sessions.watch())
     gateway.clock += SPEC.idle_s - 1
     await gateway.ask(HI, name="task-1")
     gateway.clock += 1
@@ -232,7 +232,7 @@ async def test_a_cancelled_group_ends_its_sessions_whether_anybody_looks_or_not(
     assert view is not None and view.status is SessionStatus.DISCARDED
     stored = gateway.sessions_store.of_submission("task")
     assert [each.end.detail for each in stored if each.end] == ["its group was cancelled"] * 2
-    looking = asyncio.create_task(gateway.sessions.look_forever())
+    looking = asyncio.create_task(gateway.sessions.watch())
     assert (await refusal(held)).code is RefusalCode.SESSION_CLOSED
     looking.cancel()
     for name in (NAME, "task-1"):
@@ -269,7 +269,7 @@ async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:
     await asyncio.sleep(0.05)
     sessions = after.sessions
     assert [await sessions.claim("task", name) for name in ("a", "c")] == [1, 2]
-    looking = asyncio.create_task(sessions.look_forever())
+    looking = asyncio.create_task(sessions.watch())
     after.clock += 30
     left = await after.trajectory("task-3")
     looking.cancel()

@@ -17,7 +17,7 @@ def local_uploads(
     settings: GatewaySettings,
     *,
     make_policy: Callable[[], PolicyClient],
-    take_turn: Callable[[str], None] = lambda key_name: None,
+    count_turn: Callable[[str], None] = lambda key_name: None,
 ) -> Uploads:
     return Uploads(
         settings,
@@ -25,5 +25,5 @@ def local_uploads(
         store=UploadStore(service.store),
         term=service.store.newest_term(),
         make_policy=make_policy,
-        take_turn=take_turn,
+        count_turn=count_turn,
     )

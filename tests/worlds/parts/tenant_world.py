@@ -56,7 +56,7 @@ class TenantRun(LocalRun):
             self.service,
             self.port.gateway_settings,
             make_policy=lambda: self.port.policy,
-            take_turn=self.port.sessions.take_turn,
+            count_turn=self.port.sessions.count_turn,
         )
 
     @classmethod

@@ -30,8 +30,8 @@ _BOUND = re.compile(r"/sessions/([^/]+)/")
 _ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
 
 
-class SessionAdmission:
-    """The check of a session's key (`service.api.guards.CheckSessionKey`)."""
+class SessionKeyCheck:
+    """The check of a session's key; `service.api.guards.CheckSessionKey` calls it."""
 
     def __init__(self, check_key: Callable[[str, str], Awaitable[None]], callers: Callers) -> None:
         """Make the check.
