@@ -75,7 +75,10 @@ class Member:
 
 
 class ActorPool:
-    """A pool that keeps its actors alive; each has the methods `run`, `ping` and `stop`."""
+    """A pool that keeps its actors alive; each has the methods `run`, `ping` and `stop`.
+
+    The actors start with the pool, and play while `watch` runs, which a term awaits.
+    """
 
     def __init__(
         self,

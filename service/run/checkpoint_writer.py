@@ -1,7 +1,8 @@
 """Write a term's checkpoints, and commit each with the queue's state after the same step.
 
 A checkpoint is written during the next step. While a service waits for a step, the newest
-checkpoint is committed again with the queue's newer state, so that evictions become durable.
+checkpoint is committed again with the queue's newer state, so that evictions become durable. Each
+loop has one `CheckpointWriter`, and only the loop calls it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The newest checkpoint."""
+    """A committed checkpoint."""
 
     step: int
     version: int
@@ -49,13 +50,14 @@ class CheckpointWriter:
         handles: Handles,
         settings: LoopSettings,
         *,
-        call: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
+        call_trainer: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call: calls the trainer, and publishes the weights of its replacement first if they differ.
+        call_trainer: calls the trainer; if it was replaced and has other weights, publishes
+        these first.
         """
-        self._handles, self._settings, self._call = handles, settings, call
+        self._handles, self._settings, self._call_trainer = handles, settings, call_trainer
         self.newest = Commit(
             step=settings.first_step - 1,
             version=handles.trainer.version,
@@ -77,7 +79,7 @@ class CheckpointWriter:
         """Whether a checkpoint is requested and none is being written."""
         return bool(self._requests) and (self._writing is None or self._writing.done())
 
-    async def requested(self, done: int) -> Commit:
+    async def request(self, done: int) -> Commit:
         """Request a checkpoint of step `done` or a later one, and wait until it is committed.
 
         Raises: ActorLost if the term ends first.
@@ -126,7 +128,8 @@ class CheckpointWriter:
         """Have the ranks copy their state, after the previous checkpoint is committed."""
         await self.join()
         self._begun_at = time.monotonic()
-        await self._call(partial(self._handles.trainer.begin_save, step, term=self._settings.term))
+        begin_save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
+        await self._call_trainer(begin_save)
 
     async def commit_when_written(self, step: int) -> None:
         """Take the queue's state after the step; commit it with the checkpoint in the next step.

@@ -99,11 +99,13 @@ class Control(ControlPort):
         self.returning = asyncio.Event()
         """Set when the running term must end, to return to a checkpoint."""
         self._return: OperationAnswer | None = None
+        """The return to a checkpoint that the next term completes; None if none is requested."""
         self._evaluating = ""
         """The id of the current evaluation; empty if there is none."""
         self._operations: OrderedDict[str, OperationAnswer] = OrderedDict()
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
+        """Held while a pause is stored and applied."""
         self._begun = TaskSet()
         self._is_restored = False
 
@@ -167,7 +169,7 @@ class Control(ControlPort):
                     self._store.set_paused, part, pause, term=self._recorder.term
                 )
                 self.pauses.add(pause)
-                await self._show_pauses(part)
+                await self._apply_pauses(part)
         with suppress(TimeoutError):
             async with asyncio.timeout(PASSED_LIMIT_S):
                 await self.pauses.gate(part).until_passed()
@@ -184,10 +186,11 @@ class Control(ControlPort):
                     self._store.set_paused, part, None, term=self._recorder.term
                 )
                 self.pauses.remove(part)
-                await self._show_pauses(part)
+                await self._apply_pauses(part)
         return await self.view()
 
-    async def _show_pauses(self, changed: Pausable) -> None:
+    async def _apply_pauses(self, changed: Pausable) -> None:
+        """Show the pauses, and apply a change of generation's to the running term."""
         recorder = self._recorder
         if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
             recorder.training(str(self.pauses))
@@ -195,7 +198,7 @@ class Control(ControlPort):
         if changed is Pausable.GENERATION and self.term is not None:
             # If this term is lost, the next term begins with the stored pauses.
             with suppress(ActorLost):
-                await self.term.hold_generation()
+                await self.term.apply_generation_pause()
 
     async def _until_held(self) -> None:
         while True:

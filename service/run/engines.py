@@ -338,6 +338,8 @@ class Publisher:
     async def publish(self, version: int) -> None:
         """Put the trainer's weights on the board as `version`; do not wait for the engines.
 
+        The trainer then scores the check's text, unless this publication checks nothing.
+
         Raises: WeightsMoved if the trainer's weights now have another version; ActorLost.
         """
         if self._later_text is not None:

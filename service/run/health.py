@@ -329,11 +329,15 @@ class FaultCount:
         self._clock = clock
         self._times: list[float] = []
 
-    def is_one_too_many(self) -> bool:
-        """Count another fault; return whether there are now more than `limit` faults."""
+    @property
+    def are_too_many(self) -> bool:
+        """Whether there were more than `limit` faults at the last `count`."""
+        return len(self._times) > self._limit
+
+    def count(self) -> None:
+        """Count another fault."""
         now = self._clock()
         self._times = [each for each in self._times if now - each < FAULTS_COUNT_S] + [now]
-        return len(self._times) > self._limit
 
     def progressed(self) -> None:
         self._times.clear()

@@ -85,7 +85,7 @@ class Loop:
         self._handles = handles
         self._settings = settings
         self._step = settings.first_step
-        self._checkpoints = CheckpointWriter(handles, settings, call=self._with_published)
+        self._checkpoints = CheckpointWriter(handles, settings, call_trainer=self._with_published)
         self._failures = FailureWatch(settings.failures)
         self._loading: asyncio.Task[None] | None = None
         """Waits until the engines have the last version, then records its step; None if done."""
@@ -131,7 +131,7 @@ class Loop:
         written. If another checkpoint is being written, it is finished first. If a checkpoint fails
         because a rank is lost, it is written again. Raises: ActorLost if the term ends first.
         """
-        return await self._checkpoints.requested(self._step - 1)
+        return await self._checkpoints.request(self._step - 1)
 
     async def run(self) -> None:
         """Train until the last step or `stop`; leave a checkpoint and no unfinished work.
@@ -165,6 +165,7 @@ class Loop:
             raise failure
 
     async def _admit(self) -> None:
+        """Assign tasks to the slots that the queue opens, until a stop or the last step."""
         handles, gate = self._handles, self._handles.pauses.gate(Pausable.ADMISSION)
         while not self._is_stopping.is_set() and self._has_more:
             await gate.until_open()
@@ -175,6 +176,7 @@ class Loop:
                     await handles.queue.admit(groups)
 
     async def _train(self) -> None:
+        """Collect, build and train one step after another, until a stop or the last step."""
         if self._step == 1 and not self._checkpoints.newest.directory:
             await self._evaluate(step=0)
         while self._has_more and not self._is_stopping.is_set():
@@ -268,6 +270,11 @@ class Loop:
         self._failures.check_groups(failed, num_engines_ready=num_ready, now=time.monotonic())
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
+        """Train a built step, publish its weights and finalise its rollouts in the queue.
+
+        The step is recorded once the engines have its weights: here if training is synchronous, or
+        if an evaluation or a checkpoint is due; otherwise while the next step runs (`_loading`).
+        """
         handles, step, watch = self._handles, self._step, Stopwatch()
         giving_up = asyncio.create_task(self._give_up_after_grace())
         try:

@@ -68,8 +68,10 @@ FAULTS = frozenset(
 class RunRecorder:
     """The recorder for all terms of a process; call `begin_term` first.
 
-    The asynchronous calls use the store in its thread, and complete even if the caller is
-    cancelled. If a newer term has fenced off the recorder's term, a write raises LeaseLost.
+    `events` and `rollouts` update metrics, traces and submissions at once; the next `step` or
+    `checkpoint` stores what they were given, in its own transaction. The asynchronous calls use the
+    store in its thread, and complete even if the caller is cancelled. If a newer term has fenced
+    off the recorder's term, a write raises LeaseLost.
     """
 
     def __init__(
@@ -130,7 +132,10 @@ class RunRecorder:
         """Seconds for which each side of the term's queue was blocked, as last read from it."""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin to write under `lease`; drop everything that an older term has not stored yet."""
+        """Begin to write under `lease`, with the submissions, traces, trackers, audit and uploads.
+
+        Everything that an older term has not stored yet is dropped. Raises: StoreError.
+        """
         self.term = lease.term
         self._pending, self._pending_results = [], []
         self._blocked_s = {}

@@ -29,7 +29,7 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """An implementation of `loop.Merge` with replaceable actors.
+    """An implementation of `handles.Merge` with replaceable actors.
 
     Its calls raise ActorLost after MAX_ATTEMPTS.
     """

@@ -194,7 +194,8 @@ class RestartableQueue:
         async with self._reopening:
             if opening != self._cuts.opening:
                 return
-            if self._deaths.is_one_too_many() or isinstance(loss.__cause__, ActorDiedError):
+            self._deaths.count()
+            if self._deaths.are_too_many or isinstance(loss.__cause__, ActorDiedError):
                 raise loss
             if isinstance(loss.__cause__, TimeoutError):
                 ray.kill(self.actor, no_restart=False)

@@ -64,7 +64,7 @@ class RestartableTrainer:
         first_step: int,
         max_kept_bytes: int,
         on_restart: Callable[[str], None],
-        on_look: Callable[[Sequence[int]], None],
+        on_check: Callable[[Sequence[int]], None],
     ) -> None:
         """Make the first group.
 
@@ -72,7 +72,7 @@ class RestartableTrainer:
         to begin with the base model. first_step: the step after the parent. max_kept_bytes: limit
         for the kept shards of steps after the newest checkpoint. If the shards exceed it, the
         oldest are dropped, and a lost rank then ends the term. on_restart: called with a sentence
-        for each replaced group. on_look: called at each check of `watch` with the peak memory of
+        for each replaced group. on_check: called at each check of `watch` with the peak memory of
         each rank in bytes; with an empty value if a rank is lost.
         """
         self._make_group = make_group
@@ -80,7 +80,7 @@ class RestartableTrainer:
         self._checkpoint = parent
         self._max_kept_bytes = max_kept_bytes
         self._on_restart = on_restart
-        self._on_look = on_look
+        self._on_check = on_check
         self._lock = asyncio.Lock()
         """Held during each call and each restart, because a group does one thing at a time."""
         self._kept: list[_KeptStep] = []
@@ -127,11 +127,11 @@ class RestartableTrainer:
             await asyncio.sleep(WATCH_EVERY_S)
             group = self._group
             try:
-                self._on_look(await group.check_alive())
+                self._on_check(await group.check_alive())
             except ShardLost:
                 raise
             except TrainerRankLost as loss:
-                self._on_look(())
+                self._on_check(())
                 async with self._lock:
                     if group is self._group:
                         await self._restart(loss)
@@ -261,7 +261,7 @@ class RestartableTrainer:
     async def _replace_group(self, loss: TrainerRankLost) -> None:
         started = time.monotonic()
         while True:
-            self._check_can_restart(loss)
+            self._count_restart(loss)
             self._group.kill()
             self._group = self._make_group()
             try:
@@ -283,9 +283,10 @@ class RestartableTrainer:
             f"{time.monotonic() - started:.1f} s, {len(self._kept)} steps trained again"
         )
 
-    def _check_can_restart(self, loss: TrainerRankLost) -> None:
-        """Raise ActorLost after too many restarts, or if shards were dropped."""
-        if self._restarts.is_one_too_many():
+    def _count_restart(self, loss: TrainerRankLost) -> None:
+        """Count a restart. Raises: ActorLost after too many, or if shards were dropped."""
+        self._restarts.count()
+        if self._restarts.are_too_many:
             raise ActorLost(
                 f"{loss}; {MAX_RESTARTS} groups in a row ended before the next step"
             ) from loss

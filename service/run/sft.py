@@ -163,7 +163,7 @@ class SftRun:
                 first_step=done + 1,
                 max_kept_bytes=self._config.trainer.max_replay_mib * 2**20,
                 on_restart=self._tell,
-                on_look=lambda peak_bytes: None,
+                on_check=lambda peak_bytes: None,
             )
             try:
                 await trainer.start()

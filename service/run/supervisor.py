@@ -177,7 +177,7 @@ class Supervisor:
             read_term=lambda: self._control.term,
         )
         self._roles_offered: frozenset[Role] = frozenset()
-        self._faults: dict[str, str] = {}
+        self._unreadable: dict[str, str] = {}
         """Why a checkpoint cannot be loaded, by its directory; no term continues from such a one.
         """
         self._is_stopping = self._is_over = False
@@ -359,6 +359,7 @@ class Supervisor:
             raise LeaseLost(str(self._lost))
 
     async def _run_terms(self) -> str:
+        """Run a term after each return and each recoverable loss; return why the run has ended."""
         faults, furthest_step = FaultCount(limit=self._config.run.max_recoveries), 0
         while True:
             try:
@@ -370,7 +371,7 @@ class Supervisor:
                 furthest_step = 0
             except ParentUnusable as error:
                 # This checkpoint is not tried again, so each checkpoint fails at most once.
-                self._faults[error.directory] = error.reason
+                self._unreadable[error.directory] = error.reason
             except CheckpointError:
                 # A full disk can make this check fail too; then the first error is shown.
                 with suppress(StoreError):
@@ -382,7 +383,8 @@ class Supervisor:
                 if self._recorder.checkpoint_step > furthest_step:
                     faults.progressed()
                     furthest_step = self._recorder.checkpoint_step
-                if faults.is_one_too_many():
+                faults.count()
+                if faults.are_too_many:
                     raise
                 if self._is_stopping:
                     return f"{loss}; as a stop was requested, the run ends at its newest checkpoint"
@@ -390,6 +392,10 @@ class Supervisor:
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_term(self) -> str:
+        """Take a lease, and run its term to the end; return why the run has ended.
+
+        Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; else as `run`.
+        """
         lease = await self._wait_for_lease()
         if lease is None:
             return "stopped before the run was free"
@@ -454,6 +460,7 @@ class Supervisor:
             try:
                 async with self._leasing:
                     lease = await self._take_lease()
+                    # `_renew_forever` renews this term as soon as it gets the lock.
                     self._recorder.term = lease.term
                 return lease
             except LeaseHeld as held:
@@ -465,15 +472,15 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take a lease that continues from the newest readable checkpoint.
+        """Take a lease that continues from the newest readable checkpoint, and show its ledger.
 
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
         lease, commits = await self._thread.call(self._take_readable)
         self._view.begin_term(lease)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
-        if used and used[0] is not commits[0] and commits[0].directory in self._faults:
-            self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
+        if used and used[0] is not commits[0] and commits[0].directory in self._unreadable:
+            self._recorder.notice(fallback_notice(self._unreadable, commits[0], used[0]))
         if used and self._recorder.term == 0:
             await self._notice_parent(used[0])
         return lease
@@ -492,16 +499,20 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take a lease from the newest intact checkpoint; return the lease and all checkpoints."""
+        """Take a lease from the newest intact checkpoint; return the lease and all checkpoints.
+
+        Under its first lease the supervisor also writes the run's configuration, because only the
+        owner of the run may.
+        """
         commits = self._store.checkpoints()
-        sound = [commit for commit in commits if commit.directory not in self._faults]
-        self._faults |= find_faults(self._run_dir.checkpoints, sound)
+        sound = [commit for commit in commits if commit.directory not in self._unreadable]
+        self._unreadable |= find_faults(self._run_dir.checkpoints, sound)
         is_first = self._recorder.term == 0
         lease = self._store.acquire_lease(
             owner=own_name(),
             directory=str(self._run_dir.path),
             kind=self._kind,
-            passed_over=self._faults.keys(),
+            passed_over=self._unreadable.keys(),
             follows=None if is_first else self._recorder.term,
             unless_held=is_first and self._when_held is not WhenHeld.TAKE_OVER,
             replaces=self._replaces,

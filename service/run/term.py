@@ -110,6 +110,7 @@ class Term:
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text
+        """Whether the engines read text, which structured outputs need."""
         self._run_dir = run_dir
         self._model = model
         self._run_id = run_id
@@ -147,7 +148,7 @@ class Term:
             first_step=self.first_step,
             max_kept_bytes=config.trainer.max_replay_mib * 2**20,
             on_restart=partial(recorder.replaced, Part.TRAINER),
-            on_look=recorder.ranks,
+            on_check=recorder.ranks,
         )
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
@@ -217,7 +218,7 @@ class Term:
         assert self._pool is not None
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
-    async def hold_generation(self) -> None:
+    async def apply_generation_pause(self) -> None:
         """Stop the work of queue and engines if generation is paused, otherwise resume it.
 
         A queue that is not open yet receives this state when it is opened. Raises: ActorLost.
@@ -319,7 +320,7 @@ class Term:
             opening.cancel()
         prompts = () if opening.cancelled() or not opening.done() else opening.result()
         self._is_queue_open = True
-        await self.hold_generation()
+        await self.apply_generation_pause()
         version = self._trainer.version
         self._num_ahead = version - (self.first_step - 1)
         if self._submissions is not None:

@@ -71,7 +71,8 @@ class _Attempts:
         if step > self._furthest_step:
             self._furthest_step, self._num_pauses = step, 0
             self._faults.progressed()
-        return None if self._faults.is_one_too_many() else self.refused()
+        self._faults.count()
+        return None if self._faults.are_too_many else self.refused()
 
 
 class RunHost:

@@ -69,7 +69,8 @@ class SupervisorWatcher:
                 if self.last is not None and self.last.checkpoint_step > furthest_step:
                     faults.progressed()
                     furthest_step = self.last.checkpoint_step
-                is_final = getattr(error, "actor_init_failed", False) or faults.is_one_too_many()
+                faults.count()
+                is_final = getattr(error, "actor_init_failed", False) or faults.are_too_many
                 # If the whole node was lost, Ray would wait forever for another one.
                 if is_final or self._is_stop_asked() or not _is_any_node_alive():
                     raise

@@ -121,7 +121,7 @@ async def started(disk: Disk, *, max_kept_bytes: int = 1000) -> RestartableTrain
         first_step=1,
         max_kept_bytes=max_kept_bytes,
         on_restart=disk.told.append,
-        on_look=disk.looks.append,
+        on_check=disk.looks.append,
     )
     await trainer.start()
     await publish(trainer)
@@ -171,7 +171,7 @@ async def test_whoever_waits_for_the_ranks_weights_sees_that_they_are_being_repl
         first_step=1,
         max_kept_bytes=1000,
         on_restart=lambda told: seen.append(trainer.is_restarting),
-        on_look=disk.looks.append,
+        on_check=disk.looks.append,
     )
     await trainer.start()
     assert not trainer.is_restarting

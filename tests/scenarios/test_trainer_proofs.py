@@ -56,7 +56,7 @@ class Restarted:
             first_step=1,
             max_kept_bytes=2**30,
             on_restart=self.told.append,
-            on_look=lambda peak_bytes: None,
+            on_check=lambda peak_bytes: None,
         )
 
     def _make_group(self) -> TrainerGroup:

@@ -102,7 +102,7 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
         first_step=0,
         max_kept_bytes=2**20,
         on_restart=told.append,
-        on_look=lambda peak_bytes: None,
+        on_check=lambda peak_bytes: None,
     )
     await trainer.start()
     group = groups[0]

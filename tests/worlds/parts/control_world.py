@@ -56,7 +56,7 @@ class ScriptedTerm:
     async def checkpoint(self) -> Commit:
         return await self.commit
 
-    async def hold_generation(self) -> None:
+    async def apply_generation_pause(self) -> None:
         assert self.control is not None
         self.is_held = self.control.pauses.holds_generation
 
