@@ -37,7 +37,7 @@ from actors.environment.actor import EnvironmentActor
 from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import (
     EnvironmentActorSettings,
-    PlayedEnvironment,
+    EnvironmentSettings,
     RolloutSettings,
 )
 from actors.environment.tasks import GeneratedTasks
@@ -153,7 +153,7 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
                     rollouts=RolloutSettings(
                         slots_per_actor=64, max_turns=4, max_tokens_per_turn=8
                     ),
-                    environments={"guessing": PlayedEnvironment(environment="guessing")},
+                    environments={"guessing": EnvironmentSettings(environment="guessing")},
                     chat_template=None,
                     groups_per_step=1,
                     max_context_tokens=256,

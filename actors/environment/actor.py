@@ -1,8 +1,8 @@
 """The Ray actor that plays many episodes at once: the queue's rollouts, and evaluations.
 
 `RolloutExchange` takes rollouts from the queue and hands over their trajectories; see its
-invariant. Evaluations are played at the same time and returned to the caller.
-Started by the supervisor: `ray.remote(EnvironmentActor).options(...).remote(...)`.
+invariant. Evaluations are played at the same time and returned to the caller. Started and called by
+`service.run.environment_pool`, and by the command `rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from actors.environment.registry import UnknownEnvironment, is_built_in, resolve
 from actors.environment.rendering import load_renderer
 from actors.environment.settings import (
     EnvironmentActorSettings,
+    EnvironmentSettings,
     KeptTokens,
-    PlayedEnvironment,
-    playing,
+    rollout_settings,
 )
 from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
@@ -195,7 +195,7 @@ class EnvironmentActor:
         slots_share: float = 1.0,
         keeps_tokens: bool = False,
     ) -> list[Played]:
-        """Play an evaluation during training; its trajectories do not enter the queue.
+        """Play an evaluation; its trajectories do not enter the queue.
 
         Args: kept: the tokens that may be sampled; None allows every token. slots_share: share of
         rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each play
@@ -254,6 +254,7 @@ class EnvironmentActor:
         temperature: float | None = None,
         kept: KeptTokens | None = None,
     ) -> Trajectory:
+        """Play one rollout. temperature, kept: of an evaluation; None plays it as in training."""
         name = assignment.task.environment
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
@@ -278,7 +279,7 @@ class EnvironmentActor:
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
         trainer_state.set(self._state_of(group.group_number))
-        playing.set(rollouts)
+        rollout_settings.set(rollouts)
         task_id.set(group.task.task_id)
         return await score_together(
             trajectories,
@@ -302,7 +303,7 @@ class EnvironmentActor:
             max_steps=self._settings.num_steps,
         )
 
-    def _maker_of(self, played: PlayedEnvironment) -> Callable[[], Environment]:
+    def _maker_of(self, played: EnvironmentSettings) -> Callable[[], Environment]:
         """Return the function that makes an environment: in a worker if it is the user's own.
 
         Raises: UnknownEnvironment, BadEnvironmentOptions.
@@ -315,7 +316,7 @@ class EnvironmentActor:
             is_contained = is_importable(name)
         if not is_contained:
             return make
-        preload(f"{WorkerEnvironment.__module__}:made")
+        preload(f"{WorkerEnvironment.__module__}:make_instance")
         return partial(WorkerEnvironment, name, played.options)
 
     def _maker(self, name: str) -> Callable[[], Environment]:

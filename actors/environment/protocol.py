@@ -362,12 +362,12 @@ class RewardError(Exception):
 class Environment(Protocol):
     """An environment that plays one episode at a time, with random choices only from task seeds.
 
-    A constructor takes options as keyword arguments and does nothing slow; slow work belongs in
-    `reset`. No method may block the event loop: other episodes share it. An attribute `data_schema`
-    may be a dataclass of its tasks' data, or their JSON schema (`task_data`); without it any object
-    is accepted. A method `first_messages(data)` may return a task's first messages without
-    beginning it, and an attribute `tools` the tools: then tasks with too long prompts are left out
-    before the start.
+    A constructor takes the options as keyword arguments, or as one argument `options`, a dataclass.
+    It does nothing slow; slow work belongs in `reset`. No method may block the event loop: other
+    episodes share it. An attribute `data_schema` may be a dataclass of its tasks' data, or their
+    JSON schema (`task_data`); without it any object is accepted. A method `first_messages(data)`
+    may return a task's first messages without beginning it, and an attribute `tools` the tools:
+    then tasks with too long prompts are left out before the start.
 
     Example:
         ```python
@@ -392,7 +392,11 @@ class Environment(Protocol):
     """
 
     async def reset(self, task: Task) -> Observation:
-        """Begin the task's episode and return its first messages; it is retried if it raises."""
+        """Begin the task's episode and return its first messages.
+
+        If this raises, the rollout ends as `environment_error`, and is played again with a new
+        environment as often as `rollouts.outcomes` allows.
+        """
         ...
 
     async def step(self, action: Action) -> StepResult:

@@ -45,7 +45,7 @@ from typing import Any
 from actors.environment import workers
 from actors.environment.fork_server import preload
 from actors.environment.protocol import RewardError
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.environment.trainer_arguments import (
     LOGS,
     TRAINER_ARGUMENTS,
@@ -258,7 +258,7 @@ class RewardFunction:
         """
         held = next((each for each in _flat(self.instance, *arguments.values())), None)
         place = workers.pool() if held is None else held.home
-        limit_s = playing.get().reward_limit_s
+        limit_s = rollout_settings.get().reward_limit_s
         try:
             return await place.call(
                 f"{__name__}:answer_of",

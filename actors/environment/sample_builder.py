@@ -6,7 +6,8 @@ newest among equals. `append` takes a turn that is known to continue the last on
 nothing. `add` takes a turn without this knowledge, and compares its prompt with every open sample.
 A property test compares both with the rule in plain loops (`tests/worlds/checks/prefix_merge.py`).
 For each open sample the builder keeps only the newest prompt and reply, which have all its ids, so
-that memory does not grow with the number of turns times their length. Called by the turn loop.
+that memory does not grow with the number of turns times their length. Called by the turn loop, by a
+session's tree (`service.gateway.tree`) and by `chats`.
 """
 
 from __future__ import annotations

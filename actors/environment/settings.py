@@ -91,7 +91,10 @@ class RolloutSettings:
     new sample for each turn whose history the template changes."""
 
 
-playing: ContextVar[RolloutSettings] = ContextVar("playing", default=RolloutSettings())  # noqa: B039
+rollout_settings: ContextVar[RolloutSettings] = ContextVar(
+    "rollout_settings",
+    default=RolloutSettings(),  # noqa: B039
+)
 """The settings of the rollout being played in the current context; the defaults if none is."""
 
 
@@ -171,7 +174,7 @@ class CurriculumSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedEnvironment:
+class EnvironmentSettings:
     """An environment with its options and limits."""
 
     environment: str
@@ -193,7 +196,7 @@ class EnvironmentActorSettings:
     """The settings of every environment actor of a run."""
 
     rollouts: RolloutSettings
-    environments: Mapping[str, PlayedEnvironment]
+    environments: Mapping[str, EnvironmentSettings]
     """The environments, each under the name that its tasks have in `Task.environment`."""
     max_context_tokens: int
     """The engine's limit on prompt and reply together."""

@@ -14,7 +14,7 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from actors.environment.protocol import MalformedCall, Message, Role, StepResult, ToolCall
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.limits import STRICT, Natural
 
 ERROR = "error: {message}"
@@ -136,7 +136,7 @@ class ToolTurns(MalformedTurns):
         A turn is malformed if one of its calls is, or if it has more than `max_calls_per_turn`
         calls.
         """
-        settings = playing.get()
+        settings = rollout_settings.get()
         taken = calls[: settings.max_calls_per_turn]
         if settings.parallel_calls:
             found = await _together([self._answer(call) for call in taken])

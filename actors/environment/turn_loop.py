@@ -41,7 +41,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
-from actors.environment.settings import KeptTokens, RolloutSettings, playing
+from actors.environment.settings import KeptTokens, RolloutSettings, rollout_settings
 from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import check_calls
 from actors.outcomes import Disposition, OutcomePolicy
@@ -98,7 +98,7 @@ async def play_episode(
     """
     rollout_id.set(assignment.rollout_id)
     task_id.set(assignment.task.task_id)
-    playing.set(settings)
+    rollout_settings.set(settings)
     episode = _Episode(
         assignment,
         policy=policy,
@@ -156,7 +156,7 @@ class _Episode:
         self._state_key: str | None = None  # of the state before the next turn
         self._metrics: dict[str, float] = {}
         self._extra_columns: dict[str, str] = {}
-        self._was_rewarded: bool | None = None
+        self._was_rewarded: bool | None = None  # as in `Trajectory`
         self._cache_salt: str | None = None
         self._replica = ""
         self._num_inserted = 0
@@ -362,14 +362,14 @@ class _Episode:
     async def _step(self, action: Action) -> StepResult:
         started = time.monotonic()
         try:
-            result = await self._scored(action)
+            result = await self._step_and_rescore(action)
         finally:
             self._step_s += time.monotonic() - started
         if not isinstance(result, StepResult):
             raise _wrong_type("step", result)
         if (problem := reward_problem(result)) is not None:
             raise _Ended(Outcome.REWARD_ERROR, _sendable(problem))
-        self._score(result)
+        self._keep_score(result)
         if result.ended_by_malformed:
             raise _Ended(Outcome.MALFORMED_TOOL_CALL, "too many malformed turns in a row")
         if result.terminated:
@@ -378,7 +378,7 @@ class _Episode:
             raise _Ended(Outcome.MAX_TURNS, "the environment's own limit")
         return result
 
-    def _score(self, result: StepResult) -> None:
+    def _keep_score(self, result: StepResult) -> None:
         """Keep a copy of a turn's score, because the environment may change it later."""
         self._samples.score(
             reward=float(result.reward),
@@ -399,7 +399,7 @@ class _Episode:
             self._answer = short_answer(result.answer)
         self._state_key = _short_key(result.state_key)
 
-    async def _scored(self, action: Action) -> StepResult:
+    async def _step_and_rescore(self, action: Action) -> StepResult:
         """Step once; if only the score is missing, retry only the scoring."""
         assert self._environment is not None
         call: Callable[[], Awaitable[StepResult]] = partial(_step, self._environment, action)

@@ -22,7 +22,7 @@ from actors.environment.protocol import (
     rollout_id,
 )
 from actors.environment.registry import resolve
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.types import Task
 from actors.user_code import CallFailed
 
@@ -63,22 +63,22 @@ class WorkerEnvironment:
         raise RewardError(found.message, rescore=rescore)
 
     async def _call(self, method: str, **arguments: Any) -> Any:
-        limit_s = playing.get().episode_deadline_s
+        limit_s = rollout_settings.get().episode_deadline_s
         try:
             if self._home is None:
                 self._home = workers.pool().home(is_loop=True)
             if self._held is None:
                 self._held = await self._home.call(
-                    f"{__name__}:made",
+                    f"{__name__}:make_instance",
                     {"name": self._name, "options": dict(self._options)},
                     limit_s=limit_s,
                     about=self._name if ":" in self._name else "",
                     keeps=True,
                 )
             return await self._home.call(
-                f"{__name__}:call_played",
+                f"{__name__}:call_instance",
                 {
-                    "played": self._held,
+                    "instance": self._held,
                     "method": method,
                     "rollout": rollout_id.get(),
                     "arguments": arguments,
@@ -109,7 +109,7 @@ class _Unscored:
         self.can_rescore = can_rescore
 
 
-class _Played:
+class _Instance:
     """The record that a worker keeps of one episode's environment."""
 
     def __init__(self, environment: Environment) -> None:
@@ -139,17 +139,17 @@ def _no_method(method: str) -> Callable[..., Any]:
 _makers: dict[tuple[str, str], Callable[[], Environment]] = {}
 
 
-def made(name: str, options: Mapping[str, Any]) -> _Played:
+def make_instance(name: str, options: Mapping[str, Any]) -> _Instance:
     """Make a new environment. This function runs in a worker."""
     key = name, repr(options)
     if key not in _makers:
         _makers[key] = resolve(name, options)
-    return _Played(_makers[key]())
+    return _Instance(_makers[key]())
 
 
-async def call_played(
-    played: _Played, method: str, rollout: str, arguments: Mapping[str, Any]
+async def call_instance(
+    instance: _Instance, method: str, rollout: str, arguments: Mapping[str, Any]
 ) -> Any:
     """Call a method of an environment. This function runs in a worker."""
     rollout_id.set(rollout)
-    return await played.call(method, arguments)
+    return await instance.call(method, arguments)

@@ -19,24 +19,42 @@ class WorkerLost(Exception):
 
 
 class WorkerHandle:
-    """The pool's record of one worker process: its socket, its calls and its state."""
+    """The pool's record of one worker process: its socket, its calls and its state.
 
-    def __init__(self, start: int, end: socket.socket, *, is_home: bool, is_loop: bool) -> None:
-        self.start = start
+    The pool changes the fields, except `answers`, `resident_bytes`, `why` and `is_over`, which the
+    handle changes itself.
+    """
+
+    def __init__(self, number: int, end: socket.socket, *, is_home: bool, is_loop: bool) -> None:
+        """Record a worker that is being forked.
+
+        Args:
+            number: The number of the request that forks it.
+            end: This process's end of the socket between them.
+            is_home: Whether it is for homes; otherwise it is for calls.
+            is_loop: Whether it runs the coroutines of several episodes concurrently.
+        """
+        self.number = number
         self.is_home = is_home
         self.is_loop = is_loop
         self.process = 0
+        """Its process id; 0 until it has started."""
         self.loaded: set[str] = set()
+        """The names of the functions whose modules it has imported."""
         self.answers: dict[int, asyncio.Future[Any]] = {}
+        """The answers that callers wait for, by the number of the call."""
         self.lock = asyncio.Lock()
+        """Held during a call in a home that is not a loop."""
         self._sending = asyncio.Lock()
         self.num_homes = 0
         self.resident_bytes = 0
+        """Its resident memory at its last answer; 0 before."""
         self.why = ""
+        """Why it has ended; empty while it has not."""
         self.is_over = False
-        # Whether the pool ended the process itself, or has counted its end already.
         self.is_explained = False
-        self.end = end
+        """Whether the pool ended the process itself, or has counted its end already."""
+        self.socket = end
         # This also closes the socket when this process ends.
         weakref.finalize(self, end.close)
         self._read = bytearray()
@@ -66,7 +84,7 @@ class WorkerHandle:
         # An error means that the process has ended, which the fork server reports.
         async with self._sending:
             with suppress(OSError):
-                await asyncio.get_running_loop().sock_sendall(self.end, message)
+                await asyncio.get_running_loop().sock_sendall(self.socket, message)
 
     def read(self) -> bool:
         """Read what the worker has sent and deliver its answers.
@@ -74,7 +92,7 @@ class WorkerHandle:
         Returns: whether the worker's end of the socket is still open.
         """
         try:
-            part = self.end.recv(1 << 18)
+            part = self.socket.recv(1 << 18)
         except BlockingIOError:
             return True
         except OSError:

@@ -31,7 +31,7 @@ from typing import Any
 
 from actors.environment.fork_server import ForkServer, how_ended, preloaded
 from actors.environment.lost_calls import LostCallCounter, LostCalls
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.environment.user_names import is_importable
 from actors.environment.worker_handle import WorkerHandle, WorkerLost
 from actors.environment.worker_process import HEAD, LENGTH
@@ -73,7 +73,7 @@ def is_contained(name: str) -> bool:
 
     An empty name means that the function is not the user's, and gives False.
     """
-    return bool(name) and not playing.get().inline and is_importable(name)
+    return bool(name) and not rollout_settings.get().inline and is_importable(name)
 
 
 class Pool:
@@ -203,10 +203,10 @@ class Pool:
     def close(self) -> None:
         """End all processes."""
         for worker in self._workers.values():
-            self._unread(worker.end)
+            self._unread(worker.socket)
             worker.is_explained = True
             worker.lost("the pool was closed")
-            worker.end.close()
+            worker.socket.close()
         self._workers.clear()
         self._idle.clear()
         self._end_fork_server()
@@ -403,7 +403,7 @@ class Pool:
 
     def _on_readable(self, worker: WorkerHandle) -> None:
         if not worker.read():
-            self._unread(worker.end)
+            self._unread(worker.socket)
             # The process has ended, which the fork server reports with its status, or it has closed
             # its end of the socket.
             if not worker.is_over:
@@ -425,7 +425,7 @@ class Pool:
         if self._loop is loop:
             return
         for worker in self._workers.values():
-            self._unread(worker.end)
+            self._unread(worker.socket)
         if self._fork_server is not None:
             self._unread(self._fork_server.control)
         self._loop, self._growing = loop, None
@@ -433,7 +433,7 @@ class Pool:
         if self._fork_server is not None:
             loop.add_reader(self._fork_server.control, self._on_report)
         for worker in list(self._workers.values()):
-            loop.add_reader(worker.end, self._on_readable, worker)
+            loop.add_reader(worker.socket, self._on_readable, worker)
             if worker not in self._idle and worker.process:
                 self.kill(worker, "its event loop has ended")
 
@@ -490,10 +490,10 @@ class Pool:
         # Read the answers that the worker sent before it ended.
         while worker.answers and worker.read():
             pass
-        self._unread(worker.end)
-        worker.end.close()
+        self._unread(worker.socket)
+        worker.socket.close()
         worker.lost(why)
-        self._workers.pop(worker.start, None)
+        self._workers.pop(worker.number, None)
         if worker in self._idle:
             self._idle.remove(worker)
 

@@ -38,7 +38,7 @@ from actors.environment.protocol import (
     reward_problem,
 )
 from actors.environment.rendering import ChatRenderer, load_renderer
-from actors.environment.settings import GROUP_REWARD, playing
+from actors.environment.settings import GROUP_REWARD, rollout_settings
 from actors.environment.task_data import reference_of
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.trainer.tiny.tokenizer import build_tokenizer
@@ -250,7 +250,7 @@ async def _play(
 def _set_playing(config: Config, task: Task) -> None:
     """Set the context variables that a run sets for a task; functions run in workers."""
     member = config.members.get(task.environment, config)
-    playing.set(replace(member.rollouts, inline=False))
+    rollout_settings.set(replace(member.rollouts, inline=False))
     task_id.set(task.task_id)
 
 

@@ -19,8 +19,8 @@ from pydantic import Field
 from actors.algorithm import AlgorithmSettings, RewardSettings, ScheduleSettings
 from actors.environment.settings import (
     CurriculumSettings,
+    EnvironmentSettings,
     KeptTokens,
-    PlayedEnvironment,
     RolloutSettings,
     Sampling,
     StopStrings,
@@ -495,10 +495,10 @@ class Config:
         )
 
     @property
-    def environments(self) -> dict[str, PlayedEnvironment]:
+    def environments(self) -> dict[str, EnvironmentSettings]:
         """Environments that actors play, by the environment's name in its tasks."""
         return {
-            name: PlayedEnvironment(
+            name: EnvironmentSettings(
                 environment=each.tasks.environment,
                 options=each.tasks.options,
                 rollouts=each.rollouts,

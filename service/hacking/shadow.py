@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from actors.environment.lost_calls import task_id
 from actors.environment.protocol import RewardError
 from actors.environment.rendering import ChatRenderer
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.environment.tasks import TaskSource, derived_seed
 from actors.environment.text_patterns import before_stop
 from actors.environment.tokenizer import load_tokenizer
@@ -146,7 +146,7 @@ class ShadowVerifier:
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.
-        playing.set(replace(member.rollouts, inline=False))
+        rollout_settings.set(replace(member.rollouts, inline=False))
         task_id.set(trajectory.task_id)
         trainer_state.set(
             TrainerState(

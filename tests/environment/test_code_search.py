@@ -28,7 +28,7 @@ from actors.environment.plugins.code_search.from_git import QuestionSource
 from actors.environment.plugins.code_search.tools import ANSWER, SEARCH_TOOLS, _Pool
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
-from actors.environment.settings import RolloutSettings, playing
+from actors.environment.settings import RolloutSettings, rollout_settings
 from actors.environment.task_data import data_schema_of
 from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import parse_tool_calls
@@ -169,7 +169,7 @@ async def test_calls_beyond_the_limit_are_not_run_and_say_so(start) -> None:  # 
 async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(start) -> None:  # type: ignore[no-untyped-def]
     environment = await start()
     assert not (await step(environment, call("list_files") * 8)).is_malformed
-    playing.set(RolloutSettings(max_calls_per_turn=2))
+    rollout_settings.set(RolloutSettings(max_calls_per_turn=2))
     result = await step(environment, call("list_files") * 3)
     assert result.is_malformed and "2" in result.messages[0].content
 

@@ -19,9 +19,9 @@ from actors.environment.evaluation import plays_of
 from actors.environment.protocol import Action, RewardError, ToolCall
 from actors.environment.settings import (
     EnvironmentActorSettings,
-    PlayedEnvironment,
+    EnvironmentSettings,
     RolloutSettings,
-    playing,
+    rollout_settings,
 )
 from actors.environment.worker_environment import WorkerEnvironment
 from actors.environment.worker_handle import WorkerLost
@@ -157,12 +157,12 @@ async def test_a_score_that_cannot_be_had_is_a_reward_error(
     environment = scored_by("contained_of_test.py:score")
     await environment.reset(task())
     assert (await environment.step(Action(text="warm"))).reward == 1.0
-    playing.set(RolloutSettings(reward_limit_s=0.5))
+    rollout_settings.set(RolloutSettings(reward_limit_s=0.5))
     with pytest.raises(RewardError) as raised:
         await environment.step(Action(text=text))
     assert str(raised.value) == told
     assert (raised.value.rescore is not None) == is_tried_again
-    playing.set(RolloutSettings())
+    rollout_settings.set(RolloutSettings())
     assert (await environment.step(Action(text="four"))).reward == 1.0
 
 
@@ -178,9 +178,9 @@ async def test_a_cut_answer_says_so_and_a_tool_that_dies_answers_with_an_error()
 async def test_calls_of_a_turn_run_together_where_the_settings_say_so() -> None:
     environment = await made(tools="slow", reward="contained_of_test.py:score")
     calls = [call("slow", word=each) for each in "abcd"]
-    playing.set(RolloutSettings(max_calls_per_turn=3))
+    rollout_settings.set(RolloutSettings(max_calls_per_turn=3))
     assert await said(environment, *calls) == ["a", "b", "c"]
-    playing.set(RolloutSettings(parallel_calls=True))
+    rollout_settings.set(RolloutSettings(parallel_calls=True))
     assert await said(environment, *calls) == ["a", "b", "c", "d"]
     started = asyncio.get_running_loop().time()
     assert len(await said(environment, *calls, *calls)) == 8
@@ -234,7 +234,7 @@ async def test_an_actor_answers_its_ping_with_the_calls_that_hung(
 ) -> None:
     monkeypatch.setattr(workers, "_pools", threading.local())
     chatml_tokenizer().save_pretrained(str(tmp_path))
-    played = PlayedEnvironment(
+    played = EnvironmentSettings(
         environment="single_turn", options={"reward": "contained_of_test.py:hangs"}
     )
     actor = EnvironmentActor(

@@ -16,7 +16,7 @@ from actors.environment.actor import SHOWN_SAMPLES, EnvironmentActor
 from actors.environment.evaluation import plays_of
 from actors.environment.settings import (
     EnvironmentActorSettings,
-    PlayedEnvironment,
+    EnvironmentSettings,
     RolloutSettings,
 )
 from actors.trainer.tiny.tokenizer import build_tokenizer
@@ -75,7 +75,7 @@ def _start(
         "groups_per_step": 1,
         "exchange": ExchangeSettings(poll_s=0.2),
         "environments": {
-            name: PlayedEnvironment(environment=name, options=options)
+            name: EnvironmentSettings(environment=name, options=options)
             for name, options in {
                 "guessing": {"max_guesses": 2},
                 "worlds.parts.environment_fakes:Endless": {"word": "hello"},
@@ -245,7 +245,7 @@ def test_a_dead_queue_ends_the_run_with_an_error(tokenizer_path: Path) -> None:
 
 
 def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
-    wrong = PlayedEnvironment(environment="guessing", options={"hihg": 9})
+    wrong = EnvironmentSettings(environment="guessing", options={"hihg": 9})
     actor = _start(_queue([]), tokenizer_path, environments={"guessing": wrong})
     with pytest.raises(ray.exceptions.RayActorError, match="hihg"):
         ray.get(actor.ping.remote(), timeout=120)
@@ -261,7 +261,7 @@ def test_a_group_is_scored_together_once_all_its_rollouts_have_ended(tokenizer_p
     groups = [GroupRequest(group_number=i, task=task, num_samples=3) for i in range(2)]
     ray.get(queue.admit.remote(groups), timeout=120)
     options = {"group_reward": "worlds.parts.group_rewards:places"}
-    environments = {name: PlayedEnvironment(environment=name, options=options)}
+    environments = {name: EnvironmentSettings(environment=name, options=options)}
     actor = _start(queue, tokenizer_path, environments=environments)
     run = actor.run.remote()
     step = None

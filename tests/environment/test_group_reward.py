@@ -12,7 +12,7 @@ from actors.environment import workers
 from actors.environment.group_scoring import score_together
 from actors.environment.protocol import StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
-from actors.environment.settings import RolloutSettings, playing
+from actors.environment.settings import RolloutSettings, rollout_settings
 from actors.types import Outcome, Task, Trajectory
 
 DATA = {"prompt": "2 + 2", "answer": "4"}
@@ -53,7 +53,7 @@ async def scored(
 
 async def test_a_function_is_called_once_for_the_answers_in_the_order_of_the_group() -> None:
     # What the function was called with is looked at here.
-    playing.set(RolloutSettings(inline=True))
+    rollout_settings.set(RolloutSettings(inline=True))
     group_rewards.calls.clear()
     found = await scored(["a", "b", "c"], group_reward=named("places"))
     (call,) = group_rewards.calls
@@ -67,7 +67,7 @@ async def test_a_function_is_called_once_for_the_answers_in_the_order_of_the_gro
 
 async def test_a_chats_answers_are_messages_as_trl_has_them() -> None:
     # What the function was called with is looked at here.
-    playing.set(RolloutSettings(inline=True))
+    rollout_settings.set(RolloutSettings(inline=True))
     group_rewards.calls.clear()
     about = task(prompt=[{"role": "user", "content": "2 + 2"}])
     await scored(["a", "b"], about=about, group_reward=named("places"))
@@ -135,7 +135,7 @@ async def test_only_an_answer_that_nothing_scores_is_a_reward_error() -> None:
 
 
 async def test_a_call_that_exceeds_its_limit_is_not_repeated() -> None:
-    playing.set(RolloutSettings(reward_limit_s=0.2))
+    rollout_settings.set(RolloutSettings(reward_limit_s=0.2))
     name = named("hangs")[0]
     found = await scored(["a", "b"], group_reward=name)
     assert all("did not answer within 0.2 s" in each.detail for each in found)
@@ -149,7 +149,7 @@ async def test_an_answer_is_the_text_before_a_stop_string() -> None:
 
 
 async def test_a_function_in_this_process_changes_only_its_own_arguments() -> None:
-    playing.set(RolloutSettings(inline=True))
+    rollout_settings.set(RolloutSettings(inline=True))
     about = task(words=["a"])
     found = await scored(["a", "b"], about=about, group_reward=named("changes"))
     assert [each.outcome for each in found] == [Outcome.COMPLETED] * 2

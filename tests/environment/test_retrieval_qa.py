@@ -37,7 +37,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.registry import BadEnvironmentOptions, resolve
-from actors.environment.settings import RolloutSettings, playing
+from actors.environment.settings import RolloutSettings, rollout_settings
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.types import Task
 
@@ -186,7 +186,7 @@ async def _played(
 async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(corpus: str) -> None:
     environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
-    playing.set(RolloutSettings(max_calls_per_turn=2))
+    rollout_settings.set(RolloutSettings(max_calls_per_turn=2))
     calls = tuple(_call("search", query="Rome") for _ in range(3))
     result = await environment.step(Action(text="", calls=calls))
     assert result.is_malformed and len(result.messages) == 2

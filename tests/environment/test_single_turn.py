@@ -13,7 +13,7 @@ from actors.environment.builtin.single_turn import chat_message
 from actors.environment.protocol import Action, RewardError, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.reward_functions import BadRewardFunction, load_functions
-from actors.environment.settings import RolloutSettings, playing
+from actors.environment.settings import RolloutSettings, rollout_settings
 from actors.environment.user_names import BadName, module_of
 from actors.types import Task
 
@@ -160,7 +160,7 @@ def named(reward: Any) -> Any:
 
 async def test_a_function_gets_the_answer_and_the_columns_that_it_names(module: Any) -> None:
     # What the functions have seen is looked at here.
-    playing.set(RolloutSettings(inline=True))
+    rollout_settings.set(RolloutSettings(inline=True))
     module.seen.clear()
     asked: dict[str, Any] = {"prompt": "2 + 2", "answer": "4", "level": 3}
     assert await play("exact", "4", **asked) == (1.0, {})
@@ -172,7 +172,7 @@ async def test_a_function_gets_the_answer_and_the_columns_that_it_names(module: 
 
 async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
     # What the functions have seen is looked at here.
-    playing.set(RolloutSettings(inline=True))
+    rollout_settings.set(RolloutSettings(inline=True))
     module.seen.clear()
     assert await play("trl", "4", prompt="2 + 2", answer="4", level=3) == (1.0, {})
     (seen,) = module.seen

@@ -30,7 +30,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.registry import BadEnvironmentOptions, resolve
-from actors.environment.settings import RolloutSettings, playing
+from actors.environment.settings import RolloutSettings, rollout_settings
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.types import Task
 
@@ -300,7 +300,7 @@ async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed() -> None:
     environment = SqlEnvironment(SqlOptions())
     await environment.reset(_task(**GIVEN))
     look = ToolCall(name="run_sql", arguments={"query": "SELECT a FROM t"})
-    playing.set(RolloutSettings(max_calls_per_turn=2))
+    rollout_settings.set(RolloutSettings(max_calls_per_turn=2))
     result = await environment.step(Action(text="", calls=(look, look, look)))
     assert result.is_malformed and len(result.messages) == 2
     await environment.close()

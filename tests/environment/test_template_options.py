@@ -14,7 +14,7 @@ from actors.environment.actor import EnvironmentActor
 from actors.environment.chat_template import template_variables
 from actors.environment.evaluation import plays_of
 from actors.environment.policy import GenerateReply, GenerateRequest
-from actors.environment.settings import EnvironmentActorSettings, PlayedEnvironment
+from actors.environment.settings import EnvironmentActorSettings, EnvironmentSettings
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
 from service.config.file import ConfigError, dump_config, parse_config
@@ -67,7 +67,7 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
     actor = EnvironmentActor(
         EnvironmentActorSettings(
             rollouts=config_with(model, options).rollouts,
-            environments={"guessing": PlayedEnvironment(environment="guessing")},
+            environments={"guessing": EnvironmentSettings(environment="guessing")},
             chat_template=None,
             groups_per_step=1,
             max_context_tokens=256,

@@ -35,7 +35,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ERROR, MalformedTurns, TurnOptions
@@ -214,8 +214,8 @@ class OpenEnvEnvironment:
             return StepResult(terminated=True) if self._was_rewarded else self._refusal(NO_CALL)
         answers: list[Mapping[str, Any]] = []
         messages: list[Message] = []
-        num_malformed = max(0, len(calls) - playing.get().max_calls_per_turn)
-        for call in calls[: playing.get().max_calls_per_turn]:
+        num_malformed = max(0, len(calls) - rollout_settings.get().max_calls_per_turn)
+        for call in calls[: rollout_settings.get().max_calls_per_turn]:
             if isinstance(call, MalformedCall):
                 num_malformed += 1
                 content = ERROR.format(message=call.message)

@@ -37,7 +37,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.reward_functions import EXTRAS, RewardFunction
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
 from actors.environment.worker_handle import WorkerLost
@@ -135,7 +135,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._columns = task.data
         self._turns.begin_episode()
         self._messages, self._instances = [], []
-        classes, limit_s = self._toolset.classes, playing.get().turn_deadline_s
+        classes, limit_s = self._toolset.classes, rollout_settings.get().turn_deadline_s
         if classes and all(workers.is_contained(each.target) for each in classes):
             self._home = workers.pool().home()
         for each in classes:

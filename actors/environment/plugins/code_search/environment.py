@@ -42,7 +42,7 @@ from actors.environment.protocol import (
     StepResult,
     ToolCall,
 )
-from actors.environment.settings import playing
+from actors.environment.settings import rollout_settings
 from actors.environment.tool_turns import ERROR, BadArguments, Penalty, ToolFailed, ToolTurns
 from actors.limits import OPEN, STRICT, Natural, Positive
 from actors.types import Task
@@ -133,7 +133,7 @@ class CodeSearchEnvironment:
         answers = [
             call for call in calls if isinstance(call, ToolCall) and call.name == ANSWER.name
         ]
-        most = playing.get().max_calls_per_turn
+        most = rollout_settings.get().max_calls_per_turn
         if len(calls) > most:
             error = ERROR.format(message=TOO_MANY_AT_ONCE.format(most=most))
             return self._turns.result((_tool_message(error, calls[0]),))
