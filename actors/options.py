@@ -11,8 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, SchemaValidator, core_schema
 
 from actors.user_code import describe, location
 
@@ -119,7 +118,26 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     # Without this call, a type that was not found is an error of the first validation.
     adapter.rebuild(raise_errors=True)
+    adapter.validator = SchemaValidator(_with_strict_numbers(adapter.core_schema))
     return adapter
+
+
+def _with_strict_numbers(schema: Any) -> Any:
+    """Return a schema of pydantic's core whose numbers refuse true and false."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_with_strict_numbers, schema))
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _with_strict_numbers(value) for key, value in schema.items()}
+    if schema.get("type") not in ("int", "float"):
+        return inner
+    return core_schema.no_info_before_validator_function(_no_truth, inner)
+
+
+def _no_truth(given: object) -> object:
+    if isinstance(given, bool):
+        raise ValueError(f"got {given}, expected a number")
+    return given
 
 
 def read(kind: type[Options], given: object, *, where: str) -> Options:
@@ -143,7 +161,7 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
             "TYPE_CHECKING`; correct the annotation"
         ) from error
     try:
-        found: Options = _parsed(adapter, given)
+        found: Options = adapter.validate_python(given, extra="forbid", by_alias=True, by_name=True)
     except ValidationError as error:
         problems = [sentence(kind, each, where) for each in error.errors(include_url=False)]
     except Exception as error:
@@ -154,14 +172,8 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
             "values or the check"
         ) from error
     else:
-        problems = list(truths_read_as_numbers(given, found, where))
-        if not problems:
-            return found
+        return found
     raise BadOptions("; ".join(problems))
-
-
-def _parsed(adapter: TypeAdapter[Any], given: object) -> Any:
-    return adapter.validate_python(given, extra="forbid", by_alias=True, by_name=True)
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
@@ -352,50 +364,3 @@ def _has_mark(hint: Any, mark: str) -> bool:
     return mark in getattr(hint, "__metadata__", ()) or any(
         _has_mark(each, mark) for each in get_args(hint)
     )
-
-
-def truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:
-    """Yield a sentence for each true or false that was parsed as 1 or 0."""
-    if isinstance(given, Mapping):
-        for key, value in given.items():
-            place = f"{location}.{key}".lstrip(".")
-            if isinstance(read, Mapping):
-                yield from _truths_unlike(key, read, place)
-            yield from _truths_unlike(value, _values_of(read, key, value), place)
-    elif isinstance(given, list | tuple | Set):
-        for number, value in enumerate(given):
-            if isinstance(read, Set):
-                yield from _truths_unlike(value, read, f"{location}.{number}")
-            elif isinstance(read, list | tuple | deque) and number < len(read):
-                yield from truths_read_as_numbers(value, read[number], f"{location}.{number}")
-    elif isinstance(given, bool) and not isinstance(read, bool):
-        yield f"{location}: got {given}, expected a number"
-
-
-def _truths_unlike(given: Any, candidates: Iterable[Any], location: str) -> Iterator[str]:
-    """Yield the sentences of a value that may have been parsed as any of the candidates."""
-    found: list[str] = []
-    for each in candidates:
-        found = list(truths_read_as_numbers(given, each, location))
-        if not found:
-            return
-    yield from found
-
-
-def _values_of(read: Any, key: Any, given: Any) -> Iterable[Any]:
-    """Return the value that was made from an entry, or all values if its key is an alias."""
-    if isinstance(read, Mapping):
-        return [read[key]] if key in read else read.values()
-    kind: Any = type(read)
-    if not _is_section(kind):
-        return [None]
-    types = _types_of(kind)
-    if isinstance(types.get(key), InitVar):
-        # The argument of a `__post_init__` is not kept.
-        return [_parsed(adapter_of(types[key].type), given)]
-    if key in types:
-        return [getattr(read, key, None)]
-    kept = [name for name, hint in types.items() if not isinstance(hint, InitVar)]
-    values = [getattr(read, name, None) for name in kept]
-    # A truth that differs was made from another entry.
-    return [each for each in values if not isinstance(each, bool) or each is given]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.environment.tokenizer import RAW
-from actors.options import adapter_of, sentence, truths_read_as_numbers
+from actors.options import adapter_of, sentence
 from service.config.disagreements import disagreements, trainer_disagreements
 from service.config.sft import SftConfig
 from service.config.tree import Config
@@ -98,7 +98,7 @@ def _parsed(
     except ValidationError as error:
         problems = [_sentence(detail, root) for detail in error.errors(include_url=False)]
     else:
-        problems = list(truths_read_as_numbers(tree, config)) or list(check(config))
+        problems = list(check(config))
         if not problems:
             return _with_template(config)
     lines = "\n".join(f"  - {problem}" for problem in problems)

@@ -415,7 +415,7 @@ def with_absent(options: WithAbsent) -> Kept:
         ("rich", {"max-high": True}, "options.max-high: got True, expected a number"),
         ("rich", {"seen": [3, True]}, "options.seen.1: got True, expected a number"),
         ("rich", {"pairs": [[True, True]]}, "options.pairs.0.1: got True, expected a number"),
-        ("rich", {"names": {True: True}}, "options.names.True: got True, expected a number"),
+        ("rich", {"names": {True: True}}, "options.names.1.[key]: got True, expected a number"),
         ("rich", {"high": 7}, "a check of Rich raised KeyError: 'seven' at "),
         ("rich", {"high": 8}, "options: is too high"),
         ("rich", {"high": 9}, "options.high: is too high"),
