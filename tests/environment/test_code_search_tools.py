@@ -188,9 +188,9 @@ async def test_nothing_is_left_after_the_last_close(root: Path) -> None:
 
 ATTACKS = """
 import errno, os, socket, sys
-from actors.environment.plugins.code_search.sandbox import Confinement, confine
+from actors.environment.plugins.code_search.sandbox import confine
 target = sys.argv[1]
-walls = confine(Confinement(memory_bytes=2**28, cpu_s=5), **eval(sys.argv[2]))
+walls = confine(memory_bytes=2**28, cpu_s=5, **eval(sys.argv[2]))
 def fails(attack):
     try:
         attack()

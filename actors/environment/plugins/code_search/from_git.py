@@ -20,8 +20,8 @@ import subprocess
 import tarfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 from actors.types import Task
@@ -44,13 +44,6 @@ class GitFailed(ValueError):
     """git is not installed, or a git command failed; the text has git's message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    name: str
-    text: str
-    files: tuple[str, ...]
-
-
 def tasks_of_repository(
     repository: Path, archive: Path, *, source: QuestionSource, count: int, max_files: int
 ) -> list[Task]:
@@ -65,24 +58,11 @@ def tasks_of_repository(
     with tarfile.open(archive) as packed:
         there = frozenset(member.name for member in packed if member.isreg())
     found = (
-        _of_commits(repository, there, max_files=max_files)
+        _of_commits(repository, archive.name, there, max_files=max_files)
         if source is QuestionSource.COMMITS
         else _of_docstrings(archive)
     )
-    tasks = [
-        Task(
-            task_id=f"{archive.name.partition('.')[0]}-{question.name}",
-            environment="code_search",
-            # Any seed will do: the environment draws nothing at random.
-            seed=0,
-            data={
-                "question": question.text,
-                "repository": archive.name,
-                "files": list(question.files),
-            },
-        )
-        for question, _ in zip(found, range(count), strict=False)
-    ]
+    tasks = list(islice(found, count))
     if not tasks:
         raise ValueError(
             f"{repository}: got no {source} that make a question, expected one or more; try the "
@@ -91,7 +71,19 @@ def tasks_of_repository(
     return tasks
 
 
-def _of_commits(repository: Path, there: frozenset[str], *, max_files: int) -> Iterator[_Question]:
+def _task(archive: str, name: str, question: str, files: Sequence[str]) -> Task:
+    return Task(
+        task_id=f"{archive.partition('.')[0]}-{name}",
+        environment="code_search",
+        # Any seed will do: the environment draws nothing at random.
+        seed=0,
+        data={"question": question, "repository": archive, "files": list(files)},
+    )
+
+
+def _of_commits(
+    repository: Path, archive: str, there: frozenset[str], *, max_files: int
+) -> Iterator[Task]:
     log = _git(
         repository, "log", "--no-merges", "--no-renames", "-z", "--name-only",
         "--format=%x01%H%x02%s%x03", "HEAD",
@@ -107,10 +99,10 @@ def _of_commits(repository: Path, there: frozenset[str], *, max_files: int) -> I
         if not 0 < len(files) <= max_files or not there.issuperset(files):
             continue
         seen.add(subject)
-        yield _Question(name=commit[:12], text=subject, files=files)
+        yield _task(archive, commit[:12], subject, files)
 
 
-def _of_docstrings(archive: Path) -> Iterator[_Question]:
+def _of_docstrings(archive: Path) -> Iterator[Task]:
     seen: set[str] = set()
     with tarfile.open(archive) as packed:
         for member in packed:
@@ -120,9 +112,8 @@ def _of_docstrings(archive: Path) -> Iterator[_Question]:
             sentence = _first_sentence(content.read())
             if sentence not in seen and _is_question(sentence, (member.name,)):
                 seen.add(sentence)
-                yield _Question(
-                    name=member.name.replace("/", ":"), text=sentence, files=(member.name,)
-                )
+                name = member.name.replace("/", ":")
+                yield _task(archive.name, name, sentence, (member.name,))
 
 
 def _first_sentence(source: bytes) -> str:

@@ -31,7 +31,7 @@ from actors.environment.plugins.code_search.servers import (
     signal_group,
     start_program,
 )
-from actors.environment.plugins.code_search.unpack import SUFFIXES, ArchiveLimits, arguments
+from actors.environment.plugins.code_search.unpack import SUFFIXES
 
 _PREFIX = "rayloom-code-search-"
 _LOCK = "lock"
@@ -59,9 +59,12 @@ _ArchiveKey = tuple[str, int, int, int]
 class Repositories:
     """The repositories of one root; several threads may call its methods."""
 
-    def __init__(self, root: str, *, limits: ArchiveLimits, unpack_limit_s: float) -> None:
+    def __init__(
+        self, root: str, *, max_bytes: int, max_entries: int, unpack_limit_s: float
+    ) -> None:
+        """Keep the limits: max_bytes and max_entries of each archive are those of `unpack`."""
         self._root = root
-        self._limits = limits
+        self._max_bytes, self._max_entries = max_bytes, max_entries
         self._unpack_limit_s = unpack_limit_s
         self._lock = threading.Lock()
         self._programs: set[subprocess.Popen[bytes]] = set()
@@ -117,7 +120,7 @@ class Repositories:
 
     def _make_room(self) -> None:
         """Remove unused repositories until their size is within the limit."""
-        most = KEPT_REPOSITORIES * self._limits.max_bytes
+        most = KEPT_REPOSITORIES * self._max_bytes
         removed = []
         with self._lock:
             held = sum(place.num_bytes for place in self._unpacked.values())
@@ -152,7 +155,8 @@ class Repositories:
     def _unpack(self, path: Path, name: str) -> tuple[str, int]:
         """Unpack an archive. Returns: the directory, and the number of bytes in it."""
         directory = tempfile.mkdtemp(dir=scratch())
-        program = start_program("code_search.unpack", arguments(str(path), directory, self._limits))
+        limits = str(self._max_bytes), str(self._max_entries)
+        program = start_program("code_search.unpack", (str(path), directory, *limits))
         with self._lock:
             self._programs.add(program)
         try:

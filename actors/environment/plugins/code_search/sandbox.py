@@ -26,23 +26,6 @@ class NotConfined(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confinement:
-    """The resources that a confined process may use."""
-
-    memory_bytes: int
-    """Bytes of address space."""
-    cpu_s: int
-    """Seconds of processor time over the whole life of the process."""
-    file_bytes: int = 0
-    """Maximum size of each file that the process writes, in bytes; 0: it may not write files."""
-    open_files: int = 128
-
-    @property
-    def may_write(self) -> bool:
-        return self.file_bytes > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Machine:
     """The numbers by which the kernel knows a processor's architecture and its system calls."""
 
@@ -70,6 +53,7 @@ _MACHINES: Mapping[str, _Machine] = {
     "x86_64": _Machine(audit_arch=0xC000003E, openat=257, mkdirat=258, allowed=_X86_64),
     "aarch64": _Machine(audit_arch=0xC00000B7, openat=56, mkdirat=34, allowed=_AARCH64),
 }
+_OPEN_FILES = 128
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -82,19 +66,26 @@ _NUMBER, _ARCH, _FLAGS = 0, 4, 32
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def confine(limits: Confinement, *, processor: str = platform.machine()) -> list[str]:
+def confine(
+    *, memory_bytes: int, cpu_s: int, file_bytes: int = 0, processor: str = platform.machine()
+) -> list[str]:
     """Confine this process, and let the kernel kill it when its parent process ends.
 
-    Args: processor: for tests; an unknown one gets no filter.
+    Args:
+        memory_bytes: Bytes of address space.
+        cpu_s: Seconds of processor time over the whole life of the process.
+        file_bytes: Maximum size of each file that the process writes; 0: it may not write files.
+        processor: For tests; an unknown one gets no filter.
+
     Returns: the barriers that keep the process from the network: `namespace`, `seccomp`, or both.
     Raises: NotConfined if neither is available; OSError.
     """
     for what, most in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, limits.memory_bytes),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_FSIZE, file_bytes),
     ):
         _lower(what, most)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -105,7 +96,7 @@ def confine(limits: Confinement, *, processor: str = platform.machine()) -> list
     _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
     machine = _MACHINES.get(processor)
-    if machine is not None and _filter(libc, machine, may_write=limits.may_write):
+    if machine is not None and _filter(libc, machine, may_write=file_bytes > 0):
         walls.append("seccomp")
     # The limit counts all processes of a user and does not apply to root; the filter allows no new
     # process at all.

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from actors.environment.plugins.code_search.sandbox import Confinement, NotConfined, confine
+from actors.environment.plugins.code_search.sandbox import NotConfined, confine
 from actors.environment.plugins.code_search.tree import (
     BadArgument,
     Bounds,
@@ -43,7 +43,7 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     # Hide the warnings that a pattern causes, because nobody would see them.
     warnings.simplefilter("ignore")
     try:
-        walls = confine(Confinement(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S))
+        walls = confine(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S)
     except (NotConfined, OSError) as error:
         _say({"failure": f"{type(error).__name__}: {error}"})
         return

@@ -22,7 +22,6 @@ from actors.environment.plugins.code_search.repositories import Repositories
 from actors.environment.plugins.code_search.server import RETIRES_AFTER_CPU_S
 from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
 from actors.environment.plugins.code_search.tree import Bounds
-from actors.environment.plugins.code_search.unpack import ArchiveLimits
 from actors.environment.protocol import ToolSchema
 from actors.limits import MIB, STRICT, Positive, Rate
 from actors.options import DataPath
@@ -207,10 +206,8 @@ class _Pool:
                 if settings not in cls._repositories:
                     cls._repositories[settings] = Repositories(
                         settings.root,
-                        limits=ArchiveLimits(
-                            max_bytes=settings.max_repository_mib * MIB,
-                            max_entries=settings.max_entries,
-                        ),
+                        max_bytes=settings.max_repository_mib * MIB,
+                        max_entries=settings.max_entries,
                         unpack_limit_s=settings.unpack_limit_s,
                     )
                 pool = cls._shared[settings] = cls(cls._repositories[settings])

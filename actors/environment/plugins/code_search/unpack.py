@@ -1,4 +1,4 @@
-"""The program that unpacks a repository's archive: `python unpack.py ARCHIVE DIRECTORY LIMITS`.
+"""The program that unpacks a repository's archive: `unpack.py ARCHIVE DIRECTORY BYTES ENTRIES`.
 
 Invariant: the program makes regular files and directories below DIRECTORY, and writes nowhere else.
 Names are checked before anything is written. The program refuses the whole archive if an entry
@@ -18,10 +18,9 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import IO
 
-from actors.environment.plugins.code_search.sandbox import Confinement, NotConfined, confine
+from actors.environment.plugins.code_search.sandbox import NotConfined, confine
 from actors.environment.plugins.code_search.tree import HIDDEN, MAX_DEPTH, MAX_PATH_CHARS
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
@@ -35,42 +34,39 @@ class Refused(Exception):
     """An archive must not be unpacked; the text says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArchiveLimits:
-    """Limits of one archive."""
-
-    max_bytes: int
-    """Maximum size of all files together, unpacked, in bytes."""
-    max_entries: int
-    """Maximum number of files, directories and other entries."""
+_Entry = tuple[str, IO[bytes] | None]
+"""The name of an entry and its content; None for a directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    name: str
-    content: IO[bytes] | None
-    """The content of a file; None for a directory."""
+def unpack(archive: str, directory: str, *, max_bytes: int, max_entries: int) -> dict[str, int]:
+    """Unpack an archive into an empty directory; return the counts.
 
+    Args:
+        max_bytes: Maximum size of all files together, unpacked.
+        max_entries: Maximum number of files, directories and other entries.
 
-def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int]:
-    """Unpack an archive into an empty directory; return the counts. Raises: Refused, OSError."""
+    Raises: Refused, OSError.
+    """
     target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     counts = {"files": 0, "left_out": 0, "bytes": 0}
     try:
         with open(archive, "rb") as file:
-            for entry in _entries(archive, file, limits):
+            made = _of_zip(file) if archive.endswith(".zip") else _of_tar(archive, file, max_bytes)
+            for number, entry in enumerate(made, start=1):
+                if number > max_entries:
+                    raise Refused(f"it holds more than {max_entries} entries")
                 if entry is None:
                     counts["left_out"] += 1
                     continue
-                parts = _parts(entry.name)
+                name, content = entry
+                parts = _parts(name)
                 if HIDDEN & set(parts):
                     counts["left_out"] += 1
                     continue
-                if entry.content is None:
+                if content is None:
                     os.close(_directory(target, parts))
                     continue
-                room = limits.max_bytes - counts["bytes"]
-                counts["bytes"] += _write(target, parts, entry.content, room)
+                counts["bytes"] += _write(target, parts, content, max_bytes - counts["bytes"])
                 counts["files"] += 1
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         # zipfile raises RuntimeError for an entry with a password.
@@ -84,44 +80,37 @@ def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int
     return counts
 
 
-def _entries(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
+def _of_tar(archive: str, file: IO[bytes], max_bytes: int) -> Iterator[_Entry | None]:
     """Yield each entry, or None for an entry to leave out."""
-    made = _of_zip(file, limits) if archive.endswith(".zip") else _of_tar(archive, file, limits)
-    for number, entry in enumerate(made, start=1):
-        if number > limits.max_entries:
-            raise Refused(f"it holds more than {limits.max_entries} entries")
-        yield entry
-
-
-def _of_tar(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
     mode = "r|" if archive.endswith(".tar") else "r|gz"
     num_declared = 0
     with tarfile.open(fileobj=file, mode=mode) as tar:  # type: ignore[call-overload]
         for member in tar:
             # An entry that is left out must also be decompressed, to reach the next entry.
             num_declared += max(0, member.size)
-            if num_declared > limits.max_bytes:
-                raise Refused(f"it holds more than {limits.max_bytes} bytes")
+            if num_declared > max_bytes:
+                raise Refused(f"it holds more than {max_bytes} bytes")
             if member.isdir():
-                yield _Entry(name=member.name, content=None)
+                yield member.name, None
             elif member.isreg() and not member.issparse():
-                yield _Entry(name=member.name, content=tar.extractfile(member))
+                yield member.name, tar.extractfile(member)
             else:
                 yield None
             # tarfile would keep every member in memory, although none is used again.
             tar.members = []
 
 
-def _of_zip(file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
+def _of_zip(file: IO[bytes]) -> Iterator[_Entry | None]:
+    """Yield each entry, or None for an entry to leave out."""
     with zipfile.ZipFile(file) as packed:
         for info in packed.infolist():
             # The top four bits hold the type of the file if the archive was made on Unix.
             kind = info.external_attr >> 28
             if info.is_dir():
-                yield _Entry(name=info.filename, content=None)
+                yield info.filename, None
             elif kind in (0, 8):
                 with packed.open(info) as content:
-                    yield _Entry(name=info.filename, content=content)
+                    yield info.filename, content
             else:
                 yield None
 
@@ -180,22 +169,18 @@ def _write(target: int, parts: tuple[str, ...], content: IO[bytes], room: int) -
     return num_bytes
 
 
-def main(archive: str, directory: str, limits: str) -> None:
+def main(archive: str, directory: str, max_bytes: str, max_entries: str) -> None:
     """Confine this process, unpack, and print one line."""
-    bounds = ArchiveLimits(**json.loads(limits))
+    limits = {"max_bytes": int(max_bytes), "max_entries": int(max_entries)}
     try:
-        confine(Confinement(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S, file_bytes=bounds.max_bytes))
-        found: dict[str, object] = dict(unpack(archive, directory, bounds))
+        confine(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S, file_bytes=limits["max_bytes"])
+        counts = unpack(archive, directory, **limits)
+        found: dict[str, object] = dict(counts)
     except Refused as error:
         found = {"refused": str(error)}
     except (NotConfined, OSError) as error:
         found = {"failure": f"{type(error).__name__}: {error}"}
     os.write(1, json.dumps(found).encode() + b"\n")
-
-
-def arguments(archive: str, directory: str, limits: ArchiveLimits) -> tuple[str, str, str]:
-    """Return the command-line arguments of the program."""
-    return archive, directory, json.dumps(asdict(limits))
 
 
 if __name__ == "__main__":
