@@ -13,8 +13,7 @@ session's tree (`service.gateway.tree`) and by `chats`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -25,22 +24,13 @@ from actors.expert_records import ExpertIndices, ExpertRecords
 from actors.types import (
     NO_VERSION,
     BranchReason,
-    LogProbs,
     Sample,
     TokenIds,
     Turn,
     TurnSpan,
-    VersionSpan,
 )
 
-
-class _Recorded(NamedTuple):
-    """The records of a turn's sampled tokens, as in `Turn`."""
-
-    logprobs: LogProbs
-    version_spans: tuple[VersionSpan, ...]
-    token_rewards: NDArray[np.float32] | None
-    expert_indices: ExpertIndices | None
+_NO_IDS: TokenIds = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -53,13 +43,14 @@ class _OpenSample:
     parent: int | None
     num_shared: int
     reason: BranchReason | None
-    prompt: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
-    sampled: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt: TokenIds = field(default_factory=_NO_IDS.copy)
+    sampled: TokenIds = field(default_factory=_NO_IDS.copy)
     length: int = 0
     last_id: int = -1
-    observed: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    observed: TokenIds = field(default_factory=_NO_IDS.copy)
     turns: list[TurnSpan] = field(default_factory=list)
-    recorded: list[_Recorded] = field(default_factory=list)
+    recorded: list[Turn] = field(default_factory=list)
+    """The turns without their prompts, which would be kept once for each turn."""
 
     def id_at(self, position: int) -> int:
         num_prompt = self.prompt.shape[0]
@@ -159,9 +150,7 @@ class SampleBuilder:
                 state_key=turn.state_key,
             )
         )
-        sample.recorded.append(
-            _Recorded(turn.logprobs, turn.version_spans, turn.token_rewards, turn.expert_indices)
-        )
+        sample.recorded.append(replace(turn, prompt_token_ids=_NO_IDS))
         self._num_turns += 1
         self._newest = sample
 

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from actors.environment.call_forms import USUAL, call_form, reasoning_parser
 from actors.environment.chat_template import RenderError
@@ -32,17 +31,9 @@ _TOOL = ToolSchema(
 _CALL = ToolCall(id="lookup001", name="look_up", arguments={"title": _ARGUMENT})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trait:
-    """One finding about a chat template: a line of the table that `rayloom check` prints."""
-
-    name: str
-    finding: str
-
-
-def template_traits(renderer: ChatRenderer) -> tuple[Trait, ...]:
-    """Render small chats with a model's template, and report what it does with them."""
-    found = {
+def template_traits(renderer: ChatRenderer) -> dict[str, str]:
+    """Render small chats with a model's template, and return what it does with each by its name."""
+    return {
         "first system message": _system_first(renderer),
         "second system message": _placed(
             renderer, (_system(_SYSTEM), _system(_LATER), _user(_QUESTION)), _LATER, behind=_SYSTEM
@@ -70,13 +61,12 @@ def template_traits(renderer: ChatRenderer) -> tuple[Trait, ...]:
         "parser of calls": _parser(renderer),
         "parser of reasoning": reasoning_parser(renderer) or "none: the template has no thoughts",
     }
-    return tuple(Trait(name=name, finding=finding) for name, finding in found.items())
 
 
-def describe_traits(traits: Sequence[Trait]) -> str:
+def describe_traits(traits: Mapping[str, str]) -> str:
     """Return the traits as a table of two columns."""
-    width = max(len(trait.name) for trait in traits)
-    return "\n".join(f"{trait.name:<{width}}  {trait.finding}" for trait in traits)
+    width = max(map(len, traits))
+    return "\n".join(f"{name:<{width}}  {finding}" for name, finding in traits.items())
 
 
 def _user(content: str) -> Message:

@@ -32,10 +32,6 @@ PLAIN = {
 }
 
 
-def found(chat: ChatRenderer) -> dict[str, str]:
-    return {trait.name: trait.finding for trait in template_traits(chat)}
-
-
 @pytest.mark.parametrize(
     ("trait", "differs"),
     [
@@ -70,14 +66,15 @@ def found(chat: ChatRenderer) -> dict[str, str]:
     ],
 )
 def test_a_template_of_one_trait_shows_it(trait: str, differs: dict[str, str]) -> None:
-    table = found(renderer(trait))
+    table = template_traits(renderer(trait))
     if MIDDLE in differs and "front" not in differs[MIDDLE]:
         differs = {**differs, "second system message": differs[MIDDLE]}
     assert table == {**PLAIN, **differs}
 
 
 def test_the_table_says_what_families_of_models_do() -> None:
-    qwen, deepseek = found(FAMILIES["qwen3"].renderer), found(FAMILIES["deepseek"].renderer)
+    qwen = template_traits(FAMILIES["qwen3"].renderer)
+    deepseek = template_traits(FAMILIES["deepseek"].renderer)
     assert (qwen[NEWEST], qwen[EARLIER]) == ("shown", "not shown")
     assert deepseek[CALLS] == "shown, with arguments as JSON text"
     assert deepseek[TOOLS] == ("not shown, although calls are; list the tools in the system text")
