@@ -59,16 +59,6 @@ def import_gymnasium() -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
-    """The result of one step of the game."""
-
-    text: str
-    reward: float = 0.0
-    is_terminated: bool = False
-    is_truncated: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GymnasiumOptions(TurnOptions):
     """Options of `gymnasium`: the environment, and how the policy sees it."""
 
@@ -122,30 +112,22 @@ class GymnasiumEnvironment:
 
     async def reset(self, task: Task) -> Observation:
         self._malformed.begin_anew()
-        move = await in_thread(partial(self._game.begin, task.seed, task.data))
+        shown = await in_thread(partial(self._game.begin, task.seed, task.data))
         names = ", ".join(self._game.names)
         prompt = self._options.prompt or (PROMPT if names else TEXT_PROMPT)
-        content = prompt.replace("{actions}", names).replace("{observation}", move.text)
+        content = prompt.replace("{actions}", names).replace("{observation}", shown)
         first = Message(role=Role.USER, content=content)
         return Observation(messages=(first,), best_return=self._options.best_return)
 
     async def step(self, action: Action) -> StepResult:
         answer = extract_answer(action.text)
-        move = await in_thread(partial(self._game.play, answer))
-        if move is None:
+        play = partial(self._game.play, answer, self._options.step_prompt)
+        if (result := await in_thread(play)) is None:
             names = ", ".join(self._game.names)
             content = NO_ACTION.format(actions=names) if names else NO_TEXT
             return self._malformed.result((Message(role=Role.USER, content=content),))
         self._malformed.begin_anew()
-        is_over = move.is_terminated or move.is_truncated
-        content = self._options.step_prompt.replace("{observation}", move.text)
-        return StepResult(
-            messages=() if is_over else (Message(role=Role.USER, content=content),),
-            reward=move.reward,
-            reward_components={"score": move.reward},
-            terminated=move.is_terminated,
-            truncated=move.is_truncated and not move.is_terminated,
-        )
+        return result
 
     async def close(self) -> None:
         await in_thread(self._game.close)
@@ -163,8 +145,8 @@ class _Game:
         self.names: Sequence[str] = ()
         """Names of the actions; empty if they are texts."""
 
-    def begin(self, seed: int, data: Mapping[str, Any]) -> _Move:
-        """Begin an episode.
+    def begin(self, seed: int, data: Mapping[str, Any]) -> str:
+        """Begin an episode; return what it shows.
 
         Raises: ValueError if a space cannot be played in text, or the names do not fit.
         """
@@ -185,19 +167,25 @@ class _Game:
             self._check_observations(spaces, self._env.observation_space)
         # Most generators take seeds below 2^32.
         observation, _ = self._env.reset(seed=seed % 2**31, options=data.get("options"))
-        return _Move(text=self._shown(observation))
+        return self._shown(observation)
 
-    def play(self, answer: str) -> _Move | None:
-        """Make a move and return its result; return None if the answer is not an action."""
+    def play(self, answer: str, prompt: str) -> StepResult | None:
+        """Make a move and return its result; return None if the answer is not an action.
+
+        Args: prompt: the text of the next message, with {observation}.
+        """
         action = self._action(answer)
         if action is None:
             return None
         observation, reward, is_terminated, is_truncated, _ = self._env.step(action)
-        return _Move(
-            text=self._shown(observation),
+        content = prompt.replace("{observation}", self._shown(observation))
+        is_over = is_terminated or is_truncated
+        return StepResult(
+            messages=() if is_over else (Message(role=Role.USER, content=content),),
             reward=float(reward),
-            is_terminated=bool(is_terminated),
-            is_truncated=bool(is_truncated),
+            reward_components={"score": float(reward)},
+            terminated=bool(is_terminated),
+            truncated=bool(is_truncated and not is_terminated),
         )
 
     def close(self) -> None:

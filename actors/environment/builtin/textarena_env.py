@@ -55,17 +55,6 @@ def import_textarena() -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """The text to show to the policy, and the game's result if it has ended."""
-
-    text: str
-    is_refused: bool = False
-    """Whether the game refused the policy's move."""
-    is_over: bool = False
-    reward: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextArenaOptions:
     """Options of `textarena`: the game and the opponent."""
 
@@ -109,22 +98,11 @@ class TextArenaEnvironment:
         self._best_return = options.best_return
 
     async def reset(self, task: Task) -> Observation:
-        seen = await in_thread(partial(self._game.begin, task.seed))
-        return Observation(
-            messages=(Message(role=Role.USER, content=seen.text),), best_return=self._best_return
-        )
+        begun = await in_thread(partial(self._game.begin, task.seed))
+        return Observation(messages=begun.messages, best_return=self._best_return)
 
     async def step(self, action: Action) -> StepResult:
-        seen = await in_thread(partial(self._game.play, visible_text(action.text)))
-        message = Message(role=Role.USER, content=seen.text)
-        return StepResult(
-            messages=() if seen.is_over else (message,),
-            reward=seen.reward,
-            reward_components={"score": seen.reward} if seen.is_over else {},
-            terminated=seen.is_over,
-            is_malformed=seen.is_refused,
-            ended_by_malformed=seen.is_refused and seen.is_over,
-        )
+        return await in_thread(partial(self._game.play, visible_text(action.text)))
 
     async def close(self) -> None:
         return None
@@ -141,7 +119,7 @@ class _Game:
         self._seat = 0
         self._shown_to_opponent = ""
 
-    def begin(self, seed: int) -> _Seen:
+    def begin(self, seed: int) -> StepResult:
         # Generators of numpy, and some games, take seeds below 2^32.
         seed %= 2**31
         self._dice = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
@@ -152,21 +130,22 @@ class _Game:
             self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
             return self._until_own_turn(is_over=False, is_refused=False)
 
-    def play(self, move: str) -> _Seen:
+    def play(self, move: str) -> StepResult:
         with self._own_dice():
             num_before = self._num_refused()
             is_over, _ = self._env.step(move)
             is_refused = self._num_refused() > num_before
             return self._until_own_turn(is_over=is_over, is_refused=is_refused)
 
-    def _until_own_turn(self, *, is_over: bool, is_refused: bool) -> _Seen:
+    def _until_own_turn(self, *, is_over: bool, is_refused: bool) -> StepResult:
         for _ in range(MAX_OPPONENT_MOVES):
             if is_over:
                 return self._ended()
             seat, observed = self._env.get_observation()
             text = _format_observation(observed, seat)
             if seat == self._seat:
-                return _Seen(text=text, is_refused=is_refused)
+                message = Message(role=Role.USER, content=text)
+                return StepResult(messages=(message,), is_malformed=is_refused)
             if self._opponent is None:
                 break
             self._shown_to_opponent += text + "\n"
@@ -183,7 +162,7 @@ class _Game:
         """
         return getattr(self._env.state, "error_count", 0)
 
-    def _ended(self) -> _Seen:
+    def _ended(self) -> StepResult:
         """Return the result of a game that has ended. Raises: ValueError if there is no reward."""
         rewards, info = self._env.close()
         if not rewards or self._seat not in rewards:
@@ -194,7 +173,13 @@ class _Game:
         reward = float(rewards[self._seat])
         if is_refused:
             reward = min(reward, 0.0)
-        return _Seen(text="", is_refused=is_refused, is_over=True, reward=reward)
+        return StepResult(
+            reward=reward,
+            reward_components={"score": reward},
+            terminated=True,
+            is_malformed=is_refused,
+            ended_by_malformed=is_refused,
+        )
 
     @contextmanager
     def _own_dice(self) -> Iterator[None]:
