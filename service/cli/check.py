@@ -44,9 +44,9 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
         check_with_model(config, observations, model_path=directory)
     if config.trainer.lora is not None:
         # Imported here, because it imports torch.
-        from actors.trainer.tiny.model import TinyShape, tiny_config
+        from actors.trainer.tiny.model import tiny_config
 
-        tiny = tiny_config(TinyShape(), build_tokenizer())
+        tiny = tiny_config(build_tokenizer())
         check_adapters("model.tiny: the tiny model", tiny, config.trainer.lora)
 
 

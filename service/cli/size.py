@@ -302,10 +302,10 @@ def _adapter_parameters(config: Config) -> int | None:
     from actors.trainer.lora import num_adapter_parameters
 
     if config.model.path is None:
-        from actors.trainer.tiny.model import TinyShape, tiny_config
+        from actors.trainer.tiny.model import tiny_config
         from actors.trainer.tiny.tokenizer import build_tokenizer
 
-        architecture = tiny_config(TinyShape(), build_tokenizer())
+        architecture = tiny_config(build_tokenizer())
     else:
         architecture = _architecture(config)
     if architecture is None:

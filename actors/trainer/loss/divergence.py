@@ -6,7 +6,7 @@ Letters: [M] trained tokens of one micro-batch; delta = log p - log q of the sam
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Callable
 from typing import assert_never
 
 import torch
@@ -15,15 +15,6 @@ from torch import Tensor
 from actors.algorithm import KlEstimator
 from actors.limits import MAX_LOG_RATIO
 from actors.trainer.loss.corrections import bounded_ratio
-
-
-class Divergence(StrEnum):
-    """The divergence that DPPO measures over two outcomes, the sampled token or any other: total
-    variation, or KL.
-    """
-
-    BINARY_TV = "binary_tv"
-    BINARY_KL = "binary_kl"
 
 
 def kl_k1(delta: Tensor) -> Tensor:
@@ -139,7 +130,7 @@ def outside_trust_region(
     behaviour_logprobs: Tensor,
     advantages: Tensor,
     *,
-    divergence: Divergence,
+    divergence: Callable[[Tensor, Tensor], Tensor],
     bound: float,
 ) -> tuple[Tensor, Tensor]:
     """Find the tokens that an update would push further out of the trust region.
@@ -149,17 +140,12 @@ def outside_trust_region(
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; as in the paper, the region is around the
     behaviour policy.
 
-    Args: [M] float32. bound: delta of the paper; its authors use .15 for TV, .05 for KL.
+    Args: [M] float32. divergence: `binary_tv` or `binary_kl`. bound: delta of the paper; its
+    authors use .15 for TV, .05 for KL.
     Returns: outside_low, outside_high: [M] bool each.
     Example: q .2, p .4, TV, bound .15, advantages [1, -1] -> high [True, False], low [False, False]
     """
-    match divergence:
-        case Divergence.BINARY_TV:
-            is_far = binary_tv(current_logprobs, behaviour_logprobs) > bound
-        case Divergence.BINARY_KL:
-            is_far = binary_kl(current_logprobs, behaviour_logprobs) > bound
-        case unknown:
-            assert_never(unknown)
+    is_far = divergence(current_logprobs, behaviour_logprobs) > bound
     is_above = current_logprobs > behaviour_logprobs
     is_below = current_logprobs < behaviour_logprobs
     return is_far & is_below & (advantages < 0), is_far & is_above & (advantages > 0)

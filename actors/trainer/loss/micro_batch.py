@@ -11,6 +11,7 @@ Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import assert_never
 
@@ -62,22 +63,6 @@ class MicroBatchTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RejectionMask:
-    """The tokens that each rule takes out of the loss; [M] bool each, several may be true.
-
-    A field is None if its rule is off.
-    """
-
-    token: Tensor | None
-    sequence: Tensor | None
-    outlier: Tensor | None
-
-    @property
-    def rules(self) -> list[Tensor]:
-        return [rule for rule in (self.token, self.sequence, self.outlier) if rule is not None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
     """A micro-batch's share of the loss, and values for statistics, which are [M] each."""
 
@@ -91,7 +76,9 @@ class MicroBatchLoss:
     """1 without a correction."""
     is_masked: Tensor
     """bool."""
-    mask: RejectionMask
+    rejected: Mapping[str, Tensor]
+    """bool, the tokens that each rule takes out of the loss, by the rule's name: token, sequence or
+    outlier. A rule that is off is absent."""
     clipped_low: Tensor
     """bool, as `objectives` defines it; False for masked tokens."""
     clipped_high: Tensor
@@ -110,10 +97,10 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
     denominator = _denominator(terms, settings)
     trainer = denominator if settings.needs_old else terms.current_logprobs
     drift = (trainer - terms.behaviour_logprobs).detach()
-    mask = _rejection_mask(drift, terms.trajectory_index, settings)
+    rejected = _rejected(drift, terms.trajectory_index, settings)
     is_masked = torch.zeros_like(drift, dtype=torch.bool)
-    for rule in mask.rules:
-        is_masked = is_masked | rule
+    for tokens in rejected.values():
+        is_masked = is_masked | tokens
     log_ratio = _log_ratio(terms, denominator, settings)
     objective = token_losses(
         # Mask before the exponential, so that the ratio of a masked token has no gradient.
@@ -138,7 +125,7 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
         token_losses=losses.detach(),
         importance_weights=weights,
         is_masked=is_masked,
-        mask=mask,
+        rejected=rejected,
         clipped_low=objective.clipped_low & ~is_masked,
         clipped_high=objective.clipped_high & ~is_masked,
         kl=None if kl is None else kl.detach(),
@@ -162,20 +149,20 @@ def _log_ratio(terms: MicroBatchTerms, denominator: Tensor, settings: LossSettin
             assert_never(unknown)
 
 
-def _rejection_mask(
-    drift: Tensor, trajectory_index: Tensor, settings: LossSettings
-) -> RejectionMask:
-    token = sequence = outlier = None
+def _rejected(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -> dict[str, Tensor]:
+    rejected = {}
     if settings.token_band is not None:
         low, high = settings.token_band
-        token = ~corrections.keep_token_band(drift, low=low, high=high)
+        rejected["token"] = ~corrections.keep_token_band(drift, low=low, high=high)
     if settings.sequence_band is not None:
         low, high = settings.sequence_band
-        sequence = ~corrections.keep_sequence_band(drift, trajectory_index, low=low, high=high)
+        keep = corrections.keep_sequence_band(drift, trajectory_index, low=low, high=high)
+        rejected["sequence"] = ~keep
     if settings.outlier_below is not None:
         below = settings.outlier_below
-        outlier = ~corrections.keep_without_outlier(drift, trajectory_index, below=below)
-    return RejectionMask(token=token, sequence=sequence, outlier=outlier)
+        keep = corrections.keep_without_outlier(drift, trajectory_index, below=below)
+        rejected["outlier"] = ~keep
+    return rejected
 
 
 def _importance_weights(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actors.algorithm import LossSettings, Objective
-from actors.trainer.loss.divergence import Divergence, outside_trust_region
+from actors.trainer.loss.divergence import binary_kl, binary_tv, outside_trust_region
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
@@ -189,7 +189,7 @@ def token_losses(
                 current_logprobs,
                 behaviour_logprobs,
                 advantages,
-                divergence=Divergence.BINARY_TV if is_tv else Divergence.BINARY_KL,
+                divergence=binary_tv if is_tv else binary_kl,
                 bound=settings.divergence_bound,
             )
             keep = ~(clipped_low | clipped_high)

@@ -52,9 +52,9 @@ def micro_batch_statistics(
         "clip_fraction_low": result.clipped_low,
         "clip_fraction_high": result.clipped_high,
         "masked_fraction": result.is_masked,
-        "masked_token_fraction": _or(result.mask.token, nothing),
-        "masked_sequence_fraction": _or(result.mask.sequence, nothing),
-        "masked_outlier_fraction": _or(result.mask.outlier, nothing),
+        "masked_token_fraction": result.rejected.get("token", nothing),
+        "masked_sequence_fraction": result.rejected.get("sequence", nothing),
+        "masked_outlier_fraction": result.rejected.get("outlier", nothing),
         "importance_weight": result.importance_weights,
         "mismatch_k1": (kl_k1(delta), is_same_version),
         "mismatch_k3": (kl_k3(delta), is_same_version),
@@ -82,11 +82,6 @@ def combine_rows(rows: Tensor) -> Tensor:
     """Combine the rows of micro-batches or ranks, [N, S] -> [S], float64."""
     split = len(ADDED)
     return torch.cat([rows[:, :split].sum(0), rows[:, split:].amax(0)])
-
-
-def _or(rule: Tensor | None, nothing: Tensor) -> Tensor:
-    """Return the tokens that a rule masked; a rule that is off masks nothing."""
-    return nothing if rule is None else rule
 
 
 def _reduced(

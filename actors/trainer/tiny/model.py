@@ -12,7 +12,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +31,25 @@ from actors.trainer.tiny.built import (
     read_marker,
 )
 from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, MAX_POSITIONS, build_tokenizer, corpus
-from actors.trainer.tiny.warmup import MALFORMED_SHARE, WarmupConfig, warm_up
+from actors.trainer.tiny.warmup import COUNTS, LEARNING_RATE, MALFORMED_SHARE, warm_up
 
 _BUILD_VERSION = 2
 """Incremented when the warm-up's texts change, so that an older directory is built again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinyShape:
-    """The network's sizes."""
-
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    intermediate_size: int = 384
-    max_positions: int = MAX_POSITIONS
-    embedding_std: float = 0.3
-    """Standard deviation of the initial embeddings; more than ten times the usual value, because
-    with smaller ones the policy took twice as many steps to begin to use the hints."""
+_SHAPE = {
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_positions": MAX_POSITIONS,
+}
+"""The network's sizes."""
+_EMBEDDING_STD = 0.3
+"""Standard deviation of the initial embeddings; more than ten times the usual value, because with
+smaller ones the policy took twice as many steps to begin to use the hints."""
 
 
 def build_tiny_model(
@@ -74,13 +72,17 @@ def build_tiny_model(
     """
     if warmup_steps < 0:
         raise ValueError(f"tiny model: got warmup_steps={warmup_steps}; expected 0 or more")
-    shape, warmup = TinyShape(), WarmupConfig(steps=warmup_steps)
     settings = {
         "build_version": _BUILD_VERSION,
         "seed": seed,
         "tie_word_embeddings": tie_word_embeddings,
-        "shape": asdict(shape),
-        "warmup": asdict(warmup) | {"malformed_share": MALFORMED_SHARE},
+        "shape": {**_SHAPE, "embedding_std": _EMBEDDING_STD},
+        "warmup": {
+            "steps": warmup_steps,
+            "learning_rate": LEARNING_RATE,
+            **COUNTS,
+            "malformed_share": MALFORMED_SHARE,
+        },
         "texts": hashlib.sha256("\n".join([CHAT_TEMPLATE, *corpus()]).encode()).hexdigest(),
     }
     found = read_marker(directory)
@@ -97,8 +99,7 @@ def build_tiny_model(
             torch.manual_seed(seed)
             report = _write_model(
                 made,
-                shape,
-                warmup,
+                warmup_steps,
                 seed=seed,
                 tie_word_embeddings=tie_word_embeddings,
                 on_step=on_step,
@@ -110,18 +111,18 @@ def build_tiny_model(
 
 
 def tiny_config(
-    shape: TinyShape, tokenizer: PreTrainedTokenizerFast, *, tie_word_embeddings: bool = True
+    tokenizer: PreTrainedTokenizerFast, *, tie_word_embeddings: bool = True
 ) -> Qwen3Config:
     """Return the settings of the model's architecture."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
+        hidden_size=_SHAPE["hidden_size"],
+        intermediate_size=_SHAPE["intermediate_size"],
+        num_hidden_layers=_SHAPE["num_layers"],
+        num_attention_heads=_SHAPE["num_heads"],
+        num_key_value_heads=_SHAPE["num_kv_heads"],
+        head_dim=_SHAPE["head_dim"],
+        max_position_embeddings=_SHAPE["max_positions"],
         tie_word_embeddings=tie_word_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -132,8 +133,7 @@ def tiny_config(
 
 def _write_model(
     directory: Path,
-    shape: TinyShape,
-    warmup: WarmupConfig,
+    warmup_steps: int,
     *,
     seed: int,
     tie_word_embeddings: bool,
@@ -141,10 +141,10 @@ def _write_model(
 ) -> dict[str, Any]:
     """Create, warm up and save the model; return the report's fields except the directory's."""
     tokenizer = build_tokenizer()
-    config = tiny_config(shape, tokenizer, tie_word_embeddings=tie_word_embeddings)
+    config = tiny_config(tokenizer, tie_word_embeddings=tie_word_embeddings)
     model = Qwen3ForCausalLM(config)
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=shape.embedding_std)
-    losses = warm_up(model, tokenizer, warmup, seed=seed, on_step=on_step)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=_EMBEDDING_STD)
+    losses = warm_up(model, tokenizer, steps=warmup_steps, seed=seed, on_step=on_step)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -156,7 +156,7 @@ def _write_model(
     return {
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocab_size": len(tokenizer),
-        "warmup_steps": warmup.steps,
+        "warmup_steps": warmup_steps,
         "first_loss": _mean(losses[:5]),
         "last_loss": _mean(losses[-5:]),
     }

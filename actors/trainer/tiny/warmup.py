@@ -43,20 +43,11 @@ class Conversation:
     """Indices of assistant messages that are context only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupConfig:
-    """The length and the strength of a warm-up."""
-
-    steps: int
-    """Number of optimiser steps; 0 leaves the random initialisation."""
-    learning_rate: float = 2e-3
-    """Peak AdamW learning rate, after a linear rise over a tenth of the steps and before decay."""
-    num_guessing: int = 16
-    """Number of guessing games in each step."""
-    num_calculator: int = 6
-    """Number of chats with the calculator tool in each step."""
-    num_answers: int = 6
-    """Number of questions, each with an answer and without tools, in each step."""
+LEARNING_RATE = 2e-3
+"""Peak AdamW learning rate, after a linear rise over a tenth of the steps and before decay."""
+COUNTS = {"num_guessing": 16, "num_calculator": 6, "num_answers": 6}
+"""Numbers of chats in each step: guessing games, chats with the calculator tool, and questions,
+each with an answer and without tools."""
 
 
 class Decks:
@@ -198,28 +189,30 @@ def _step_loss(
 def warm_up(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerFast,
-    config: WarmupConfig,
     *,
+    steps: int,
     seed: int,
     on_step: Callable[[int, float], None] | None = None,
 ) -> tuple[float, ...]:
     """Train the model in place and return the loss of each step, in nats per token.
 
-    on_step: called with the step's number from 0 and its loss.
+    steps: number of optimiser steps; 0 leaves the random initialisation. on_step: called with the
+    step's number from 0 and its loss.
     """
     dice = random.Random(seed)
     decks = Decks()
-    kinds: tuple[tuple[Callable[[random.Random], Conversation], int], ...] = (
-        (lambda dice: guessing_conversation(dice, decks), config.num_guessing),
-        (calculator_conversation, config.num_calculator),
-        (answer_conversation, config.num_answers),
+    makers: tuple[Callable[[random.Random], Conversation], ...] = (
+        lambda dice: guessing_conversation(dice, decks),
+        calculator_conversation,
+        answer_conversation,
     )
+    kinds = list(zip(makers, COUNTS.values(), strict=True))
     return imitate(
         model,
         tokenizer,
         lambda: [[make(dice) for _ in range(count)] for make, count in kinds],
-        steps=config.steps,
-        learning_rate=config.learning_rate,
+        steps=steps,
+        learning_rate=LEARNING_RATE,
         on_step=on_step,
     )
 
