@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
+from typing import Literal
 
 from prometheus_client import Counter, Gauge, Metric
 
@@ -54,14 +55,7 @@ class PublishPhase(StrEnum):
     """The engines load the version; the phase ends when every engine holds it."""
 
 
-class SecretUse(StrEnum):
-    """A secret that is read again from a file while the run lives."""
-
-    API_KEY = "api_key"
-    DATABASE = "database"
-
-
-def secret_failures(gained: AtomicRegistry, use: SecretUse) -> Counter:
+def secret_failures(gained: AtomicRegistry, secret: Literal["api_key", "database"]) -> Counter:
     """Return the counter of failed readings of a secret's file, for one process that reads it."""
     counter = gained.counter(
         "rayloom_secret_read_failures",
@@ -69,7 +63,7 @@ def secret_failures(gained: AtomicRegistry, use: SecretUse) -> Counter:
         "good value stays in use. While a file stays so, there is one reading every few seconds.",
         "secret",
     )
-    return counter.labels(secret=use.value)
+    return counter.labels(secret=secret)
 
 
 class RunMetrics:
@@ -497,7 +491,7 @@ class ApiMetrics:
             "route",
             buckets=SECONDS_BUCKETS,
         )
-        self.key_failures = secret_failures(self.gained, SecretUse.API_KEY)
+        self.key_failures = secret_failures(self.gained, "api_key")
 
 
 class GatewayMetrics:
@@ -551,7 +545,7 @@ class Metrics:
         self.statistics = StatisticMetrics(self.values)
         self.parts = PartMetrics(self.gained, self.values)
         self.service = ServiceMetrics(self.values)
-        self.database_secret_failures = secret_failures(self.gained, SecretUse.DATABASE)
+        self.database_secret_failures = secret_failures(self.gained, "database")
 
     def read(self) -> tuple[list[Metric], list[Metric]]:
         """Return the metrics of `gained` and of `values`, both of the same moment."""
