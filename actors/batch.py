@@ -74,43 +74,12 @@ class MicroBatch:
         return int(self.targets.shape[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Minibatch:
-    """The micro-batches of one rank for one optimiser update.
+Minibatch = tuple[MicroBatch, ...]
+"""The micro-batches of one rank for one optimiser update.
 
-    The update's loss is the sum of loss weight times loss over the tokens of all ranks and
-    micro-batches. Every rank has the same number of micro-batches.
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShard:
-    """One rank's share of a training step: its optimiser updates in order."""
-
-    step: int
-    """The step's number, counted from 1."""
-    trainer_version: int
-    """The policy version that the trainer holds when the step starts."""
-    republished: tuple[int, ...] = ()
-    """Versions that were published for the same step as the version before them (`policy_ages`)."""
-    minibatches: tuple[Minibatch, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowScores:
-    """The reference model's and the critic's scores of a row or of a sample.
-
-    Rewards (KL) and advantages are computed from them.
-    """
-
-    reference_logprobs: Float32s | None = None
-    """[M] float32, nats, the reference model's log-probabilities of the targets; None without
-    a reference model."""
-    values: Float32s | None = None
-    """[T] float32, the critic's value of the state that ends with each token; None without a
-    critic."""
+The update's loss is the sum of loss weight times loss over the tokens of all ranks and
+micro-batches. Every rank has the same number of micro-batches.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +95,34 @@ class ValueRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueShard:
-    """One rank's rows for one update of the critic; every rank has the same number.
-
-    It is separate from the policy's shard, because the critic takes one update a step, however many
-    the policy takes.
-    """
+class RankShard:
+    """One rank's share of a training step: its optimiser updates in order."""
 
     step: int
-    rows: tuple[ValueRow, ...]
+    """The step's number, counted from 1."""
+    trainer_version: int
+    """The policy version that the trainer holds when the step starts."""
+    republished: tuple[int, ...] = ()
+    """Versions that were published for the same step as the version before them (`policy_ages`)."""
+    minibatches: tuple[Minibatch, ...]
+    value_rows: tuple[ValueRow, ...] | None = None
+    """The rows of the critic's update, of which there is one a step, however many the policy takes.
+    Every rank has the same number. None without a critic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """The reference model's and the critic's scores of a row or of a sample.
+
+    Rewards (KL) and advantages are computed from them.
+    """
+
+    reference_logprobs: Float32s | None = None
+    """[M] float32, nats, the reference model's log-probabilities of the targets; None without
+    a reference model."""
+    values: Float32s | None = None
+    """[T] float32, the critic's value of the state that ends with each token; None without a
+    critic."""
 
 
 def array_bytes(value: object) -> int:

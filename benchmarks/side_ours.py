@@ -47,7 +47,7 @@ def make_shard(
 
 
 def num_tokens_of(shard: RankShard) -> int:
-    return sum(row.num_tokens for part in shard.minibatches for row in part.micro_batches)
+    return sum(row.num_tokens for part in shard.minibatches for row in part)
 
 
 def start_rank(

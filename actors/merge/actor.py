@@ -48,8 +48,6 @@ class BuiltStep:
     """A reference to each rank's RankShard, in the order of ranks."""
     outcomes: tuple[RolloutOutcome, ...]
     report: StepReport
-    value_shards: tuple[Any, ...] = ()
-    """A reference to each rank's ValueShard, in the order of ranks; empty without a critic."""
     notices: tuple[str, ...] = ()
     """Warnings for the user; usually empty."""
     returns: tuple[GroupReturns, ...] = ()
@@ -137,10 +135,9 @@ class MergeActor:
             shards=tuple(ray.put(shard) for shard in result.shards),
             outcomes=result.outcomes,
             report=result.report,
-            value_shards=tuple(ray.put(shard) for shard in result.value_shards),
             notices=self._notices(result, republished),
             returns=group_returns(groups),
-            num_bytes=array_bytes((*result.shards, *result.value_shards)),
+            num_bytes=array_bytes(result.shards),
         )
 
     def _notices(self, result: StepResult, republished: Sequence[int]) -> tuple[str, ...]:

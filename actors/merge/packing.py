@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.batch import Float32s, Int64s, MicroBatch, Minibatch, ValueRow, ValueShard
+from actors.batch import Float32s, Int64s, MicroBatch, Minibatch, ValueRow
 from actors.merge.prefix_sharing import (
     Size,
     SortedItems,
@@ -108,35 +108,30 @@ def pack_minibatch(
         share_prefixes=share_prefixes,
     )
     return [
-        Minibatch(
-            micro_batches=tuple(
-                pack_row([w for i in row for w in trajectories[i]], share_prefixes=share_prefixes)
-                for row in rows
-            )
+        tuple(
+            pack_row([w for i in row for w in trajectories[i]], share_prefixes=share_prefixes)
+            for row in rows
         )
         for rows in assigned
     ]
 
 
 def pack_values(
-    weighted: Sequence[WeightedSample], *, step: int, num_ranks: int, budget: int
-) -> tuple[ValueShard, ...]:
+    weighted: Sequence[WeightedSample], *, num_ranks: int, budget: int
+) -> list[tuple[ValueRow, ...]]:
     """Pack one critic update; each trained token weighs 1 / (trained tokens of all ranks).
 
     Args: weighted: samples with old_values and value_targets.
-    Returns: a shard for each rank.
+    Returns: the rows of each rank.
     """
     weight = 1 / max(1, sum(each.sample.num_trained for each in weighted))
     dealt = deal_rows(
         [each.sample.num_tokens for each in weighted], num_ranks=num_ranks, budget=budget
     )
-    return tuple(
-        ValueShard(
-            step=step,
-            rows=tuple(_value_row([weighted[i] for i in row], weight=weight) for row in rows),
-        )
+    return [
+        tuple(_value_row([weighted[i] for i in row], weight=weight) for row in rows)
         for rows in dealt
-    )
+    ]
 
 
 def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow:

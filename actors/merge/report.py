@@ -135,7 +135,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     """Describe a step by its members and its packed rows."""
     members = [member for group in groups for member in group]
     trajectories = [member.trajectory for member in members]
-    rows = [r for shard in shards for part in shard.minibatches for r in part.micro_batches]
+    rows = [r for shard in shards for part in shard.minibatches for r in part]
     first = shards[0]
     ages = policy_ages(_versions(rows), first.trainer_version, first.republished)
     graded = _graded(trajectories)

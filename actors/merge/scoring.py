@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.batch import Float32s, Minibatch, RankShard, RowScores
+from actors.batch import Float32s, RankShard, RowScores
 from actors.merge.groups import GroupMembers
 from actors.merge.packing import WeightedSample, deal_rows, pack_row, unrouted
 from actors.merge.settings import StepSettings
@@ -34,11 +34,7 @@ def plan_scores(
             trainer_version=trainer_version,
             minibatches=(
                 # Share no prefixes, because each sample needs a value for every token of its own.
-                Minibatch(
-                    micro_batches=tuple(
-                        pack_row([weighted[i] for i in row], share_prefixes=False) for row in rows
-                    )
-                ),
+                tuple(pack_row([weighted[i] for i in row], share_prefixes=False) for row in rows),
             ),
         )
         for rows in dealt

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.algorithm import Aggregation
-from actors.batch import Minibatch, RankShard, ValueShard
+from actors.batch import Minibatch, RankShard
 from actors.merge.advantages import credit_group, normalise_members
 from actors.merge.groups import GroupMembers, charge_kl
 from actors.merge.member import Member
@@ -44,8 +44,6 @@ class StepResult:
 
     shards: tuple[RankShard, ...]
     """The shard of each rank."""
-    value_shards: tuple[ValueShard, ...]
-    """The critic's shard of each rank; empty without a critic."""
     members: tuple[Member, ...]
     """Every trajectory of the step with its reason and its advantages, for the journal."""
     outcomes: tuple[RolloutOutcome, ...]
@@ -82,17 +80,17 @@ def build_step(
         trainer_version=trainer_version,
         republished=tuple(republished),
     )
-    value_shards: tuple[ValueShard, ...] = ()
     if settings.algorithm.has_critic:
-        value_shards = pack_values(
+        values = pack_values(
             [w for member in members if member.is_trained for w in _weighted_samples(member)],
-            step=step,
             num_ranks=settings.trainer.num_ranks,
             budget=settings.trainer.tokens_per_micro_batch,
         )
+        shards = tuple(
+            replace(shard, value_rows=rows) for shard, rows in zip(shards, values, strict=True)
+        )
     return StepResult(
         shards=shards,
-        value_shards=value_shards,
         members=members,
         outcomes=tuple(
             RolloutOutcome(rollout_id=member.trajectory.rollout_id, reason=member.reason)

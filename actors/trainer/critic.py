@@ -8,22 +8,21 @@ action tokens of one row.
 
 from __future__ import annotations
 
-import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from actors.algorithm import CriticSettings
-from actors.batch import Float32s, MicroBatch, ValueRow, ValueShard
+from actors.batch import Float32s, MicroBatch, ValueRow
 from actors.statistics import only_known
 from actors.trainer.model import load_value_model, row_tensors
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.sharded_model import Sharding, TrainedModel
 from actors.trainer.statistics import CriticStats
 
-_LOG = logging.getLogger(__name__)
 # If all targets are equal, the mean square and the square of the mean differ only by the rounding
 # of their sums.
 _EQUAL_TOLERANCE = 1e-9
@@ -118,11 +117,11 @@ class Critic:
         self.trained.free_weights()
         return values
 
-    def update(self, shard: ValueShard) -> CriticStats:
+    def update(self, rows: Sequence[ValueRow]) -> CriticStats:
         """Apply one optimiser update towards the targets; change no weight if there are none."""
         sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
-        for number, row in enumerate(shard.rows):
-            self.trained.begin_micro_batch(is_last=number == len(shard.rows) - 1)
+        for number, row in enumerate(rows):
+            self.trained.begin_micro_batch(is_last=number == len(rows) - 1)
             sums += self._accumulate(row)
         gathered, grad_norm = self.trained.gather(sums)
         stats = _stats(
@@ -130,8 +129,6 @@ class Critic:
             grad_norm=grad_norm,
             learning_rate=self.trained.learning_rate,
         )
-        if stats.is_skipped:
-            _LOG.warning("step %d: the critic's update is not finite, skipped", shard.step)
         is_applied = not stats.is_skipped and stats.num_tokens > 0
         self.trained.finish_update(grad_norm=grad_norm, is_applied=is_applied)
         return stats

@@ -233,22 +233,15 @@ class TrainerGroup:
         calls = [rank.score_rows.remote(ref) for rank, ref in self._dealt(shard_refs)]
         return tuple(await self._join("score_rows", calls, self.settings.trainer.step_deadline_s))
 
-    async def step(
-        self, shard_refs: Sequence[ObjectRef], value_shard_refs: Sequence[ObjectRef] = ()
-    ) -> StepStats:
+    async def step(self, shard_refs: Sequence[ObjectRef]) -> StepStats:
         """Train one step; each rank fetches only its own shard.
 
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
-            value_shard_refs: one reference to a `ValueShard` for each rank; empty without a critic.
         Returns: statistics over all ranks; the seconds are rank 0's.
         Raises: ShardRefused, PolicyTooOld or StepAbandoned, with the weights unchanged;
             TrainerRankLost.
         """
-        values = value_shard_refs or [None] * len(shard_refs)
-        calls = [
-            rank.call.remote("train_step", ref, of_values)
-            for (rank, ref), of_values in zip(self._dealt(shard_refs), values, strict=True)
-        ]
+        calls = [rank.call.remote("train_step", ref) for rank, ref in self._dealt(shard_refs)]
         stats: StepStats = (
             await self._join("train_step", calls, self.settings.trainer.step_deadline_s)
         )[0]

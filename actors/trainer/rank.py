@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores, ValueShard
+from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores
 from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.abandon import Abandonment, StepAbandoned
@@ -173,7 +173,7 @@ class TrainerRank:
         """
         self._agree_on(shard)
         self._abandonment.check()
-        rows = tuple(row for part in shard.minibatches for row in part.micro_batches)
+        rows = tuple(row for part in shard.minibatches for row in part)
         none = (None,) * len(rows)
         values = self._critic.score(rows) if self._critic is not None else none
         reference: Sequence[Float32s | None] = none
@@ -185,16 +185,15 @@ class TrainerRank:
             for logprobs, of_row in zip(reference, values, strict=True)
         )
 
-    def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
+    def train_step(self, shard: RankShard) -> StepStats:
         """Run `epochs` passes over the shard's minibatches, then the critic's update.
 
-        Args: value_shard: None without a critic.
         Returns: statistics over all ranks.
         Raises: ShardRefused or PolicyTooOld on every rank if any rank refuses its shard;
             StepAbandoned. The weights are then unchanged.
         """
         try:
-            return self._train_step(shard, value_shard)
+            return self._train_step(shard)
         except StepAbandoned:
             self._policy.free_weights()
             raise
@@ -230,9 +229,9 @@ class TrainerRank:
         """
         self._abandonment.ask()
 
-    def _train_step(self, shard: RankShard, value_shard: ValueShard | None) -> StepStats:
-        assert (value_shard is None) == (self._critic is None)
-        self._agree_on(shard, value_shard)
+    def _train_step(self, shard: RankShard) -> StepStats:
+        assert (shard.value_rows is None) == (self._critic is None)
+        self._agree_on(shard)
         scored = self._score(shard.minibatches)
         updates: list[UpdateTotals] = []
         began = time.monotonic()
@@ -247,8 +246,10 @@ class TrainerRank:
                 )
             updates.append(update)
         seconds, critic_stats = time.monotonic() - began, None
-        if self._critic is not None and value_shard is not None:
-            critic_stats = self._critic.update(value_shard)
+        if self._critic is not None and shard.value_rows is not None:
+            critic_stats = self._critic.update(shard.value_rows)
+            if critic_stats.is_skipped:
+                _LOG.warning("step %d: the critic's update is not finite, skipped", shard.step)
         self.version += 1
         stats = summarize_step(
             updates,
@@ -378,10 +379,9 @@ class TrainerRank:
         self._writer.shutdown()
         dist.destroy_process_group()
 
-    def _agree_on(self, shard: RankShard, value_shard: ValueShard | None = None) -> None:
+    def _agree_on(self, shard: RankShard) -> None:
         agree_on(
             shard,
-            value_shard,
             trainer_version=self.version,
             max_policy_age=self.settings.algorithm.max_policy_age,
             device=self.device,
@@ -390,7 +390,7 @@ class TrainerRank:
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:
         """Score the step's tokens under the old policy and the reference, if the loss needs it."""
-        nothing = [[None] * len(each.micro_batches) for each in minibatches]
+        nothing = [[None] * len(each) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing
         reference: Sequence[Sequence[Tensor | None]] = nothing
         # If the step has only one update, the current policy is the old one.
@@ -417,11 +417,11 @@ class TrainerRank:
         return update
 
     def _split(self, scored: ScoredMinibatch, group_ids: Sequence[str]) -> SplitGradient:
-        rows = scored.minibatch.micro_batches
+        rows = scored.minibatch
 
         def gradient(index: int) -> list[Tensor]:
             alone = ScoredMinibatch(
-                minibatch=Minibatch(micro_batches=(rows[index],)),
+                minibatch=(rows[index],),
                 old=(scored.old[index],),
                 reference=(scored.reference[index],),
             )
@@ -433,7 +433,7 @@ class TrainerRank:
     def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool) -> Tensor:
         """Run forward and backward over the micro-batches; return their statistics."""
         totals = no_statistics(self.device)
-        micro_batches = scored.minibatch.micro_batches
+        micro_batches = scored.minibatch
         for number, (micro_batch, old, reference) in enumerate(
             zip(micro_batches, scored.old, scored.reference, strict=True)
         ):
@@ -473,7 +473,7 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     training continues in both cases.
     """
     columns: dict[str, Any] = {}
-    rows = zip(scored.minibatch.micro_batches, scored.old, scored.reference, strict=True)
+    rows = zip(scored.minibatch, scored.old, scored.reference, strict=True)
     for number, (row, old, reference) in enumerate(rows):
         named = {field.name: getattr(row, field.name) for field in fields(row)}
         if row.experts is not None:

@@ -48,7 +48,7 @@ def score_minibatches(
         return score_row(policy.model, tensors)
 
     try:
-        return [[score(row) for row in minibatch.micro_batches] for minibatch in minibatches]
+        return [[score(row) for row in minibatch] for minibatch in minibatches]
     finally:
         policy.free_weights()
 
@@ -66,11 +66,8 @@ class Reference:
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
         """Return log-probabilities of the rows' targets. check: called before each row."""
-        without = [_without_experts(minibatch) for minibatch in minibatches]
+        without = [
+            tuple(replace(row, experts=None) for row in minibatch) for minibatch in minibatches
+        ]
         with adapters_off(self._policy.model):
             return score_minibatches(self._policy, without, check=check)
-
-
-def _without_experts(minibatch: Minibatch) -> Minibatch:
-    rows = tuple(replace(row, experts=None) for row in minibatch.micro_batches)
-    return replace(minibatch, micro_batches=rows)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.batch import RankShard, ValueShard
+from actors.batch import RankShard
 from actors.policy_age import newest_kept, policy_ages
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_versions(
             f"trainer: got a batch made for version {shard.trainer_version}, expected version "
             f"{trainer_version}, which the trainer holds; make the batch again"
         )
-    rows = [row for minibatch in shard.minibatches for row in minibatch.micro_batches]
+    rows = [row for minibatch in shard.minibatches for row in minibatch]
     versions = np.concatenate([np.empty(0, np.int32), *(row.sampled_versions for row in rows)])
     if not versions.shape[0]:
         return
@@ -73,7 +73,6 @@ def check_versions(
 
 def agree_on(
     shard: RankShard,
-    value_shard: ValueShard | None = None,
     *,
     trainer_version: int,
     max_policy_age: int | None,
@@ -103,7 +102,7 @@ def agree_on(
     except _REFUSALS as error:
         fault = error
     kind = 0 if fault is None else 1 + _REFUSALS.index(type(fault))
-    outline = _outline(shard, value_shard)
+    outline = _outline(shard)
     rows = gather_rows(torch.tensor([kind, outline], dtype=torch.float64, device=device)).tolist()
     if any(kind for kind, _ in rows):
         texts = gather_texts("" if fault is None else str(fault))
@@ -116,10 +115,10 @@ def agree_on(
         )
 
 
-def _outline(shard: RankShard, value_shard: ValueShard | None) -> int:
+def _outline(shard: RankShard) -> int:
     """Hash the step, the version and the numbers of micro-batches and of the critic's rows, which
     must be equal on all ranks.
     """
-    minibatches = [len(item.micro_batches) for item in shard.minibatches]
-    values = None if value_shard is None else (value_shard.step, len(value_shard.rows))
-    return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches, values)).encode())
+    minibatches = [len(item) for item in shard.minibatches]
+    num_values = None if shard.value_rows is None else len(shard.value_rows)
+    return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches, num_values)).encode())

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from actors.algorithm import Baseline
-from actors.batch import Float64s, Minibatch, RankShard
+from actors.batch import Float64s, RankShard
 from actors.journal.files import GroupRule, JournalStep, TrajectoryEntry
 from actors.merge.advantages import group_advantages
 from actors.merge.journal import members_of
@@ -192,11 +192,7 @@ def _shard(
         step=step.step,
         trainer_version=step.trainer_version,
         minibatches=tuple(
-            Minibatch(
-                micro_batches=tuple(
-                    pack_row(samples, share_prefixes=share_prefixes) for samples in update
-                )
-            )
+            tuple(pack_row(samples, share_prefixes=share_prefixes) for samples in update)
             for update in updates
         ),
     )

@@ -279,12 +279,7 @@ class Loop:
         giving_up = asyncio.create_task(self._give_up_after_grace())
         try:
             stats = await self._with_published(
-                partial(
-                    handles.trainer.step,
-                    built.shards,
-                    built.value_shards,
-                    num_bytes=built.num_bytes,
-                )
+                partial(handles.trainer.step, built.shards, num_bytes=built.num_bytes)
             )
         finally:
             giving_up.cancel()

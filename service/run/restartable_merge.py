@@ -61,8 +61,7 @@ class RestartableMerge:
 
         async def build() -> BuiltStep:
             built = await self._ask("build", step_input, version, scores, republished)
-            shards, values = await _own(built.shards), await _own(built.value_shards)
-            return replace(built, shards=shards, value_shards=values)
+            return replace(built, shards=await _own(built.shards))
 
         return await self._again(build)
 

@@ -44,7 +44,6 @@ class _KeptStep:
     """The version of the ranks' weights when the step was trained."""
     shards: tuple[Any, ...]
     """References to the shards in the order of ranks; empty after they are dropped."""
-    value_shards: tuple[Any, ...]
     num_bytes: int
 
 
@@ -141,9 +140,7 @@ class RestartableTrainer:
         async with self._lock:
             return await self._ask(lambda group: group.score(shards))
 
-    async def step(
-        self, shards: Sequence[Any], value_shards: Sequence[Any] = (), *, num_bytes: int = 0
-    ) -> StepStats:
+    async def step(self, shards: Sequence[Any], *, num_bytes: int = 0) -> StepStats:
         """Train a step, as `TrainerGroup.step` does; keep the shards.
 
         num_bytes: total size of the shards.
@@ -152,7 +149,7 @@ class RestartableTrainer:
         """
 
         async def train(group: TrainerGroup) -> tuple[StepStats, tuple[int, ...]]:
-            stats = await group.step(shards, value_shards)
+            stats = await group.step(shards)
             return stats, await group.fingerprint()
 
         async with self._lock:
@@ -162,7 +159,6 @@ class RestartableTrainer:
                     step=self._next_step,
                     version=self.version,
                     shards=tuple(shards),
-                    value_shards=tuple(value_shards),
                     num_bytes=num_bytes,
                 )
             )
@@ -268,7 +264,7 @@ class RestartableTrainer:
                 await self._open_group()
                 for kept in self._kept:
                     await self._renumber(kept.version)
-                    await self._group.step(kept.shards, kept.value_shards)
+                    await self._group.step(kept.shards)
                 await self._take_over()
             except ShardLost:
                 raise
@@ -338,4 +334,4 @@ class RestartableTrainer:
             if num_bytes <= self._max_kept_bytes:
                 break
             num_bytes -= each.num_bytes if each.shards else 0
-            self._kept[index] = replace(each, shards=(), value_shards=())
+            self._kept[index] = replace(each, shards=())

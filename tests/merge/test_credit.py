@@ -104,7 +104,7 @@ def with_scores(groups: tuple[GroupMembers, ...], scores: Scores) -> list[GroupM
 
 def advantages(result: StepResult) -> dict[float, float]:
     """By the behaviour's log-probability, which is different for each token."""
-    rows = [r for s in result.shards for part in s.minibatches for r in part.micro_batches]
+    rows = [r for s in result.shards for part in s.minibatches for r in part]
     return {
         float(logprob): float(advantage)
         for row in rows
@@ -114,7 +114,7 @@ def advantages(result: StepResult) -> dict[float, float]:
 
 def weights(result: StepResult) -> dict[float, float]:
     """The loss weights, likewise."""
-    rows = [r for s in result.shards for part in s.minibatches for r in part.micro_batches]
+    rows = [r for s in result.shards for part in s.minibatches for r in part]
     return {
         float(logprob): float(weight)
         for row in rows
@@ -498,7 +498,7 @@ def test_a_critic_reads_each_state_in_its_own_branch_and_credits_as_played(
     found = advantages(result)
     assert len(found) == 4
     old_values = {-0.1: 0.1, -0.2: 0.2, -0.3: 0.3, -0.4: 0.4}
-    rows = [row for shard in result.value_shards for row in shard.rows]
+    rows = [row for shard in result.shards for row in shard.value_rows or ()]
     by_logprob = {
         round(float(logprob), 1): (old, target)
         for row in rows

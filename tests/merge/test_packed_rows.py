@@ -77,8 +77,8 @@ def test_every_packed_row_is_what_the_trainer_takes_for_granted(
         attention_tokens=64,
         share_prefixes=share_prefixes,
     )
-    assert len({len(share.micro_batches) for share in shares}) == 1
-    rows = [row for share in shares for row in share.micro_batches]
+    assert len({len(share) for share in shares}) == 1
+    rows = [row for share in shares for row in share]
     for row in rows:
         check_packed(row, vocab_size=VOCABULARY, mixture=MIXTURE)
     assert sum(row.num_trained for row in rows) == sum(each.sample.num_trained for each in samples)

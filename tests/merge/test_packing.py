@@ -82,8 +82,8 @@ def test_every_trained_token_is_in_exactly_one_row_with_its_own_side_data(
         share_prefixes=share_prefixes,
     )
     assert len(shares) == num_ranks
-    assert len({len(share.micro_batches) for share in shares}) == 1
-    rows = [row for share in shares for row in share.micro_batches]
+    assert len({len(share) for share in shares}) == 1
+    rows = [row for share in shares for row in share]
     found = Counter(int(token) for row in rows for token in row.targets)
     expected = {int(t): w for w in weighted for t in w.sample.token_ids[w.sample.mask == 1]}
     assert found == Counter(expected.keys())
@@ -124,7 +124,7 @@ def test_all_samples_of_a_trajectory_share_one_row_and_one_number() -> None:
     shares = pack_minibatch(
         [weigh(part) for part in parts], num_ranks=2, budget=5, attention_tokens=64
     )
-    assert [share.micro_batches[0].num_trained for share in shares] == [4, 2]
+    assert [share[0].num_trained for share in shares] == [4, 2]
 
 
 def test_a_row_of_nothing_is_padding() -> None:
@@ -252,10 +252,10 @@ def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
 def test_a_rank_with_nothing_to_do_gets_padding() -> None:
     weighted = [weigh(make_sample([1], [2]))]
     busy, padded = pack_minibatch(weighted, num_ranks=2, budget=8, attention_tokens=64)
-    assert busy.micro_batches[0].num_trained == 1 and padded.micro_batches[0].num_trained == 0
+    assert busy[0].num_trained == 1 and padded[0].num_trained == 0
     check_row(padding_row())
     for share in pack_minibatch([], num_ranks=2, budget=8, attention_tokens=64):
-        assert [row.num_trained for row in share.micro_batches] == [0]
+        assert [row.num_trained for row in share] == [0]
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(1, 5), st.integers(0, 5))

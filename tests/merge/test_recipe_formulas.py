@@ -128,7 +128,7 @@ def our_gradients(name: str, groups: list[Group], **changes: Any) -> list[np.nda
     }
     found = [np.zeros(answer.length) for answer in answers]
     for shard in result.shards:
-        for row in (r for part in shard.minibatches for r in part.micro_batches if r.num_trained):
+        for row in (r for part in shard.minibatches for r in part if r.num_trained):
             places = [by_token[float(value)] for value in row.behaviour_logprobs]
 
             def of(field: str, places: list[tuple[int, int]] = places) -> Tensor:

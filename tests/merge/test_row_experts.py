@@ -121,7 +121,7 @@ def test_no_record_of_a_trained_token_is_lost_on_the_way_to_the_ranks(
     found = {
         paths_of(row)[position]
         for share in shares
-        for row in share.micro_batches
+        for row in share
         if row.experts is not None
         for position in row.experts.positions
     }
@@ -193,7 +193,7 @@ def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
     decoded = tuple(decode(block, number) for number in range(len(group)))
     merged = classify_groups([decoded], settings)
     result = build_step(merged, settings, step=0, trainer_version=0)
-    (row,) = result.shards[0].minibatches[0].micro_batches
+    (row,) = result.shards[0].minibatches[0]
     assert records_of(row) == {1: [[0, 1]]}
     assert result.report.num_overruled_records == 1
 
@@ -202,12 +202,12 @@ def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
     settings = step_settings()
     merged = classify_groups([make_group()], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
-    rows = [row for shard in plan for row in shard.minibatches[0].micro_batches]
+    rows = [row for shard in plan for row in shard.minibatches[0]]
     sample = make_group()[0].samples[0]
     two = np.zeros(2, np.float32)
     valued = replace(weigh(sample), old_values=two, value_targets=two)
-    shards = pack_values([valued], step=0, num_ranks=1, budget=64)
-    rows += [each.row for shard in shards for each in shard.rows]
+    (value_rows,) = pack_values([valued], num_ranks=1, budget=64)
+    rows += [each.row for each in value_rows]
     assert sum(row.num_trained for row in rows) == 6
     assert all(row.experts is None for row in rows)
 

@@ -52,7 +52,7 @@ def answer(row: MicroBatch) -> RowScores:
 
 
 def answers(shards: tuple[RankShard, ...]) -> list[list[RowScores]]:
-    return [[answer(row) for row in shard.minibatches[0].micro_batches] for shard in shards]
+    return [[answer(row) for row in shard.minibatches[0]] for shard in shards]
 
 
 def score(groups: list[tuple[Trajectory, ...]], settings: StepSettings) -> tuple[GroupMembers, ...]:
@@ -70,7 +70,7 @@ def test_every_sample_gets_its_own_scores_back_however_rows_are_packed(
     wanted = step_settings(num_ranks=num_ranks, tokens_per_micro_batch=budget)
     merged = classify_groups(groups, wanted)
     shards = plan_scores(merged, wanted, step=0, trainer_version=0)
-    assert len({len(shard.minibatches[0].micro_batches) for shard in shards}) == 1
+    assert len({len(shard.minibatches[0]) for shard in shards}) == 1
     scored = read_scores(merged, wanted, answers(shards))
     assert [len(group) for group in scored] == [4, 4]
     for member in (member for group in scored for member in group):
@@ -97,7 +97,7 @@ def test_a_reference_scores_tokens_at_the_temperature_of_their_environment() -> 
     wanted = step_settings(temperatures={"game": 0.7})
     group = (make_group([1, 0]),)
     [shard] = plan_scores(classify_groups(group, wanted), wanted, step=0, trainer_version=0)
-    rows = [row for row in shard.minibatches[0].micro_batches if row.num_trained]
+    rows = [row for row in shard.minibatches[0] if row.num_trained]
     assert rows and all(row.temperatures == pytest.approx(0.7) for row in rows)
 
 

@@ -65,7 +65,7 @@ def build(
 
 def update_weights(result: StepResult, number: int = 0) -> list[float]:
     """The loss weights of one update's trained tokens, over all ranks, ascending."""
-    rows = [row for shard in result.shards for row in shard.minibatches[number].micro_batches]
+    rows = [row for shard in result.shards for row in shard.minibatches[number]]
     return sorted(float(weight) for row in rows for weight in row.loss_weights)
 
 
@@ -86,7 +86,7 @@ def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
     seen: Counter[tuple[object, ...]] = Counter()
     for shard in result.shards:
         for minibatch in shard.minibatches:
-            for row in minibatch.micro_batches:
+            for row in minibatch:
                 contexts = read_contexts(row)
                 for i, position in enumerate(row.loss_positions):
                     context = contexts[position]
@@ -231,7 +231,7 @@ def test_a_step_with_nothing_to_train_is_padding_and_knows_no_age() -> None:
     result = build([make_group(0, [1, 1])], num_ranks=2)
     for shard in result.shards:
         (minibatch,) = shard.minibatches
-        assert [row.num_trained for row in minibatch.micro_batches] == [0]
+        assert [row.num_trained for row in minibatch] == [0]
     unknown = {"policy_age_max", "policy_age_mean", "trajectory_advantage_mean"}
     assert not unknown & result.report.statistics.keys()
     assert result.report.num_padding_rows == 2
@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -
 def test_tokens_of_undone_versions_are_trained_as_recorded_and_age_no_statistic() -> None:
     (won, lost), other = make_group(0, [1, 0], version=UNDONE + 3), make_group(1, [1, 0], version=1)
     result = build([(won, lost), other], version=2)
-    rows = [r for shard in result.shards for m in shard.minibatches for r in m.micro_batches]
+    rows = [r for shard in result.shards for m in shard.minibatches for r in m]
     recorded = [s.logprobs[s.mask == 1] for t in (won, lost, *other) for s in t.samples]
     trained = np.concatenate([row.behaviour_logprobs for row in rows])
     assert sorted(trained.tolist()) == sorted(np.concatenate(recorded).tolist())
@@ -376,7 +376,7 @@ def test_tokens_are_scored_at_the_temperature_of_their_environment() -> None:
     own, other = make_group(0, [0, 1]), make_group(1, [1, 0])
     other = tuple(replace(each, environment="other") for each in other)
     result = build([own, other], temperatures={"game": 0.7}, tokens_per_micro_batch=4096)
-    row = result.shards[0].minibatches[0].micro_batches[0]
+    row = result.shards[0].minibatches[0][0]
     of_trajectory = dict(zip(row.trajectory_index.tolist(), row.temperatures.tolist(), strict=True))
     assert sorted(of_trajectory.values()) == pytest.approx([0.7, 0.7, 1.0, 1.0])
     of_token = [of_trajectory[number] for number in row.trajectory_index.tolist()]
@@ -421,8 +421,8 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
     for number, update in enumerate(
         zip(*(shard.minibatches for shard in split.shards), strict=True)
     ):
-        assert len({len(part.micro_batches) for part in update}) == 1
-        trained = sum(row.num_trained for part in update for row in part.micro_batches)
+        assert len({len(part) for part in update}) == 1
+        trained = sum(row.num_trained for part in update for row in part)
         expected = trained + (num_idle * trained / total if total else 0)
         assert update_weights(split, number) == [np.float32(1 / max(1, expected))] * trained
     trained = sum(s.reason is None for s in one.outcomes)

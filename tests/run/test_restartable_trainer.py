@@ -75,7 +75,7 @@ class Group:
         self._meet("check_alive")
         return (self.number,)
 
-    async def step(self, shards: Sequence[str], value_shards: Sequence[str]) -> StepStats:
+    async def step(self, shards: Sequence[str]) -> StepStats:
         self._meet(f"step {shards[0]}")
         if shards[0] == "gone":
             raise ShardLost(0, "train_step", "the object's owner died")

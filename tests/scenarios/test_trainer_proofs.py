@@ -84,10 +84,7 @@ async def play(trainer: RestartableTrainer, settings: RankSettings, *, step: int
         answers = await trainer.score([ray.put(shard) for shard in plan])
         groups = read_scores(groups, merging, [await answer for answer in answers])
     built = build_step(groups, merging, step=step, trainer_version=version)
-    await trainer.step(
-        [ray.put(shard) for shard in built.shards],
-        [ray.put(shard) for shard in built.value_shards],
-    )
+    await trainer.step([ray.put(shard) for shard in built.shards])
 
 
 async def state_of(trainer: RestartableTrainer, *, term: int, directory: Path) -> dict[str, Any]:

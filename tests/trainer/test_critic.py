@@ -14,7 +14,7 @@ from worlds.builders.trajectory_builders import linear_turns, make_trajectory
 from worlds.parts.critic_world import update_twice
 
 from actors.algorithm import Baseline, CriticSettings, Scale
-from actors.batch import RowScores, ValueShard
+from actors.batch import RowScores, ValueRow
 from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.step import StepResult, build_step
@@ -36,15 +36,17 @@ def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
     return Critic(model, settings, TrainerSettings(), sharding)
 
 
+def value_rows(built: StepResult) -> list[tuple[ValueRow, ...]]:
+    """The critic's rows of each rank."""
+    return [shard.value_rows for shard in built.shards if shard.value_rows is not None]
+
+
 def build_with_values_of_zero(num_ranks: int) -> StepResult:
     settings = changed(STEP, num_ranks=num_ranks)
     merged = classify_groups([GROUP], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
     answers = [
-        [
-            RowScores(values=np.zeros(row.num_tokens, np.float32))
-            for row in shard.minibatches[0].micro_batches
-        ]
+        [RowScores(values=np.zeros(row.num_tokens, np.float32)) for row in shard.minibatches[0]]
         for shard in plan
     ]
     return build_step(read_scores(merged, settings, answers), settings, step=0, trainer_version=0)
@@ -54,23 +56,23 @@ def build(critic: Critic) -> StepResult:
     """A whole step: rows out, values back, advantages and the critic's own batch."""
     merged = classify_groups([GROUP], STEP)
     plan = plan_scores(merged, STEP, step=0, trainer_version=0)
-    values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan]
+    values = [critic.score(shard.minibatches[0]) for shard in plan]
     answers = [[RowScores(values=row) for row in of_rank] for of_rank in values]
     return build_step(read_scores(merged, STEP, answers), STEP, step=0, trainer_version=0)
 
 
 def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
     result = build(make_critic(model, mesh))
-    rows = [row for shard in result.shards for row in shard.minibatches[0].micro_batches]
+    rows = [row for shard in result.shards for row in shard.minibatches[0]]
     found = np.concatenate([row.advantages for row in rows])
     assert found.shape == (54,) and set(found.tolist()) == {0.0, 1.0}
-    (shard,) = result.value_shards
-    assert sum(float(row.row.loss_weights.sum()) for row in shard.rows) == pytest.approx(1.0)
+    (critic_rows,) = value_rows(result)
+    assert sum(float(row.row.loss_weights.sum()) for row in critic_rows) == pytest.approx(1.0)
 
 
 def test_over_steps_the_critic_explains_the_returns(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh, value_clip=None)
-    stats = [critic.update(build(critic).value_shards[0]) for _ in range(25)]
+    stats = [critic.update(value_rows(build(critic))[0]) for _ in range(25)]
     assert stats[0].num_tokens == 54 and critic.trained.num_updates == 25
     assert stats[0].statistics["critic_target_mean"] == pytest.approx(2 / 3)
     # Values 0: the error is the targets' square.
@@ -82,17 +84,17 @@ def test_over_steps_the_critic_explains_the_returns(model: str, mesh: DeviceMesh
 
 def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
     apart, together = make_critic(model, mesh), make_critic(model, mesh)
-    shard = build(apart).value_shards[0]
+    rows = value_rows(build(apart))[0]
     wide = changed(STEP, tokens_per_micro_batch=4096)
     merged = classify_groups([GROUP], wide)
     answers = [
-        [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
+        [RowScores(values=v) for v in together.score(shard.minibatches[0])]
         for shard in plan_scores(merged, wide, step=0, trainer_version=0)
     ]
     scored = read_scores(merged, wide, answers)
-    whole = build_step(scored, wide, step=0, trainer_version=0).value_shards[0]
-    assert (len(shard.rows), len(whole.rows)) == (3, 1)
-    left, right = apart.update(shard), together.update(whole)
+    whole = value_rows(build_step(scored, wide, step=0, trainer_version=0))[0]
+    assert (len(rows), len(whole)) == (3, 1)
+    left, right = apart.update(rows), together.update(whole)
     assert left.statistics["critic_loss"] == pytest.approx(
         right.statistics["critic_loss"], rel=1e-5
     )
@@ -104,7 +106,7 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_two_ranks_update_as_one_does(model: str, mesh: DeviceMesh, tmp_path: Path) -> None:
-    (whole,), halves = (build_with_values_of_zero(number).value_shards for number in (1, 2))
+    (whole,), halves = (value_rows(build_with_values_of_zero(number)) for number in (1, 2))
     critic = make_critic(model, mesh, learning_rate=1e-3)
     alone = [critic.update(whole) for _ in range(2)]
     first, second = update_twice(model, halves, tmp_path)
@@ -124,10 +126,10 @@ def test_two_ranks_update_as_one_does(model: str, mesh: DeviceMesh, tmp_path: Pa
 
 def test_a_loss_that_is_not_finite_is_never_applied(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh)
-    shard = build(critic).value_shards[0]
-    broken = replace(shard.rows[0], value_targets=shard.rows[0].value_targets * np.float32("nan"))
+    first, *rest = value_rows(build(critic))[0]
+    broken = replace(first, value_targets=first.value_targets * np.float32("nan"))
     before = [p.full_tensor().clone() for p in critic.trained.model.parameters()]  # type: ignore[attr-defined]
-    stats = critic.update(replace(shard, rows=(broken, *shard.rows[1:])))
+    stats = critic.update((broken, *rest))
     assert stats.is_skipped and critic.trained.num_updates == 0
     for old, new in zip(before, critic.trained.model.parameters(), strict=True):
         assert torch.equal(old, new.full_tensor())  # type: ignore[attr-defined]
@@ -135,7 +137,6 @@ def test_a_loss_that_is_not_finite_is_never_applied(model: str, mesh: DeviceMesh
 
 def test_an_update_without_tokens_moves_nothing(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh)
-    empty = build_step([], STEP, step=0, trainer_version=0).value_shards[0]
-    assert isinstance(empty, ValueShard)
+    (empty,) = value_rows(build_step([], STEP, step=0, trainer_version=0))
     stats = critic.update(empty)
     assert stats.num_tokens == 0 and critic.trained.num_updates == 0 and not stats.is_skipped

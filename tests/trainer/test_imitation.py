@@ -89,7 +89,7 @@ def test_loss_and_gradient_are_those_of_transformers(
     assert stats.statistics["loss"] == pytest.approx(loss, rel=1e-6)
     assert stats.statistics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     if budget == 20:
-        assert len(shards[0].minibatches[0].micro_batches) > 1
+        assert len(shards[0].minibatches[0]) > 1
 
 
 def test_shared_prefixes_are_packed_once(model: str) -> None:
@@ -97,6 +97,6 @@ def test_shared_prefixes_are_packed_once(model: str) -> None:
     assert len(samples) == len(SHARED)
     settings = step_settings(num_ranks=1)
     [shard] = imitation_shards(encoded(model, SHARED), step=1, settings=settings)
-    packed = sum(row.num_tokens for row in shard.minibatches[0].micro_batches)
+    packed = sum(row.num_tokens for row in shard.minibatches[0])
     separate = sum(sample.num_tokens for sample in samples)
     assert packed < 0.6 * separate

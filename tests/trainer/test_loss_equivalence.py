@@ -72,7 +72,7 @@ def weigh(trajectory_samples: Sequence[list[Sample]], aggregation: Aggregation) 
 
 def rows_of(weighted: list[WeightedSample], *, num_ranks: int = 1, budget: int = 10_000) -> list:
     shares = pack_minibatch(weighted, num_ranks=num_ranks, budget=budget, attention_tokens=64)
-    return [row for share in shares for row in share.micro_batches if row.num_trained]
+    return [row for share in shares for row in share if row.num_trained]
 
 
 def terms_of(row: MicroBatch, current: Tensor, entropies: Tensor) -> MicroBatchTerms:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.parts.trainer_world import PADDING, pack, random_samples
 
-from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.batch import MicroBatch, RankShard
 from actors.policy_age import marked, newest_kept, oldest_version, policy_ages, undone_after
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_versions
 from actors.types import UNDONE, VersionSpan
@@ -20,9 +20,7 @@ def check(
     max_policy_age: int | None = None,
     republished: tuple[int, ...] = (),
 ) -> None:
-    shard = RankShard(
-        step=3, trainer_version=made_for, minibatches=(Minibatch(micro_batches=rows),)
-    )
+    shard = RankShard(step=3, trainer_version=made_for, minibatches=(rows,))
     check_versions(shard, trainer_version=5, max_policy_age=max_policy_age, republished=republished)
 
 

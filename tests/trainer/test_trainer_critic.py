@@ -75,8 +75,7 @@ def play(world: World, *, version: int) -> Step:
     answers = world.call_each("score_rows", [{"shard": shard} for shard in plan])
     scored = read_scores(merged, merging, answers)
     built = build_step(scored, merging, step=version, trainer_version=version)
-    pairs = zip(built.shards, built.value_shards, strict=True)
-    stats = world.call_each("train_step", [{"shard": s, "value_shard": v} for s, v in pairs])
+    stats = world.call_each("train_step", [{"shard": shard} for shard in built.shards])
     return Step(built=built, stats=stats[0])
 
 
@@ -186,4 +185,4 @@ def test_a_step_brings_values_exactly_where_there_is_a_critic(
     built = play(one_rank, version=0).built
     one_rank.start(changed(settings, baseline=Baseline.MEAN))
     with pytest.raises(AssertionError):
-        one_rank.call("train_step", shard=shard, value_shard=built.value_shards[0])
+        one_rank.call("train_step", shard=built.shards[0])

@@ -24,7 +24,7 @@ from worlds.models.mixture_world import (
 from worlds.parts.trainer_world import World, largest_difference
 
 from actors.algorithm import Denominator, KlSettings, LossSettings
-from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.batch import MicroBatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.export import export_checkpoint
 from actors.trainer.rank import ScoredMinibatch, save_inputs
@@ -161,9 +161,7 @@ def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
     row = pack_row(weigh(samples))
     plain = replace(row, experts=None)
     scores = [torch.zeros(row.num_trained), torch.full((plain.num_trained,), -1.5)]
-    scored = ScoredMinibatch(
-        minibatch=Minibatch(micro_batches=(row, plain)), old=(None, None), reference=scores
-    )
+    scored = ScoredMinibatch(minibatch=(row, plain), old=(None, None), reference=scores)
     path = tmp_path / "skipped" / "inputs.npz"
     assert save_inputs(scored, path) == f"its inputs are in {path}"
     (tmp_path / "file").touch()

@@ -102,7 +102,7 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     reply = get(merge.build.remote(step_input, 0))
     shards = get(list(reply.shards))
     assert [shard.step for shard in shards] == [1, 1]
-    trained = sum(row.num_trained for s in shards for m in s.minibatches for row in m.micro_batches)
+    trained = sum(row.num_trained for s in shards for m in s.minibatches for row in m)
     assert trained == reply.report.num_trained_tokens == 8 * 2 * sampled
     dropped, cut = get(queue.finalise.remote(1, reply.outcomes))
     assert dropped == TokenCounts()
@@ -126,17 +126,17 @@ def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None
     scores = [
         ray.put([RowScores(values=np.full(row.num_tokens, 0.25, np.float32)) for row in rows])
         for shard in get(list(get(merge.plan.remote(step_input, 0))))
-        for rows in [shard.minibatches[0].micro_batches]
+        for rows in [shard.minibatches[0]]
     ]
     reply = get(merge.build.remote(step_input, 0, scores))
-    rows = [row for shard in get(list(reply.value_shards)) for row in shard.rows]
-    assert len(reply.value_shards) == 2
+    rows = [row for shard in get(list(reply.shards)) for row in shard.value_rows]
+    assert len(reply.shards) == 2
     assert {float(value) for row in rows for value in row.old_values} == {0.25}
     assert {float(value) for row in rows for value in row.value_targets} == {0.0, 1.0}
     found = {
         float(value)
         for shard in get(list(reply.shards))
-        for row in shard.minibatches[0].micro_batches
+        for row in shard.minibatches[0]
         for value in row.advantages
     }
     assert found == {-0.25, 0.75}

@@ -37,7 +37,6 @@ class Maker:
         return BuiltStep(
             step=1,
             shards=(ray.put(np.full(SIZE, version)),),
-            value_shards=(ray.put(np.full(SIZE, -version)),),
             outcomes=(),
             report=report(1),
         )

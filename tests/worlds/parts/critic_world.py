@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from actors.algorithm import CriticSettings
-from actors.batch import ValueShard
+from actors.batch import ValueRow
 from actors.network import LOOPBACK
 from actors.trainer.critic import Critic
 from actors.trainer.process_group import join_group
@@ -21,7 +22,7 @@ TIMEOUT_S = 300.0
 
 
 def _update_twice(
-    rank: int, num_ranks: int, model: str, shard: ValueShard, store: str, found: object
+    rank: int, num_ranks: int, model: str, rows: tuple[ValueRow, ...], store: str, found: object
 ) -> None:
     torch.set_num_threads(1)
     mesh = join_group(
@@ -35,12 +36,12 @@ def _update_twice(
     sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
     settings = CriticSettings(learning_rate=1e-3, warmup_updates=0)
     critic = Critic(model, settings, TrainerSettings(), sharding)
-    found.put((rank, [critic.update(shard) for _ in range(2)]))  # type: ignore[attr-defined]
+    found.put((rank, [critic.update(rows) for _ in range(2)]))  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 
 def update_twice(
-    model: str, shards: tuple[ValueShard, ...], directory: Path
+    model: str, shards: Sequence[tuple[ValueRow, ...]], directory: Path
 ) -> list[list[CriticStats]]:
     """Two updates on the same shards, one process a rank: the statistics of each rank."""
     context = multiprocessing.get_context("spawn")

@@ -105,7 +105,6 @@ class World:
     records: list[StepRecord] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
-    value_shards: list[tuple[str, ...]] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     evaluation_files: list[str] = field(default_factory=list)
@@ -188,7 +187,6 @@ class World:
         return BuiltStep(
             step=step_input.step,
             shards=("shard",),
-            value_shards=("values",) if scores else (),
             outcomes=(
                 RolloutOutcome(rollout_id="r0"),
                 RolloutOutcome(rollout_id="r1", reason=EvictionReason.MASKED),
@@ -201,16 +199,13 @@ class World:
     def _scaled_return(self, step: int) -> float | None:
         return self.scaled_returns[step - 1] if step <= len(self.scaled_returns) else None
 
-    async def step(
-        self, shards: Sequence[Any], value_shards: Sequence[Any], *, num_bytes: int
-    ) -> StepStats:
+    async def step(self, shards: Sequence[Any], *, num_bytes: int) -> StepStats:
         step = self.num_taken
         if self.move_weights_at == step:
             self.move_weights_at = None
             self.version += 1
             self.republished = (*self.republished, self.version)
             raise WeightsMoved(self.version)
-        self.value_shards.append(tuple(value_shards))
         if self.lose_trainer_at == step:
             raise ActorLost("rank 0 is gone")
         await self._take_time("train", step)

@@ -166,7 +166,7 @@ def shards(
             own = samples[rank::num_ranks]
             rows = [own[part::num_micro] for part in range(num_micro)]
             micro_batches = tuple(pack(row, loss_weight=weight) if row else PADDING for row in rows)
-            dealt[rank].append(Minibatch(micro_batches=micro_batches))
+            dealt[rank].append(micro_batches)
     return [
         RankShard(step=step, trainer_version=version, minibatches=tuple(minibatches))
         for minibatches in dealt
