@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, fields, is_dataclass
@@ -58,6 +59,7 @@ _EXPECTED = {
 }
 # A member of an enumeration, as pydantic shows it if only some members are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 Options = TypeVar("Options")
 
@@ -364,3 +366,21 @@ def _has_mark(hint: Any, mark: str) -> bool:
     return mark in getattr(hint, "__metadata__", ()) or any(
         _has_mark(each, mark) for each in get_args(hint)
     )
+
+
+def expanded(text: str, *, what: str) -> str:
+    """Replace each `$NAME` in a text by a variable of the process's environment.
+
+    Secrets can therefore be left out of a run's files.
+
+    Args: what: the option's name, for the error.
+    Raises: ValueError if a variable is not set.
+    """
+    for match in _VARIABLE.finditer(text):
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise ValueError(
+                f"{what}: the variable {name} is not set for the run's processes; set it, or "
+                "correct the name"
+            )
+    return os.path.expandvars(text)

@@ -4,7 +4,7 @@ A part that produces values names them as in the table (`Statistic.values`); the
 step's record, the metrics, the report, the dashboard and docs/metrics.md are made from the table. A
 statistic that is not known at a step is absent from it, never 0. To add a statistic, add an entry
 here and compute its values in the part that produces them: for the loss, one line in
-`actors/trainer/loss/statistics.py`. The module imports only the standard library.
+`actors/trainer/loss/micro_batch.py`. The module imports only the standard library.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from service.report.tables import statistic_tables
 REPOSITORY = Path(__file__).parents[1]
 # Where a part makes its values; `Statistic.values` is written there once, in quotes.
 PRODUCERS = {
-    Source.LOSS: ("actors/trainer/loss/statistics.py", "actors/trainer/statistics.py"),
+    Source.LOSS: ("actors/trainer/loss/micro_batch.py", "actors/trainer/statistics.py"),
     Source.CRITIC: ("actors/trainer/critic.py",),
     Source.MERGE: ("actors/merge/report.py",),
     Source.PUBLISH: ("actors/weights/logprob_check.py",),

@@ -20,9 +20,8 @@ from annotated_types import Ge, Le
 
 from actors.environment.protocol import RewardError
 from actors.environment.text_patterns import last_of, problem_of
-from actors.environment.variables import expanded
 from actors.limits import STRICT, ModelName, Natural, Positive
-from actors.options import JsonObject
+from actors.options import JsonObject, expanded
 
 # With this pattern a reply must have only one number, because any of several may be the score.
 ONLY_NUMBER = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"

@@ -26,8 +26,8 @@ from actors.environment import server_keeper
 from actors.environment.protocol import ToolSchema
 from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ToolFailed
-from actors.environment.variables import expanded
 from actors.limits import STRICT
+from actors.options import expanded
 from actors.user_code import CallTimedOut, describe
 
 OPEN_LIMIT_S = 30.0

@@ -35,11 +35,10 @@ from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.deaths import ACTOR_DEATHS
 from actors.expert_records import ModelShape
-from actors.trainer.abandon import StepAbandoned
 from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
+from actors.trainer.agreement import PolicyTooOld, ShardRefused, StepAbandoned
 from actors.trainer.checkpoint import CheckpointError, Progress
 from actors.trainer.settings import RankSettings, WeightBackend
-from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores
 from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
-from actors.trainer.abandon import Abandonment, StepAbandoned
+from actors.trainer.agreement import Abandonment, StepAbandoned, agree_on
 from actors.trainer.attribution import SplitGradient, split_gradient
 from actors.trainer.checkpoint import Adapter, Progress, check_adapter, read_manifest
 from actors.trainer.critic import Critic
@@ -35,14 +35,17 @@ from actors.trainer.lora import (
     base_digest,
     freeze_in,
 )
-from actors.trainer.loss.micro_batch import micro_batch_loss
-from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
+from actors.trainer.loss.micro_batch import (
+    combine_rows,
+    micro_batch_loss,
+    micro_batch_statistics,
+    no_statistics,
+)
 from actors.trainer.model import load_policy, row_tensors, scoring_row
 from actors.trainer.process_group import join_group, join_side_group, rank_device
 from actors.trainer.publish import pack_weights
 from actors.trainer.scoring import Reference, score_minibatches, score_row
 from actors.trainer.settings import RankSettings
-from actors.trainer.shard_check import agree_on
 from actors.trainer.sharded_model import (
     ShardedModel,
     Sharding,

@@ -27,7 +27,7 @@ from actors.deadline import ActorLost, beside, race
 from actors.environment.evaluation import EvaluationSet
 from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
-from actors.trainer.abandon import StepAbandoned
+from actors.trainer.agreement import StepAbandoned
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import StepInput

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from worlds.builders.loss_terms import EVERY_LOSS, Tokens, random_tokens, terms_of
 
 from actors.algorithm import Correction, Denominator, KlSettings, LossSettings, Objective
-from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
-from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
+from actors.trainer.loss.micro_batch import (
+    MicroBatchTerms,
+    combine_rows,
+    micro_batch_loss,
+    micro_batch_statistics,
+    no_statistics,
+)
 from actors.trainer.statistics import (
     ADDED,
     COMPARED,

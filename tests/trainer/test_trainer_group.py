@@ -19,7 +19,7 @@ from worlds.builders.settings import changed, rank_settings
 from worlds.parts.trainer_world import list_checkpoints, random_samples, shards
 
 from actors.deadline import ActorLost
-from actors.trainer.abandon import StepAbandoned
+from actors.trainer.agreement import ShardRefused, StepAbandoned
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import (
     Deadlines,
@@ -30,7 +30,6 @@ from actors.trainer.group import (
     reservation_name,
 )
 from actors.trainer.settings import RankSettings, WeightBackend
-from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board
 from actors.weights.board import NUM_CHECK_TOKENS, Publication
 from actors.weights.buffers import buffer_checksum, unpack_group

@@ -22,10 +22,10 @@ from worlds.parts.trainer_world import (
     shards,
 )
 
+from actors.trainer.agreement import PolicyTooOld, ShardRefused
 from actors.trainer.model import RowTensors, load_policy, row_tensors
 from actors.trainer.scoring import score_row
 from actors.trainer.settings import RankSettings
-from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.sharded_model import ShardedModel, Sharding
 from actors.types import Dtype
 from actors.weights.board import check_tokens

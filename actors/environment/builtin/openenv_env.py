@@ -39,9 +39,8 @@ from actors.environment.settings import rollout_settings
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ERROR, MalformedTurns, TurnOptions
-from actors.environment.variables import expanded
 from actors.limits import STRICT, NotNegative
-from actors.options import holding
+from actors.options import expanded, holding
 from actors.types import Task
 from actors.user_code import describe
 

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, from ratio, objective, correction, mask, KL and entropy.
+"""The loss of one micro-batch, from ratio, objective, correction, mask, KL and entropy; statistics.
 
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
 rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
@@ -6,7 +6,11 @@ H the entropy with coefficient e. The loss is not divided by anything, so the su
 micro-batches' losses is the update's loss, for any merging, packing and distribution to ranks. A
 masked token keeps its weight w.
 
-Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
+The statistics of the loss are made from partial results, which form a row
+(`actors.trainer.statistics`); the rows of micro-batches and ranks are combined.
+
+Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch, [S] positions in a row of
+partial results.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from actors.trainer.loss.corrections import (
     sequence_log_ratio,
     token_log_ratio,
 )
-from actors.trainer.loss.divergence import corrected_reference_kl, reference_kl
+from actors.trainer.loss.divergence import corrected_reference_kl, kl_k1, kl_k3, reference_kl
 from actors.trainer.loss.objectives import scale_negative, token_losses
+from actors.trainer.statistics import ADDED, COMPARED, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,3 +195,96 @@ def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Te
     behaviour = torch.where(is_masked, current.detach(), terms.behaviour_logprobs)
     kl = corrected_reference_kl(current, reference, behaviour, estimator=estimator)
     return torch.where(is_masked, 0.0, kl)
+
+
+@torch.no_grad()
+def micro_batch_statistics(
+    terms: MicroBatchTerms, result: MicroBatchLoss, *, num_tokens: int, with_mismatch: bool
+) -> Tensor:
+    """Reduce one micro-batch's values to a row.
+
+    The mismatch compares the trainer with the engine on tokens sampled by the version that the
+    trainer holds: delta = trainer - engine. It is meaningful only before the weights change, so
+    with_mismatch is true only in the step's first update.
+
+    Args: num_tokens: tokens of the packed row.    Returns: [S] float64.
+    """
+    advantages = terms.advantages.double()
+    positive, negative = advantages > 0, advantages < 0
+    nothing = torch.zeros_like(positive)
+    is_same_version = terms.sampled_versions == terms.trainer_version if with_mismatch else nothing
+    delta = terms.current_logprobs.double() - terms.behaviour_logprobs.double()
+    # By the name in the table: the values of all tokens, or values with a mask of the tokens that
+    # have a value. None: the loss does not need these values.
+    values: dict[str, Tensor | tuple[Tensor | None, Tensor] | None] = {
+        "policy_logprob": terms.current_logprobs,
+        "policy_logprob_positive": (terms.current_logprobs, positive),
+        "policy_logprob_negative": (terms.current_logprobs, negative),
+        "old_logprob": terms.old_logprobs,
+        "old_logprob_positive": (terms.old_logprobs, positive),
+        "old_logprob_negative": (terms.old_logprobs, negative),
+        "reference_logprob": terms.reference_logprobs,
+        "reference_logprob_positive": (terms.reference_logprobs, positive),
+        "reference_logprob_negative": (terms.reference_logprobs, negative),
+        "loss": result.loss,
+        "surrogate": -result.token_losses,
+        "unclipped_surrogate": result.ratio * advantages,
+        "kl": result.kl,
+        "entropy": terms.entropies,
+        "ratio": result.ratio,
+        "clip_fraction_low": result.clipped_low,
+        "clip_fraction_high": result.clipped_high,
+        "masked_fraction": result.is_masked,
+        "masked_token_fraction": result.rejected.get("token", nothing),
+        "masked_sequence_fraction": result.rejected.get("sequence", nothing),
+        "masked_outlier_fraction": result.rejected.get("outlier", nothing),
+        "importance_weight": result.importance_weights,
+        "mismatch_k1": (kl_k1(delta), is_same_version),
+        "mismatch_k3": (kl_k3(delta), is_same_version),
+        "mismatch": (delta.abs(), is_same_version),
+        "advantage": advantages,
+        "num_trained": torch.ones_like(advantages),
+        "num_packed": advantages.new_tensor(num_tokens),
+        "num_nonfinite": ~torch.isfinite(result.loss),
+    }
+    neutral = no_statistics(advantages.device)
+    row = [
+        _reduced(values[name], part, neutral[place])
+        for place, (name, part) in enumerate((*ADDED, *COMPARED))
+    ]
+    return torch.stack(row)
+
+
+def no_statistics(device: torch.device | None = None) -> Tensor:
+    """Return the neutral row, which changes nothing if it is combined with another row."""
+    added = torch.zeros(len(ADDED), dtype=torch.float64, device=device)
+    return torch.cat([added, added.new_full((len(COMPARED),), -torch.inf)])
+
+
+def combine_rows(rows: Tensor) -> Tensor:
+    """Combine the rows of micro-batches or ranks, [N, S] -> [S], float64."""
+    split = len(ADDED)
+    return torch.cat([rows[:, :split].sum(0), rows[:, split:].amax(0)])
+
+
+def _reduced(
+    values: Tensor | tuple[Tensor | None, Tensor] | None, part: Part, neutral: Tensor
+) -> Tensor:
+    """Reduce values to a partial result; to its neutral number if there are no values."""
+    found, where = values if isinstance(values, tuple) else (values, None)
+    if found is None or found.numel() == 0:
+        return neutral
+    wide = found.double()
+    if part is Part.COUNT:
+        return (torch.ones_like(wide) if where is None else where.double()).sum()
+    if part is Part.NEGATED_MIN:
+        wide = -wide
+    if where is not None:
+        wide = torch.where(where, wide, neutral)
+    match part:
+        case Part.SUM:
+            return wide.sum()
+        case Part.SQUARES:
+            return wide.square().sum()
+        case _:
+            return wide.amax()

@@ -18,7 +18,7 @@ from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
 from actors.merge.groups import PayloadsLost
 from actors.merge.report import GroupReturns, MergeReport, StepReport
-from actors.trainer.abandon import StepAbandoned
+from actors.trainer.agreement import StepAbandoned
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest

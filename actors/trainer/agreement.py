@@ -1,14 +1,20 @@
-"""Check a rank's shard at run time, and agree among the ranks to refuse it.
+"""Agree among the ranks to refuse a step's shards, or to abandon the step before its first update.
 
 A shard can be made for another version than the trainer holds (after a recovery), have tokens that
 are too old (an error of admission), or differ from the other ranks' shards (an error of the
-supervisor). The packing of rows is not checked here; the packer's property tests do that.
-The check is collective: if one rank refuses its shard, all ranks do, so that no rank waits for
-another in a later collective. Called by `TrainerRank`.
+supervisor). The packing of rows is not checked here; the packer's property tests do that. If one
+rank refuses its shard, all ranks do, so that no rank waits for another in a later collective.
+
+A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
+different times; between two micro-batches they agree whether any rank has received it. Until the
+first update of a step the weights are those of the previous step, and a checkpoint of that step can
+be written. Called by `TrainerRank`. The module does not import torch at its top, because the
+supervisor imports the errors.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +26,7 @@ from actors.policy_age import newest_kept, policy_ages
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 class ShardRefused(ValueError):
@@ -86,7 +93,6 @@ def agree_on(
     Args: trainer_version, max_policy_age, republished: as for `check_versions`.
     Raises: ShardRefused or PolicyTooOld, with the reason of the first rank that refuses.
     """
-    # Import torch only here: the supervisor imports this module's errors and must not import torch.
     import torch
 
     from actors.trainer.process_group import gather_rows, gather_texts
@@ -122,3 +128,30 @@ def _outline(shard: RankShard) -> int:
     minibatches = [len(item) for item in shard.minibatches]
     num_values = None if shard.value_rows is None else len(shard.value_rows)
     return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches, num_values)).encode())
+
+
+class StepAbandoned(Exception):
+    """A step was abandoned; the weights are those of the previous step."""
+
+
+class Abandonment:
+    """A request to abandon the step. `check` is collective, over a separate gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._is_asked = threading.Event()
+
+    def ask(self) -> None:
+        """Request that the current and every later step is abandoned; callable from any thread."""
+        self._is_asked.set()
+
+    def check(self) -> None:
+        """Raise StepAbandoned on every rank if any rank has received the request."""
+        import torch
+        import torch.distributed as dist
+
+        is_asked = torch.tensor([int(self._is_asked.is_set())])
+        if self._group.size() > 1:
+            dist.all_reduce(is_asked, op=dist.ReduceOp.MAX, group=self._group)
+        if is_asked.item():
+            raise StepAbandoned("the current step was abandoned")

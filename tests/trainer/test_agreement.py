@@ -10,7 +10,7 @@ from worlds.parts.trainer_world import PADDING, pack, random_samples
 
 from actors.batch import MicroBatch, RankShard
 from actors.policy_age import marked, newest_kept, oldest_version, policy_ages, undone_after
-from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_versions
+from actors.trainer.agreement import PolicyTooOld, ShardRefused, check_versions
 from actors.types import UNDONE, VersionSpan
 
 
