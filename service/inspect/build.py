@@ -58,8 +58,8 @@ class _SampleBuilder:
         self._mask = sample.mask.tolist()
         self._versions = original_numbers(sample.versions)
         self._pieces = text.pieces(self._ids)
-        self._headers = _marked(self._pieces, text.marks.headers)
-        self._marked = self._headers | _marked(self._pieces, text.marks.footers)
+        self._headers = _marked(self._pieces, text.headers)
+        self._marked = self._headers | _marked(self._pieces, text.footers)
         self._inserted = self._inserted_positions()
         self._turn_at: dict[int, TurnSpan] = {
             position: turn for turn in sample.turns for position in range(turn.start, turn.end)

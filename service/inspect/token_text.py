@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 
@@ -36,33 +36,17 @@ _CHATS: tuple[tuple[list[dict[str, str]], str], ...] = (
 _SHORTEST = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMarks:
-    """The texts of a chat template around messages, longest first.
-
-    headers: texts that open a message, including the generation prompt; they are never trained.
-    footers: texts that close a message; the footer of a reply is sampled, and trained.
-    """
-
-    headers: tuple[bytes, ...] = ()
-    footers: tuple[bytes, ...] = ()
-
-
-NO_MARKS = ChatMarks()
-
-
-def chat_marks(tokenizer: Any, *, template_options: dict[str, Any]) -> ChatMarks:
-    """Find the marks of a tokenizer's chat template.
-
-    Example: for ChatML b"<|im_start|>assistant\\n" is a header, b"<|im_end|>\\n" a footer.
-    """
+def _chat_marks(
+    tokenizer: Any, options: dict[str, Any]
+) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Find the headers and the footers of a tokenizer's chat template, as `TokenText` has them."""
     headers: set[str] = set()
     footers: set[str] = set()
     for before, role in _CHATS:
-        head = _render(tokenizer, before, template_options) if before else ""
+        head = _render(tokenizer, before, options) if before else ""
         following = [_USER] if role == "system" else []
         chat = [*before, {"role": role, "content": _MARK}, *following]
-        whole = _render(tokenizer, chat, template_options)
+        whole = _render(tokenizer, chat, options)
         if head is None or whole is None or whole.count(_MARK) != 1:
             continue
         start, _, end = whole.partition(_MARK)
@@ -70,11 +54,11 @@ def chat_marks(tokenizer: Any, *, template_options: dict[str, Any]) -> ChatMarks
             headers.add(start[len(head) :])
         if not following:
             footers.add(end)
-    closed = _render(tokenizer, [_USER], template_options)
-    opened = _render(tokenizer, [_USER], {**template_options, "add_generation_prompt": True})
+    closed = _render(tokenizer, [_USER], options)
+    opened = _render(tokenizer, [_USER], {**options, "add_generation_prompt": True})
     if closed is not None and opened is not None and opened.startswith(closed):
         headers.add(opened[len(closed) :])
-    return ChatMarks(headers=_sorted(headers), footers=_sorted(footers))
+    return _sorted(headers), _sorted(footers)
 
 
 def _sorted(texts: set[str]) -> tuple[bytes, ...]:
@@ -96,54 +80,37 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-class TokenText(Protocol):
-    """Converts token ids to bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenText:
+    """Converts token ids to bytes; this class is for a missing tokenizer, and shows the ids."""
 
-    marks: texts of the chat template. note: what cannot be shown, and why.
-    """
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    @property
-    def marks(self) -> ChatMarks: ...
-    @property
-    def note(self) -> str: ...
+    note: str = ""
+    """What cannot be shown, and why; empty if everything can be."""
+    special_ids: frozenset[int] = frozenset()
+    headers: tuple[bytes, ...] = ()
+    """Texts of the chat template that open a message, including the generation prompt, longest
+    first; they are never trained. Example: b"<|im_start|>assistant\\n" """
+    footers: tuple[bytes, ...] = ()
+    """Texts that close a message, longest first; the footer of a reply is sampled, and trained.
+    Example: b"<|im_end|>\\n" """
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return one byte string for each token."""
-        ...
-
-    def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """Return the number of tokens that were inserted after the reply `sampled` to close it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BareIds:
-    """Replaces a missing tokenizer. note: the reason why it is missing."""
-
-    note: str
-    special_ids: frozenset[int] = frozenset()
-    marks: ChatMarks = NO_MARKS
-
-    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         return [f"⟨{token}⟩".encode() for token in token_ids]
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
+        """Return the number of tokens that were inserted after the reply `sampled` to close it."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerText:
+class TokenizerText(TokenText):
     """Converts token ids to text with a Hugging Face tokenizer and its chat template."""
 
     tokenizer: Any
     renderer: ChatRenderer
-    special_ids: frozenset[int]
     added: dict[int, str]
     is_byte_level: bool
-    marks: ChatMarks = NO_MARKS
-    note: str = ""
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         return [self._piece(int(token)) for token in token_ids]
@@ -182,31 +149,33 @@ def token_text(
     chat_template: str | None,
     why_not: str,
 ) -> TokenText:
-    """Load the tokenizer of a model directory or hub name; return BareIds if it has none.
+    """Load the tokenizer of a model directory or hub name; without one, return a text of ids.
 
-    why_not: the note of BareIds if `model` is None.
+    why_not: the note if `model` is None.
     """
     if model is None:
-        return BareIds(note=why_not)
+        return TokenText(note=why_not)
     from actors.environment.tokenizer import load_tokenizer  # a second of imports
 
     try:
         tokenizer: Any = load_tokenizer(model, chat_template=chat_template)
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return BareIds(note=f"the tokenizer of {model} cannot be loaded ({first_line})")
+        return TokenText(note=f"the tokenizer of {model} cannot be loaded ({first_line})")
     return text_by(tokenizer, template_options=template_options)
 
 
 def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerText:
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    headers, footers = _chat_marks(tokenizer, template_options)
     return TokenizerText(
         tokenizer=tokenizer,
         renderer=ChatRenderer(tokenizer, template_options=template_options),
         special_ids=frozenset(tokenizer.all_special_ids),
         added={index: str(token) for index, token in tokenizer.added_tokens_decoder.items()},
         is_byte_level="ByteLevel" in str(getattr(backend, "decoder", "")),
-        marks=chat_marks(tokenizer, template_options=template_options),
+        headers=headers,
+        footers=footers,
     )
 
 

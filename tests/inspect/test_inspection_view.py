@@ -39,7 +39,7 @@ from service.inspect.build import (
 )
 from service.inspect.document import trajectory_document
 from service.inspect.terminal import show
-from service.inspect.token_text import BareIds
+from service.inspect.token_text import TokenText
 from service.inspect.view import Token, TokenClass, TrajectoryView
 from service.visible import visible
 
@@ -171,7 +171,7 @@ def test_a_sampled_token_without_a_log_probability_is_a_fault() -> None:
 def test_any_trajectory_is_shown_with_each_sampled_token_once(seed: int) -> None:
     step = step_of([random_group(0, seed)], number=4)
     for entry in step.entries:
-        view = build_view(step, entry, BareIds(note="none"))
+        view = build_view(step, entry, TokenText(note="none"))
         sampled = [token for token in tokens_of(view) if token.turn is not None]
         assert len(sampled) == entry.trajectory.num_sampled
         assert sum(t.kind is TokenClass.TRAINED for t in sampled) == entry.num_trained
@@ -242,7 +242,7 @@ def test_no_name_puts_a_control_character_on_the_page_or_the_terminal(tmp_path: 
     trajectory = replace(step.entries[0].trajectory, **wild)
     entry = replace(step.entries[0], trajectory=trajectory, problem="a problem\x1b[1m")
     note = "no tokenizer in /tmp/\x1b[2J"
-    view = build_view(replace(step, entries=(entry,)), entry, BareIds(note=note))
+    view = build_view(replace(step, entries=(entry,)), entry, TokenText(note=note))
     page, shown = page_of(view, tmp_path), printed(view, is_coloured=False)
     for name in names:
         assert f"\\u003cb>{name}\\\\x1b[2J\\\\x00\\\\udcff" in page
