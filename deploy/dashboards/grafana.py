@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, timeseries
@@ -97,25 +97,19 @@ class Look(StrEnum):
 HEIGHTS = {Look.NUMBER: 4, Look.NAME: 4, Look.LINES: 8, Look.HEATMAP: 8}
 
 
-class Choice(StrEnum):
-    """A variable of a dashboard besides the data source, the place and the run."""
-
-    ENVIRONMENT = "environment"
-    REPLICA = "replica"
-    RAY_CLUSTER = "ray_cluster"
-
-
+Choice = Literal["environment", "replica", "ray_cluster"]
+"""A variable of a dashboard besides the data source, the place and the run."""
 # The caption of each choice, and the query for its values.
 CHOICES: Mapping[Choice, tuple[str, str]] = {
-    Choice.ENVIRONMENT: (
+    "environment": (
         "Environment",
         f"label_values(rayloom_rollouts_total{{{RUN_OF_PLACE}}}, environment)",
     ),
-    Choice.REPLICA: (
+    "replica": (
         "Replica",
         f"label_values(vllm:num_requests_running{{{RUN_OF_PLACE}}}, replica)",
     ),
-    Choice.RAY_CLUSTER: (
+    "ray_cluster": (
         "Ray cluster",
         f"label_values(ray_cluster_active_nodes{{{_PLACE}}}, ray_io_cluster)",
     ),
@@ -302,7 +296,7 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
     run = _query(
         "run", "Run", f"label_values(rayloom_train_steps_total{{{_PLACE}}}, run)"
     ).description("run.name of its configuration.")
-    chosen = [_choice(choice.value, *CHOICES[choice]) for choice in dashboard.choices]
+    chosen = [_choice(choice, *CHOICES[choice]) for choice in dashboard.choices]
     runbooks = (
         sdk.TextBoxVariable("runbooks")
         .label("Runbooks")

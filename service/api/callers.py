@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -24,11 +23,11 @@ from service.access.keys import (
     Caller,
     KeyBook,
     KeyLimits,
-    NamedKey,
     digest_of,
 )
 from service.access.rates import Rates
 from service.access.secret_files import SecretFile
+from service.api.ports import RunPort
 from service.api.problems import Problem, RunUnavailable
 from service.api.settings import bearer_of
 
@@ -40,12 +39,6 @@ PATIENCE_S = 1.0
 BURST_S = 5.0
 
 
-class ReadsKeys(Protocol):
-    """A source of the run's keys. Raises: RunUnavailable."""
-
-    async def keys(self) -> Sequence[NamedKey]: ...
-
-
 class Callers:
     """Finds the sender of each request to an API replica, and counts requests by key.
 
@@ -54,7 +47,7 @@ class Callers:
 
     def __init__(
         self,
-        run: ReadsKeys,
+        run: RunPort,
         *,
         first_digest: str | SecretFile[str] | None,
         defaults: KeyLimits = NO_LIMITS,

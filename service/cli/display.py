@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -65,23 +64,9 @@ PHASE_STYLES = {
 Clock = Callable[[], float]
 
 
-class Display(Protocol):
-    """A display of a run."""
-
-    def update(self, status: RunStatus) -> None:
-        """Show the next status; statuses must be passed in order."""
-        ...
-
-    def leave(self) -> None:
-        """Release the terminal until the next status."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was, with the last picture still on it."""
-        ...
-
-
-def open_display(*, environ: Mapping[str, str], console: Console | None = None) -> Display:
+def open_display(
+    *, environ: Mapping[str, str], console: Console | None = None
+) -> LineDisplay | LiveDisplay:
     """Open a live display if the terminal supports it, otherwise a display of lines.
 
     A display of lines is used in a pipe, in CI, in a notebook's cell (a terminal that cannot
@@ -97,7 +82,10 @@ def open_display(*, environ: Mapping[str, str], console: Console | None = None) 
 
 
 class LineDisplay:
-    """Prints a line for each step, phase, evaluation and notice; no escape codes or wrapping."""
+    """Prints a line for each step, phase, evaluation and notice; no escape codes or wrapping.
+
+    Statuses must be passed to `update` in order.
+    """
 
     def __init__(self, console: Console, *, clock: Clock = time.time) -> None:
         self._console = console
@@ -113,9 +101,11 @@ class LineDisplay:
                 self._console.file.flush()
 
     def leave(self) -> None:
+        """Release the terminal until the next status."""
         self.close()
 
     def close(self) -> None:
+        """Leave the terminal as it was, with the last picture still on it."""
         with outlet(self._console.file):
             self._console.file.flush()
 

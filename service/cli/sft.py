@@ -35,7 +35,7 @@ from service.config.preflight import (
     check_model_sources,
     check_stop_tokens,
 )
-from service.config.sft import LongChats, SftConfig
+from service.config.sft import SftConfig
 from service.launch.cluster import joined
 from service.launch.gguf_models import with_converted_models
 from service.launch.run_dir import RunDir, check_new, held_alone, model_path
@@ -206,7 +206,7 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
             split=settings.split,
             subset=settings.subset,
             max_tokens=config.model.max_context_tokens,
-            leaves_out_long=settings.long_chats is LongChats.LEAVE_OUT,
+            leaves_out_long=settings.long_chats == "leave_out",
             section="sft",
             tell=warn,
         )

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from actors.deadline import poll
 from service import units
 from service.api.settings import HttpSettings, api_address, api_route
-from service.cli.display import Display, open_display
+from service.cli.display import LineDisplay, LiveDisplay, open_display
 from service.cli.outlet import say, warn
 from service.cli.stages import Stages
 from service.config.tree import Config
@@ -193,7 +193,7 @@ def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
 
 def _show_until_done(
     watcher: SupervisorWatcher,
-    display: Display,
+    display: LineDisplay | LiveDisplay,
     run_dir: RunDir,
     signals: StopSignals,
     *,
@@ -230,7 +230,7 @@ def _show_until_done(
     return _report_ending(ending, run_dir, is_stopped=is_stopped, last=watcher.last)
 
 
-def _show_stopped(display: Display, run_dir: RunDir) -> None:
+def _show_stopped(display: LineDisplay | LiveDisplay, run_dir: RunDir) -> None:
     display.leave()
     say(
         "rayloom: the display is stopped, and the run continues; fg shows it again, `rayloom stop "
@@ -238,7 +238,7 @@ def _show_stopped(display: Display, run_dir: RunDir) -> None:
     )
 
 
-def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
+def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSignals) -> None:
     if signals.is_asked or ending.was_stopped:
         return
     display.close()

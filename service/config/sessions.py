@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 from actors.limits import STRICT, Positive, Seconds
 
-
-class Titles(StrEnum):
-    """The handling of calls with which an agent names its conversation."""
-
-    TRAIN = "train"
-    """Train them like every other turn."""
-    LEAVE_OUT = "leave_out"
-    """Do not train a turn that is certainly a title (docs/semantics.md)."""
-
-
-class Unsupported(StrEnum):
-    """The handling of a parameter that a session cannot obey."""
-
-    REFUSE = "refuse"
-    IGNORE = "ignore"
-
-
-class SystemMessages(StrEnum):
-    """The handling of system texts that the chat template refuses or does not show."""
-
-    MERGE = "merge"
-    REFUSE = "refuse"
+Titles = Literal["train", "leave_out"]
+"""Whether to train a turn that is certainly a title (docs/semantics.md) like every other turn."""
+Unsupported = Literal["refuse", "ignore"]
+SystemMessages = Literal["merge", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +31,17 @@ class SessionSettings:
     """
     reward_deadline_s: Seconds = 3600
     """Seconds for which a finished session may wait for a reward that is sent later."""
-    unsupported: Unsupported = Unsupported.REFUSE
+    unsupported: Unsupported = "refuse"
     """How to handle a parameter that a session cannot obey, if the answer has the same form without
     it (a forced tool_choice, a JSON schema, logit_bias). refuse: answer 400 with its name; ignore:
     sample without it, and count it in the session's view."""
     max_body_mib: Positive = 48
     """Largest body of a request in MiB; it also limits uploaded trajectories."""
-    titles: Titles = Titles.TRAIN
+    titles: Titles = "train"
     """Whether titles of conversations, which the session's reward does not judge, are trained. Use
     `leave_out` for agents that request titles without marking the call as auxiliary.
     """
-    system_messages: SystemMessages = SystemMessages.MERGE
+    system_messages: SystemMessages = "merge"
     """How to handle system and developer messages that the chat template refuses or does not show
     at their position. merge: put all of their texts into one message at the front, in a new sample
     if the conversation has already begun; refuse: answer with status 400.

@@ -6,8 +6,7 @@ It has the sections `model` and `trainer` of a run's configuration, and its own 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,13 +15,6 @@ from actors.limits import STRICT, Positive, Seed
 from actors.trainer.settings import TrainerSettings
 from service.config.tree import Config, ModelSettings, RunSettings
 from service.inference.settings import InferenceSettings
-
-
-class LongChats(StrEnum):
-    """The treatment of chats that are longer than the context; none is ever cut."""
-
-    REFUSE = "refuse"
-    LEAVE_OUT = "leave_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +37,7 @@ class SftSettings:
     """Arguments of the chat template, such as enable_thinking: false; use the same values in
     rollouts.template_options of a later run.
     """
-    long_chats: LongChats = LongChats.REFUSE
+    long_chats: Literal["refuse", "leave_out"] = "refuse"
     """Chats that are longer than model.max_context_tokens: refuse the data set, or leave them out.
     They are never cut.
     """

@@ -5,8 +5,7 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MinLen
 from pydantic import Field
@@ -16,12 +15,6 @@ from actors.limits import STRICT
 Name = Annotated[str, MinLen(1)]
 # A URL without a user and a password, which would otherwise be in the files of the run.
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
-
-
-class WandbMode(StrEnum):
-    ONLINE = "online"
-    OFFLINE = "offline"
-    """Write into files, which `wandb sync` uploads later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +31,7 @@ class WandbSettings:
     """Name of a group of runs that W&B shows together; null: no group."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
-    mode: WandbMode = WandbMode.ONLINE
+    mode: Literal["online", "offline"] = "online"
     """online: send to the server; offline: only write files for `wandb sync`."""
     directory: str | None = None
     """Directory in which wandb creates its folder wandb; null: the run's directory."""

@@ -41,16 +41,6 @@ class TooLate(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitTotals:
-    """Totals of durable changes since the gateway's start."""
-
-    num_commits: int = 0
-    num_changes: int = 0
-    commit_s: float = 0.0
-    """Seconds in transactions, including the wait for the database."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     changes: tuple[Change, ...]
     done: asyncio.Future[None] | None
@@ -86,11 +76,9 @@ class GroupCommit:
         self._ended_at = -PAUSE_S
         self._is_closed = False
         self._failure: BaseException | None = None
-        self._totals = CommitTotals()
-
-    @property
-    def totals(self) -> CommitTotals:
-        return self._totals
+        self.num_commits = 0
+        self.num_changes = 0
+        """Number of stored changes, as `num_commits` since the gateway's start."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -200,14 +188,10 @@ class GroupCommit:
 
     async def _store_batch(self, batch: Sequence[_Entry]) -> None:
         changes = [change for entry in batch for change in entry.changes]
-        started = time.monotonic()
         too_late = await self._thread.call(self._store.apply, changes, term=self._term)
         self._ended_at = time.monotonic()
-        self._totals = CommitTotals(
-            num_commits=self._totals.num_commits + 1,
-            num_changes=self._totals.num_changes + len(changes) - len(too_late),
-            commit_s=self._totals.commit_s + self._ended_at - started,
-        )
+        self.num_commits += 1
+        self.num_changes += len(changes) - len(too_late)
         first = 0
         for entry in batch:
             places = range(first, first + len(entry.changes))

@@ -34,7 +34,6 @@ from service.api.rollouts import (
 from service.api.schemas import KnownId
 from service.api.settings import HttpSettings
 from service.api.waiting import Prefer, patiently
-from service.config.sessions import Unsupported
 from service.gateway.bodies import (
     CloseAnswer,
     FinishBody,
@@ -445,7 +444,7 @@ async def _read_call(
     body = await _parsed(b"".join([part async for part in request.stream()]))
     if defaults and isinstance(body, dict):
         body = {**defaults, **body}
-    ignores = settings.sessions.unsupported is Unsupported.IGNORE
+    ignores = settings.sessions.unsupported == "ignore"
     wanted, style = await asyncio.to_thread(dialect.read, body, request.headers, ignores=ignores)
     call = ChatCall(
         session_id=holder_of(key).whole(name),

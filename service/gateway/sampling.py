@@ -131,7 +131,7 @@ class Sampler:
         temperature: float,
         now: Callable[[], float],
         stop: tuple[str, ...] = (),
-        system_messages: SystemMessages = SystemMessages.MERGE,
+        system_messages: SystemMessages = "merge",
         reads_calls: bool = True,
     ) -> None:
         """Store the parts from which turns are made.
@@ -142,7 +142,7 @@ class Sampler:
         in this model's replies.
         """
         self._renderer = renderer
-        self._merges_system = system_messages is SystemMessages.MERGE
+        self._merges_system = system_messages == "merge"
         self._reads_calls = reads_calls
         self.engine = engine
         self._background = background

@@ -29,7 +29,7 @@ from actors.metrics import GatewayMetrics
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import Outcome, RolloutAssignment, Trajectory
 from service.access.keys import NO_LIMITS, Caller, KeyBook, KeyLimits, NamedKey, digest_of, may_see
-from service.config.sessions import SessionSettings, Titles
+from service.config.sessions import SessionSettings
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
@@ -341,7 +341,7 @@ class Sessions:
             background=self._background,
             metrics=self._metrics,
             now=self._now,
-            leaves_titles_out=self._settings.sessions.titles is Titles.LEAVE_OUT,
+            leaves_titles_out=self._settings.sessions.titles == "leave_out",
         )
 
     def _forget(self, name: str) -> None:

@@ -90,11 +90,6 @@ def map_buffer(path: str, *, num_bytes: int) -> Bytes:
 
 
 @dataclass
-class ObjectStoreInitInfo(WeightTransferInitInfo):
-    """The arguments of the initialisation: none, because every update has all its data."""
-
-
-@dataclass
 class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
     """The arguments of an update with one weight group."""
 
@@ -205,13 +200,15 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         """Do nothing: no state outlives an update."""
 
 
-class ObjectStoreWeightTransferEngine(_LayerwiseReload[ObjectStoreInitInfo, ObjectStoreUpdateInfo]):
+class ObjectStoreWeightTransferEngine(
+    _LayerwiseReload[WeightTransferInitInfo, ObjectStoreUpdateInfo]
+):
     """A loader of weight groups from memory that the replica shares."""
 
-    init_info_cls = ObjectStoreInitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = ObjectStoreUpdateInfo
 
-    def init_transfer_engine(self, init_info: ObjectStoreInitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: this backend has no group to join."""
 
     def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:

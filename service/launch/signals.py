@@ -15,20 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit code of a run that a signal stopped: 128 + SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
 # One byte for each signal; more signals than this do not arrive during a start.
 _NOTED_BYTES = 4096
-
-
-class _Mode(Enum):
-    RAISE = "raise"
-    HOLD = "hold"
-    IGNORE = "ignore"
 
 
 class StopSignals:
@@ -39,7 +32,7 @@ class StopSignals:
         self._taken = tuple(
             number for number in NUMBERS if not (is_detached and number == signal.SIGHUP)
         )
-        self._mode = _Mode.RAISE
+        self._mode: Literal["raise", "hold", "ignore"] = "raise"
         self._num_seen = 0
 
     @property
@@ -61,12 +54,12 @@ class StopSignals:
 
         Raises: KeyboardInterrupt if a signal has arrived already.
         """
-        self._mode = _Mode.HOLD
+        self._mode = "hold"
         self.check()
 
     def ignore(self) -> None:
         """Ignore all signals from now on; for the time in which the run's parts are ended."""
-        self._mode = _Mode.IGNORE
+        self._mode = "ignore"
 
     def install(self) -> None:
         """Install the handlers; call it again after a library has replaced them, as Ray does for
@@ -78,7 +71,7 @@ class StopSignals:
     def _handle(self, _number: int, _frame: Any) -> None:
         self._num_seen += 1
         is_first = self._num_seen == 1
-        if self._mode is _Mode.IGNORE or (self._mode is _Mode.HOLD and is_first):
+        if self._mode == "ignore" or (self._mode == "hold" and is_first):
             return
         raise KeyboardInterrupt
 

@@ -23,15 +23,6 @@ FILES_FACTOR = 10
 ENDED_UNSAVED = "the term ended before its checkpoint was committed"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
-    """A requested checkpoint that a caller waits for."""
-
-    step: int
-    """The last step that was finished at the request; a later step's checkpoint answers it too."""
-    answer: asyncio.Future[Commit]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """A committed checkpoint."""
@@ -66,7 +57,10 @@ class CheckpointWriter:
         self._committed_at = self._begun_at = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
         """Waits until the last checkpoint is written, then commits it; None if done."""
-        self._requests: list[_Request] = []
+        self._requests: dict[asyncio.Future[Commit], int] = {}
+        """Answers that callers wait for, each with the last step that was finished at its request;
+        a later step's checkpoint answers it too.
+        """
         self._is_over = False
 
     @property
@@ -86,9 +80,9 @@ class CheckpointWriter:
         """
         if self._is_over:
             raise ActorLost(ENDED_UNSAVED)
-        request = _Request(step=done, answer=asyncio.get_running_loop().create_future())
-        self._requests.append(request)
-        return await request.answer
+        answer: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
+        self._requests[answer] = done
+        return await answer
 
     async def save_requested(self, done: int) -> None:
         """Begin a requested checkpoint of step `done`, unless that step is committed already."""
@@ -163,9 +157,9 @@ class CheckpointWriter:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
         self._is_over = True
-        for request in self._requests:
-            if not request.answer.done():
-                request.answer.set_exception(ActorLost(ENDED_UNSAVED))
+        for answer in self._requests:
+            if not answer.done():
+                answer.set_exception(ActorLost(ENDED_UNSAVED))
 
     def _is_committed(self, step: int) -> bool:
         return self.newest.step == step and bool(self.newest.directory)
@@ -208,8 +202,8 @@ class CheckpointWriter:
 
     def _answer_requests(self) -> None:
         """Answer the checkpoint requests that the newest checkpoint satisfies."""
-        served = [each for each in self._requests if each.step <= self.newest.step]
-        self._requests = [each for each in self._requests if each not in served]
-        for request in served:
-            if not request.answer.done():
-                request.answer.set_result(self.newest)
+        served = [each for each, step in self._requests.items() if step <= self.newest.step]
+        for answer in served:
+            del self._requests[answer]
+            if not answer.done():
+                answer.set_result(self.newest)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from actors.algorithm import AlgorithmSettings
 from actors.environment.evaluation import EvaluationSet
-from actors.trajectory_queue.messages import StepInput
-from service.config.tree import RunSettings
-from service.run.health import FailureLimits
+from service.config.tree import Config
 from service.run.pauses import Pauses
-from service.run.task_feed import Curriculum, TaskFeed
+from service.run.task_feed import ConfiguredTasks, Curriculum
 
 if TYPE_CHECKING:
     # These import Ray, torch and vLLM, which the loop itself does not need.
-    from actors.merge.actor import BuiltStep
+    from service.backlog.queue import SubmissionQueue
     from service.run.engines import Publisher
     from service.run.environment_pool import EnvironmentPool
     from service.run.recorder import RunRecorder
+    from service.run.restartable_merge import RestartableMerge
     from service.run.restartable_queue import RestartableQueue
     from service.run.restartable_trainer import RestartableTrainer
 
@@ -30,11 +28,9 @@ class LoopSettings:
 
     term: int
 
-    run: RunSettings
-    algorithm: AlgorithmSettings
+    config: Config
     first_step: int
     """First step of this term: the checkpoint's step + 1, or 1."""
-    failures: FailureLimits
     has_clients: bool = False
     """Whether clients submit the tasks; then groups that cannot be trained do not end the run."""
     checkpoint: str = ""
@@ -48,30 +44,17 @@ class LoopSettings:
     commit_after_s: float = 60.0
 
 
-class Merge(Protocol):
-    """The merge actor's calls. They raise PayloadsLost; `build` also raises ScoresLost."""
-
-    async def plan(self, step_input: StepInput, version: int) -> Sequence[Any]: ...
-    async def build(
-        self,
-        step_input: StepInput,
-        version: int,
-        scores: Sequence[Any],
-        republished: Sequence[int],
-    ) -> BuiltStep: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handles:
     """The actors and objects that the loop calls; tests replace them by small fakes."""
 
     queue: RestartableQueue
-    merge: Merge
+    merge: RestartableMerge
     trainer: RestartableTrainer
     publisher: Publisher
     environments: EnvironmentPool
     recorder: RunRecorder
-    tasks: TaskFeed
+    tasks: ConfiguredTasks | SubmissionQueue
     evaluation_sets: Sequence[EvaluationSet]
     pauses: Pauses
 

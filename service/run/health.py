@@ -15,11 +15,8 @@ from functools import reduce
 from itertools import islice
 from typing import Generic, TypeVar
 
-from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
-from actors.environment.settings import RolloutSettings
 from actors.merge.report import StepReport
-from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.ledger import (
     EvictionReason,
@@ -32,7 +29,7 @@ from actors.weights.board import BoardStatus
 from actors.weights.logprob_check import LogprobCheck
 from service import units
 from service.api.schemas import ReadyAnswer
-from service.inference.settings import InferenceSettings
+from service.config.tree import Config
 from service.report.document import Phase
 from service.telemetry.records import EvaluationRecord, StepRecord
 
@@ -343,16 +340,6 @@ class FaultCount:
         self._times.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureLimits:
-    """The failure limits of the configuration."""
-
-    rollouts: RolloutSettings
-    algorithm: AlgorithmSettings
-    trainer: TrainerSettings
-    inference: InferenceSettings
-
-
 class FailureWatch:
     """Ends a run that makes no progress. The loop of each term calls it while it waits for a step
     and after each step.
@@ -365,8 +352,8 @@ class FailureWatch:
     a row. Third, the merge actor refused every trajectory in `max_skipped_steps` steps in a row.
     """
 
-    def __init__(self, limits: FailureLimits) -> None:
-        self._limits = limits
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._streak: int | None = None
         """`FailedGroups.num_usable_before` of the counted failures; None if there are none."""
         self._failing_since = 0.0
@@ -436,7 +423,7 @@ class FailureWatch:
 
     def check_logprobs(self) -> None:
         """Raise RunFailed if too many checks exceeded the bound. Called between two steps."""
-        limit = self._limits.trainer.logprob_check_failures
+        limit = self._config.trainer.logprob_check_failures
         if limit and self._num_unequal >= limit:
             raise RunFailed(
                 "trainer and engines compute different log-probabilities after "
@@ -452,7 +439,7 @@ class FailureWatch:
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
-        if self._num_misaligned >= self._limits.trainer.max_skipped_steps:
+        if self._num_misaligned >= self._config.trainer.max_skipped_steps:
             raise RunFailed(
                 f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
                 "ended as token_misaligned, and nothing was trained; the last step's first: "
@@ -463,7 +450,7 @@ class FailureWatch:
     def check_step(self, step: int, *, was_trained: bool) -> None:
         """Raise RunFailed after too many skipped steps. was_trained: an update was finite."""
         self._num_skipped = 0 if was_trained else self._num_skipped + 1
-        if self._num_skipped >= self._limits.trainer.max_skipped_steps:
+        if self._num_skipped >= self._config.trainer.max_skipped_steps:
             raise RunFailed(
                 f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
                 "and none was applied; their inputs are in checkpoints/skipped: check the loss "
@@ -491,17 +478,17 @@ class FailureWatch:
         self._away_since = None
         num_counted = failed.num_groups - self._num_uncounted
         lasted_s = now - self._failing_since
-        rollouts = self._limits.rollouts
+        rollouts = self._config.rollouts
         is_long = lasted_s >= rollouts.failed_groups_grace_s
         if num_counted >= rollouts.max_failed_groups and is_long:
-            raise RunFailed(_failure_text(failed, num_counted, lasted_s, self._limits))
+            raise RunFailed(_failure_text(failed, num_counted, lasted_s, self._config))
 
     def _wait_for_engine(self, failed: FailedGroups, now: float) -> None:
         self._away_since = now if self._away_since is None else self._away_since
-        if now - self._away_since > self._limits.inference.start_deadline_s:
+        if now - self._away_since > self._config.inference.start_deadline_s:
             raise ActorLost(
                 f"no engine has been ready for {now - self._away_since:.0f} s, expected one within "
-                f"{self._limits.inference.start_deadline_s:g} s (inference.start_deadline_s)"
+                f"{self._config.inference.start_deadline_s:g} s (inference.start_deadline_s)"
             )
         # The count starts again when an engine is back.
         self._failing_since, self._num_uncounted = now, failed.num_groups
@@ -519,10 +506,8 @@ def _token_remedy(cause: TokenCause) -> str:
     return REMEDIES.get(outcome, OTHER_REMEDY)
 
 
-def _failure_text(
-    failed: FailedGroups, num_groups: int, lasted_s: float, limits: FailureLimits
-) -> str:
-    algorithm = limits.algorithm
+def _failure_text(failed: FailedGroups, num_groups: int, lasted_s: float, config: Config) -> str:
+    algorithm = config.algorithm
     ordered = sorted(failed.outcomes.items(), key=lambda item: -item[1])
     counts = ", ".join(f"{count} {outcome.value}" for outcome, count in ordered)
     detail = f": {failed.last_detail}" if failed.last_detail else ""

@@ -84,9 +84,10 @@ class Loop:
     def __init__(self, handles: Handles, settings: LoopSettings) -> None:
         self._handles = handles
         self._settings = settings
+        self._run_settings = settings.config.run
         self._step = settings.first_step
         self._checkpoints = CheckpointWriter(handles, settings, call_trainer=self._with_published)
-        self._failures = FailureWatch(settings.failures)
+        self._failures = FailureWatch(settings.config)
         self._loading: asyncio.Task[None] | None = None
         """Waits until the engines have the last version, then records its step; None if done."""
         self._is_stopping = asyncio.Event()
@@ -105,14 +106,14 @@ class Loop:
     @property
     def is_solved(self) -> bool:
         """Whether the last steps' mean return has reached stop_at_reward."""
-        goal = self._settings.run.stop_at_reward
+        goal = self._run_settings.stop_at_reward
         if goal is None or len(self._rewards) < AVERAGED_STEPS:
             return False
         return sum(self._rewards) / AVERAGED_STEPS >= goal
 
     @property
     def _has_more(self) -> bool:
-        return self._step <= self._settings.run.steps and not self.is_solved
+        return self._step <= self._run_settings.steps and not self.is_solved
 
     def stop(self, *, grace_s: float | None = None) -> None:
         """Finish the current step, write a checkpoint, and return from `run`.
@@ -247,7 +248,7 @@ class Loop:
         Raises: PayloadsLost.
         """
         merge, trainer = self._handles.merge, self._handles.trainer
-        if not self._settings.algorithm.scores_first:
+        if not self._settings.config.algorithm.scores_first:
             return await merge.build(step_input, trainer.version, (), trainer.republished), 0.0
         for _ in range(MAX_SCORINGS):
             shards = await merge.plan(step_input, trainer.version)
@@ -295,7 +296,7 @@ class Loop:
         stages = replace(stages, publish=watch.lap())
         trained = TrainedStep(step=step, version=version, report=report, stats=stats, stages=stages)
         # Synchronous training samples nothing while the engines load, so it waits for them here.
-        if not self._settings.algorithm.is_synchronous and not self._is_any_due(step):
+        if not self._settings.config.algorithm.is_synchronous and not self._is_any_due(step):
             self._loading = asyncio.create_task(self._load_and_record(trained), name="load")
         else:
             await self._load_and_checkpoint(trained)
@@ -348,10 +349,10 @@ class Loop:
 
     def _is_any_due(self, step: int) -> bool:
         """Return whether an evaluation or a checkpoint needs exactly this step's version."""
-        return self._is_evaluation_due(step) or step % self._settings.run.checkpoint_every == 0
+        return self._is_evaluation_due(step) or step % self._run_settings.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:
-        return step % self._settings.run.evaluate_every == 0 or step == self._settings.run.steps
+        return step % self._run_settings.evaluate_every == 0 or step == self._run_settings.steps
 
     async def _join_loading(self) -> None:
         """Wait until the engines have the version published last and its step is recorded."""
@@ -371,7 +372,7 @@ class Loop:
         if self._is_evaluation_due(step):
             await self._evaluate(step=step)
         stages = replace(stages, evaluate=watch.lap())
-        is_due = step % self._settings.run.checkpoint_every == 0
+        is_due = step % self._run_settings.checkpoint_every == 0
         if is_due:
             await self._checkpoints.begin(step)
         stages = replace(stages, checkpoint=watch.lap())

@@ -29,9 +29,9 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """An implementation of `handles.Merge` with replaceable actors.
+    """The merge actor's calls; a lost actor is replaced.
 
-    Its calls raise ActorLost after MAX_ATTEMPTS.
+    They raise PayloadsLost, and ActorLost after MAX_ATTEMPTS; `build` also raises ScoresLost.
     """
 
     def __init__(

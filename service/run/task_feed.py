@@ -1,10 +1,12 @@
-"""The loop's source of tasks, and its implementation for a configuration's own tasks."""
+"""The loop's source of tasks for a configuration's own tasks, and the curriculum.
+
+For submissions it is `service.backlog.queue`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from actors.environment.settings import CurriculumSettings
 from actors.environment.tasks import OTHER_SOURCE, OTHER_TASK, SLOTS, TaskSource, derived_seed
@@ -16,17 +18,6 @@ from actors.types import Task
 # Offsets of the tasks that the curriculum considers for a slot: first tasks of the slot's own
 # source, then the first tasks of the next sources.
 _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in range(1, 9)))
-
-
-class TaskFeed(Protocol):
-    """A source of tasks for groups: the configuration's task set, or clients' submissions."""
-
-    async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Return tasks for the open slots, in order; fewer if fewer tasks are available.
-
-        The call may wait a moment for the first task; the list is empty if no task came.
-        """
-        ...
 
 
 def task_index(slot: OpenSlot) -> int:

@@ -51,7 +51,7 @@ from service.run.environment_pool import (
 )
 from service.run.evaluation import EvaluationFiles
 from service.run.handles import Handles, LoopSettings
-from service.run.health import FailureLimits, RunFailed
+from service.run.health import RunFailed
 from service.run.loop import Loop
 from service.run.pauses import Pauses
 from service.run.recorder import RunRecorder
@@ -553,21 +553,14 @@ class Term:
 
     def _loop_settings(self) -> LoopSettings:
         config, parent = self._config, self._lease.parent
-        run, has_clients = config.run, self._submissions is not None
+        has_clients = self._submissions is not None
         if has_clients:
             # A service ends with its last step: clients may still submit harder tasks.
-            run = replace(run, stop_at_reward=None)
+            config = replace(config, run=replace(config.run, stop_at_reward=None))
         return LoopSettings(
             term=self._lease.term,
-            run=run,
-            algorithm=config.algorithm,
+            config=config,
             first_step=self.first_step,
-            failures=FailureLimits(
-                rollouts=config.rollouts,
-                algorithm=config.algorithm,
-                trainer=config.trainer,
-                inference=config.inference,
-            ),
             has_clients=has_clients,
             checkpoint=parent.directory if parent else "",
         )

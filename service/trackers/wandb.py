@@ -44,7 +44,7 @@ class Wandb:
             entity=settings.entity,
             group=settings.group,
             tags=settings.tags,
-            mode=settings.mode.value,
+            mode=settings.mode,
             dir=str(directory),
             # Only the curves: no data of the machine, the code, the output or the environment.
             settings=wandb.Settings(

@@ -23,7 +23,7 @@ from worlds.parts.session_app import SessionRun
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tokenizer import RAW, with_template
 from actors.types import FinishReason, Outcome
-from service.config.sessions import SessionSettings, Unsupported
+from service.config.sessions import SessionSettings
 from service.gateway.bodies import NewSession, SessionsBody
 
 SESSION = NewSession.of(NAME, client_key="", address="http://localhost")
@@ -206,7 +206,7 @@ async def test_what_is_ignored_is_counted_in_the_sessions_view_and_outlives_the_
     tmp_path: Path,
 ) -> None:
     texts = ("zero", "one", "two")
-    async with asking(tmp_path, *texts, unsupported=Unsupported.IGNORE) as (gateway, client):
+    async with asking(tmp_path, *texts, unsupported="ignore") as (gateway, client):
         for asked in (
             {"tool_choice": "required"},
             {"tool_choice": "required", "logit_bias": {"5": 1}},

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -120,7 +120,7 @@ def schema(name: str) -> dict[str, Any]:
 async def agent(
     directory: Path,
     *,
-    titles: Titles = Titles.TRAIN,
+    titles: Titles = "train",
     max_context_tokens: int = 4000,
     turns: int = 8,
 ) -> AsyncIterator[Agent]:
@@ -308,11 +308,11 @@ WORKED = (
 )
 
 
-@pytest.mark.parametrize("titles", Titles)
+@pytest.mark.parametrize("titles", get_args(Titles))
 @pytest.mark.parametrize("worked", WORKED, ids=lambda each: each.name)
 async def test_a_worked_session(tmp_path: Path, worked: Worked, titles: Titles) -> None:
     expected = dict(worked.left_out or {})
-    if titles is Titles.LEAVE_OUT:
+    if titles == "leave_out":
         expected |= worked.titles or {}
     listed = [{"turn": number, "reason": reason} for number, reason in expected.items()]
     async with agent(tmp_path, titles=titles) as player:
@@ -355,7 +355,7 @@ async def test_with_titles_left_out_nothing_else_is(tmp_path: Path, title: dict[
         replace(ask(system("Name this chat."), TASK, said="A title"), **title),
         ask(*more, said=call, tools=("lookup",)),
     ]
-    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+    async with agent(tmp_path, titles="leave_out") as player:
         for each in asked:
             await player.ask(each)
         assert (await player.view())["left_out_turns"] == []
@@ -373,7 +373,7 @@ async def test_with_titles_left_out_a_rewritten_first_reply_is_none(
     tmp_path: Path, begun: tuple[tuple[str, Any], ...]
 ) -> None:
     """smolagents ends the code that its stop string had cut, and sends it back so."""
-    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+    async with agent(tmp_path, titles="leave_out") as player:
         await player.ask(ask(TASK, said="<code>look()"))
         again = (*begun, user("seen"))
         await player.ask(ask(*again, said="It is sent."))
@@ -384,7 +384,7 @@ async def test_with_titles_left_out_a_rewritten_first_reply_is_none(
 async def test_a_title_may_be_asked_for_with_the_beginning_of_the_agents_own_prompt(
     tmp_path: Path,
 ) -> None:
-    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+    async with agent(tmp_path, titles="leave_out") as player:
         await player.ask(ask(TASK, said="A title"))
         await player.ask(ask(TASK, said=called("lookup", "seven"), tools=("lookup",)))
         more = (TASK, back(1), result(1, "sent"))
@@ -393,7 +393,7 @@ async def test_a_title_may_be_asked_for_with_the_beginning_of_the_agents_own_pro
 
 
 async def test_with_titles_left_out_another_sample_of_a_prompt_is_none(tmp_path: Path) -> None:
-    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+    async with agent(tmp_path, titles="leave_out") as player:
         for said in ("Sent.", "Lost."):
             await player.ask(ask(RULES, TASK, said=said))
         await player.ask(ask(RULES, TASK, back(1), user("Sure?"), said="Yes."))
@@ -520,7 +520,7 @@ async def test_a_refused_title_or_auxiliary_call_is_no_end(
 
 
 async def test_every_sampled_turn_counts_against_the_limit(tmp_path: Path) -> None:
-    async with agent(tmp_path, turns=3, titles=Titles.LEAVE_OUT) as player:
+    async with agent(tmp_path, turns=3, titles="leave_out") as player:
         await player.ask(ask(RULES, TASK, said="Which one?"))
         await player.ask(ask(system("Rude?"), TASK, said="no", headers=AUXILIARY))
         await player.ask(ask(system("Name it."), TASK, said="An order"))

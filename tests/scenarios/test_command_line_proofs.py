@@ -158,7 +158,7 @@ async def test_a_framework_does_a_task_and_its_session_has_what_was_sampled(
     home, (script, num_samples) = tmp_path / "home", SCRIPTS[program.name]
     policy = policy_over("", script)
     is_constrained = program.name in CONSTRAINED
-    mode = Unsupported.IGNORE if is_constrained else Unsupported.REFUSE
+    mode: Unsupported = "ignore" if is_constrained else "refuse"
     async with serving(tmp_path, policy, unsupported=mode) as served:
         said = await work(program, TASK, home=home, env=served.session.env)
         assert DONE in said and (home / "work" / "note.txt").read_text() == "hello"

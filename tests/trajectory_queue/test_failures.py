@@ -18,10 +18,12 @@ from actors.trajectory_queue.groups import BlockRow, FailedGroups
 from actors.trajectory_queue.ledger import EvictionReason, TokenCause, TokenCounts
 from actors.trajectory_queue.state import QueueState
 from actors.types import LeftOutReason, Outcome, RolloutAssignment
+from service.config.tree import Config, ModelSettings
 from service.inference.settings import InferenceSettings
-from service.run.health import OTHER_REMEDY, FailureLimits, FailureWatch, RunFailed
+from service.run.health import OTHER_REMEDY, FailureWatch, RunFailed
 
-LIMITS = FailureLimits(
+CONFIG = Config(
+    model=ModelSettings(),
     rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=30.0),
     algorithm=AlgorithmSettings(group_size=8),
     trainer=TrainerSettings(max_skipped_steps=3),
@@ -130,7 +132,7 @@ def row(num_groups: int, *, num_usable_before: int = 0, **fields: object) -> Fai
 
 
 def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     watch.check_groups(row(2), num_engines_ready=1, now=100.0)
     watch.check_groups(row(9), num_engines_ready=1, now=129.0)
     with pytest.raises(RunFailed) as told:
@@ -148,7 +150,7 @@ def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> Non
 
 
 def test_few_groups_are_borne_however_long_it_lasts() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     for now in range(0, 10_000, 100):
         watch.check_groups(row(3), num_engines_ready=1, now=float(now))
     with pytest.raises(RunFailed):
@@ -156,7 +158,7 @@ def test_few_groups_are_borne_however_long_it_lasts() -> None:
 
 
 def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     watch.check_groups(row(3), num_engines_ready=1, now=0.0)
     watch.check_groups(row(5, num_usable_before=1), num_engines_ready=1, now=40.0)
     watch.check_groups(None, num_engines_ready=1, now=45.0)
@@ -166,7 +168,7 @@ def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() 
 
 
 def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     watch.check_groups(row(50), num_engines_ready=0, now=0.0)
     watch.check_groups(row(500), num_engines_ready=0, now=500.0)
     watch.check_groups(row(502), num_engines_ready=1, now=540.0)
@@ -176,7 +178,7 @@ def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
 
 
 def test_engines_that_stay_away_are_a_lost_part() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     watch.check_groups(row(1), num_engines_ready=0, now=0.0)
     watch.check_groups(row(9), num_engines_ready=0, now=600.0)
     with pytest.raises(ActorLost, match=r"no engine has been ready for 601 s.*start_deadline_s"):
@@ -192,15 +194,15 @@ def test_engines_that_stay_away_are_a_lost_part() -> None:
     ],
 )
 def test_the_remedy_is_that_of_the_most_frequent_failure(outcome: Outcome, remedy: str) -> None:
-    at_once = replace(LIMITS.rollouts, failed_groups_grace_s=0.0)
-    watch = FailureWatch(replace(LIMITS, rollouts=at_once))
+    at_once = replace(CONFIG.rollouts, failed_groups_grace_s=0.0)
+    watch = FailureWatch(replace(CONFIG, rollouts=at_once))
     counts = {Outcome.REWARD_ERROR: 2, outcome: 5}
     with pytest.raises(RunFailed, match=remedy):
         watch.check_groups(row(4, outcomes=counts), num_engines_ready=1, now=0.0)
 
 
 def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     for step, was_trained in enumerate([False, False, True, False, False], start=1):
         watch.check_step(step, was_trained=was_trained)
     with pytest.raises(RunFailed, match="last 3 steps, up to step 6, was finite") as told:
@@ -210,7 +212,7 @@ def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
 
 
 def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
 
     def look(step: int, num_misaligned: int, *, num_trajectories: int = 4) -> None:
         found = {EvictionReason.TOKEN_MISALIGNED: num_misaligned, EvictionReason.MASKED: 1}
@@ -223,13 +225,13 @@ def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
         look(6, 4)
     for words in ("g1.a0: turn 0: expert records", "trainer.max_skipped_steps"):
         assert words in str(told.value)
-    other = FailureWatch(LIMITS)
+    other = FailureWatch(CONFIG)
     for step in range(1, 6):
         other.check_merge(step, replace(report(step), num_trajectories=0), notices=[])
 
 
 def test_a_reward_that_stays_constant_is_noticed_once_after_three_steps() -> None:
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     constant = replace(report(1), num_groups=2, num_zero_variance_groups=2)
     some = replace(constant, num_zero_variance_groups=1)
     steps = [constant, constant, some, constant, constant, constant, constant]
@@ -240,7 +242,7 @@ def test_a_reward_that_stays_constant_is_noticed_once_after_three_steps() -> Non
 
 def notices_of(shares: list[tuple[int, dict[TokenCause, int]]]) -> dict[int, str]:
     """By step, the notices of a watch that is shown these trained and untrained tokens."""
-    watch = FailureWatch(LIMITS)
+    watch = FailureWatch(CONFIG)
     found = {}
     for step, (trained, untrained) in enumerate(shares, start=1):
         tokens = TokenCounts(trained=trained, untrained=untrained)

@@ -26,21 +26,15 @@ from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, Token
 from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Dtype, Outcome, Task, TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck, compare
-from service.config.tree import RunSettings
+from service.config.tree import Config, ModelSettings, RunSettings
 from service.inference.settings import InferenceSettings
 from service.run.handles import Handles, LoopSettings
-from service.run.health import FailureLimits, WeightsMoved
+from service.run.health import WeightsMoved
 from service.run.loop import Loop
 from service.run.pauses import Pauses
 from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.telemetry.records import EvaluationRecord, StepRecord
 
-LIMITS = FailureLimits(
-    rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=0.0),
-    algorithm=AlgorithmSettings(group_size=2),
-    trainer=TrainerSettings(max_skipped_steps=3),
-    inference=InferenceSettings(start_deadline_s=60.0),
-)
 FAILED = FailedGroups(
     num_usable_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
     last_outcome=Outcome.ENVIRONMENT_ERROR, last_detail="reset: boom", environment="guessing",
@@ -345,14 +339,21 @@ def make_loop(
     )  # fmt: skip
     settings = LoopSettings(
         term=1,
-        run=RunSettings(
-            steps=steps, checkpoint_every=2, evaluate_every=2, stop_at_reward=stop_at_reward
-        ),
-        algorithm=AlgorithmSettings(
-            max_lag=max_lag, baseline=Baseline.CRITIC if scores_first else Baseline.MEAN
+        config=Config(
+            model=ModelSettings(),
+            run=RunSettings(
+                steps=steps, checkpoint_every=2, evaluate_every=2, stop_at_reward=stop_at_reward
+            ),
+            algorithm=AlgorithmSettings(
+                group_size=2,
+                max_lag=max_lag,
+                baseline=Baseline.CRITIC if scores_first else Baseline.MEAN,
+            ),
+            rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=0.0),
+            trainer=TrainerSettings(max_skipped_steps=3),
+            inference=InferenceSettings(start_deadline_s=60.0),
         ),
         first_step=first_step,
-        failures=LIMITS,
         has_clients=has_clients,
         checkpoint=checkpoint,
         commit_after_s=commit_after_s,

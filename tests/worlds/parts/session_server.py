@@ -22,7 +22,7 @@ from actors.environment.protocol import ToolCall
 from actors.environment.rendering import ChatRenderer
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import FinishReason, VersionSpan
-from service.config.sessions import SessionSettings, Titles, Unsupported
+from service.config.sessions import SessionSettings, Unsupported
 from service.gateway.bodies import NewSession
 from worlds.parts.gateway_world import NAME, SPEC, Gateway
 from worlds.parts.session_app import SessionRun
@@ -97,10 +97,10 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, policy: ForcedPolicy, *, unsupported: Unsupported = Unsupported.REFUSE
+    directory: Path, policy: ForcedPolicy, *, unsupported: Unsupported = "refuse"
 ) -> AsyncIterator[Served]:
     """One session, open, as long as the block lasts."""
-    settings = SessionSettings(hold_s=LIMIT_S, titles=Titles.LEAVE_OUT, unsupported=unsupported)
+    settings = SessionSettings(hold_s=LIMIT_S, titles="leave_out", unsupported=unsupported)
     gateway = Gateway(
         directory,
         settings=settings,

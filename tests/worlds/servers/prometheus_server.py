@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
+from deploy.dashboards.grafana import CHOICES, SHORTEST_STEP, load_dashboards
 from deploy.rules.source import PLACE_LABELS
 from worlds.checks.missing_tools import skip_or_fail
 from worlds.servers.ports import free_port
@@ -278,7 +278,7 @@ def fill(expr: str, *, run: str, place: Mapping[str, str] = {}) -> str:
     filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
     for label in PLACE_LABELS:
         filled = filled.replace(f"${label}", place.get(label, ".*"))
-    for choice in Choice:
-        filled = filled.replace(f"${choice.value}", ".*")
+    for choice in CHOICES:
+        filled = filled.replace(f"${choice}", ".*")
     assert "$" not in filled
     return filled
