@@ -267,7 +267,7 @@ class RolloutsAnswer(StrictBody):
 
     @classmethod
     def of(cls, page: TaskPage, caller: Caller) -> RolloutsAnswer:
-        return cls(rollouts=[RolloutLine.of(view, caller) for view in page.tasks], next=page.next)
+        return cls(rollouts=[RolloutLine.of(view, caller) for view in page.items], next=page.next)
 
 
 class EntryAnswer(StrictBody):

@@ -28,7 +28,14 @@ from service.access.names import tenant_of
 from service.backlog.table import SubmissionTable, rebuild
 from service.config.tree import ServiceSettings
 from service.intake.feed import FeedEntry, FeedPage
-from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
+from service.intake.listing import (
+    Page,
+    SessionFilter,
+    SessionPage,
+    SessionPlace,
+    TaskFilter,
+    TaskPage,
+)
 from service.intake.submission import (
     Backlog,
     Offer,
@@ -385,11 +392,11 @@ class SubmissionQueue:
                 if wanted.status in (None, view.status):
                     found.append(view)
                 if len(found) == limit:
-                    return TaskPage(tasks=tuple(found), next=after)
+                    return Page(items=tuple(found), next=after)
             if len(rows) < ROWS_PER_READ:
-                return TaskPage(tasks=tuple(found), next=None)
+                return Page(items=tuple(found), next=None)
             after = rows[-1][0]
-        return TaskPage(tasks=tuple(found), next=after)
+        return Page(items=tuple(found), next=after)
 
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]

@@ -22,10 +22,9 @@ from service.access.keys import Caller
 from service.access.names import own_id
 from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
 from service.config.sessions import SessionSettings
-from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
-from service.intake.listing import SessionLine, SessionPage
-from service.intake.session import SessionRequest, SessionSpec, SessionStatus, session_id
+from service.intake.listing import SessionPage, SessionView
+from service.intake.session import Finish, SessionRequest, SessionSpec, SessionStatus, session_id
 from service.intake.submission import RolloutRequest
 
 # Shorter than other ids may be: the member's number is appended to it.
@@ -375,7 +374,7 @@ class SessionLineAnswer(StrictBody):
     outcome: Outcome | None
 
     @classmethod
-    def of_line(cls, line: SessionLine, caller: Caller) -> SessionLineAnswer:
+    def of_line(cls, line: SessionView, caller: Caller) -> SessionLineAnswer:
         return cls(
             id=caller.shown(line.id),
             group=caller.shown(line.submission_id),
@@ -399,7 +398,7 @@ class SessionListAnswer(StrictBody):
     @classmethod
     def of(cls, page: SessionPage, caller: Caller) -> SessionListAnswer:
         return cls(
-            sessions=[SessionLineAnswer.of_line(line, caller) for line in page.sessions],
+            sessions=[SessionLineAnswer.of_line(line, caller) for line in page.items],
             next=None if page.next is None else "{}.{}".format(*page.next),
         )
 
@@ -433,14 +432,9 @@ class SessionAnswer(SessionLineAnswer):
 
     @classmethod
     def of(cls, view: SessionView, caller: Caller) -> SessionAnswer:
+        assert view.totals is not None
         return cls(
-            id=caller.shown(view.id),
-            group=caller.shown(view.submission_id),
-            member=view.member,
-            status=view.status,
-            created_at=view.created_at,
-            opened_at=view.opened_at,
-            ended_at=view.ended_at,
+            **dict(SessionLineAnswer.of_line(view, caller)),
             turns=view.totals.num_turns,
             sampled_tokens=view.totals.num_sampled_tokens,
             ambiguous=view.totals.num_ambiguous,
@@ -451,8 +445,5 @@ class SessionAnswer(SessionLineAnswer):
             ],
             malformed=view.totals.num_malformed,
             ignored=dict(view.totals.ignored),
-            reward=view.reward,
-            reward_pending=view.is_reward_pending,
-            outcome=view.outcome,
             detail=view.detail,
         )

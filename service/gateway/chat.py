@@ -80,6 +80,20 @@ class ChatRequest:
     no key."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A request for a turn."""
+
+    session_id: str
+    key_digest: str
+    """SHA-256 of the key that the client sent."""
+    request_id: str
+    """Id of the HTTP request, which stays the same if the request is sent to another gateway."""
+    request: ChatRequest
+    deadline_s: float
+    """Seconds from now until the answer is due."""
+
+
 class StopReason(StrEnum):
     """The reason why a reply ended."""
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from actors.deadline import ActorLost, TaskSet, retry
 from actors.environment.policy import GenerateReply, GenerateRequest
 from service.api.problems import RunUnavailable
-from service.gateway.calls import ChatCall
-from service.gateway.chat import ChatReply, Refused, unavailable
+from service.gateway.chat import ChatCall, ChatReply, Refused, unavailable
 from service.remote_calls import SUPERVISOR_DEADLINE_S, await_reply
 from service.store.errors import LeaseLost, StoreError
 

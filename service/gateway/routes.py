@@ -44,8 +44,7 @@ from service.gateway.bodies import (
     SessionsAnswer,
     SessionsBody,
 )
-from service.gateway.calls import ChatCall, SessionView
-from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.chat import ChatCall, ChatReply, RefusalCode, Refused
 from service.gateway.description import described
 from service.gateway.dialects import DIALECTS, dialect_at
 from service.gateway.dialects.dialect import (
@@ -64,7 +63,7 @@ from service.gateway.key_check import (
     sent_key,
 )
 from service.gateway.keys import session_of_key
-from service.intake.listing import SessionFilter
+from service.intake.listing import SessionFilter, SessionView
 from service.intake.session import SessionStatus, session_id
 
 if TYPE_CHECKING:

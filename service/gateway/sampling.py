@@ -24,8 +24,7 @@ from service.access.names import tenant_of
 from service.access.rates import Rates
 from service.config.sessions import SystemMessages
 from service.gateway.background import Background
-from service.gateway.calls import ChatCall
-from service.gateway.chat import RefusalCode, Refused, unavailable
+from service.gateway.chat import ChatCall, RefusalCode, Refused, unavailable
 from service.gateway.prompts import Place, Prompt, next_prompt
 from service.gateway.replies import shown_reply
 from service.intake.session import StoredSession

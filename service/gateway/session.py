@@ -18,8 +18,7 @@ from typing import Any
 from actors.metrics import GatewayMetrics
 from actors.types import Outcome
 from service.gateway.background import Background
-from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, unavailable
+from service.gateway.chat import ChatCall, ChatReply, ChatRequest, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
 from service.gateway.ends import (
     broken_off,
@@ -35,7 +34,8 @@ from service.gateway.prompts import Place
 from service.gateway.replies import as_reply
 from service.gateway.sampling import PendingTurn, Sampler
 from service.gateway.tree import SessionTree, request_keys
-from service.intake.session import Cut, SessionEnd, SessionStatus, StoredSession, status_of
+from service.intake.listing import SessionView
+from service.intake.session import Cut, Finish, SessionEnd, SessionStatus, StoredSession
 from service.intake.turns import (
     Change,
     IntentAdded,
@@ -503,22 +503,10 @@ class Session:
 
     def view(self) -> SessionView:
         """Return the session as a client sees it."""
-        stored, end = self.stored, self.stored.end
-        return SessionView(
-            id=stored.id,
-            submission_id=stored.submission_id,
-            member=stored.member,
-            status=status_of(stored.opened_at, end),
-            created_at=stored.created_at,
-            opened_at=stored.opened_at,
-            ended_at=end.ended_at if end else None,
-            # The turns of a trained session are deleted.
-            totals=(end and end.totals) or totals_of(self.tree),
-            reward=end.reward if end else None,
-            is_reward_pending=end is not None and end.reward_until is not None,
-            outcome=end.outcome if end else None,
-            detail=end.detail if end else "",
-        )
+        end = self.stored.end
+        # The turns of a trained session are deleted.
+        totals = (end and end.totals) or totals_of(self.tree)
+        return SessionView.of(self.stored, totals=totals)
 
     # -- calls of the run ---------------------------------------------------------------------
 

@@ -31,14 +31,14 @@ from actors.types import Outcome, RolloutAssignment, Trajectory
 from service.access.keys import NO_LIMITS, Caller, KeyBook, KeyLimits, NamedKey, digest_of, may_see
 from service.config.sessions import SessionSettings
 from service.gateway.background import Background
-from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
+from service.gateway.chat import ChatCall, ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit
 from service.gateway.ends import stopping, trajectory_of
 from service.gateway.key_check import unknown_session
 from service.gateway.sampling import EngineClient, Sampler, TurnRates
 from service.gateway.session import Session
-from service.intake.session import session_id
+from service.intake.listing import SessionView
+from service.intake.session import Finish, session_id
 from service.store.errors import StoreError
 from service.store.sessions import SessionStore
 

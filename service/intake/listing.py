@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from actors.types import Outcome
-from service.intake.session import SessionStatus
+from service.intake.session import SessionStatus, SessionTotals, StoredSession, status_of
 from service.intake.submission import Status, SubmissionView
 
 
@@ -18,16 +19,6 @@ class TaskFilter:
     batch: str | None = None
     tenant: str | None = None
     """Tenant that owns the tasks, as in `Caller.sees`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPage:
-    """Tasks in the order of acceptance."""
-
-    tasks: tuple[SubmissionView, ...]
-    """The tasks; fewer than the limit, or none, may be returned although more follow."""
-    next: int | None
-    """The position after which the next page begins; None: there are no more tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +37,8 @@ SessionPlace = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLine:
-    """A session in a list, as the store has it: without the totals of its turns."""
+class SessionView:
+    """A session as a client sees it."""
 
     id: str
     submission_id: str
@@ -60,13 +51,43 @@ class SessionLine:
     reward: float | None
     is_reward_pending: bool
     outcome: Outcome | None
+    """The session's outcome, or None if it has not ended."""
+    detail: str
+    totals: SessionTotals | None
+    """Totals of its turns; None in a list."""
+
+    @classmethod
+    def of(cls, stored: StoredSession, *, totals: SessionTotals | None = None) -> SessionView:
+        end = stored.end
+        return cls(
+            id=stored.id,
+            submission_id=stored.submission_id,
+            member=stored.member,
+            status=status_of(stored.opened_at, end),
+            created_at=stored.created_at,
+            opened_at=stored.opened_at,
+            ended_at=end.ended_at if end else None,
+            reward=end.reward if end else None,
+            is_reward_pending=end is not None and end.reward_until is not None,
+            outcome=end.outcome if end else None,
+            detail=end.detail if end else "",
+            totals=totals,
+        )
+
+
+Item = TypeVar("Item", SubmissionView, SessionView)
+After = TypeVar("After", int, SessionPlace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionPage:
-    """Sessions in the order of acceptance, then by member."""
+class Page(Generic[Item, After]):
+    """Tasks or sessions in the order of acceptance, sessions of a task by member."""
 
-    sessions: tuple[SessionLine, ...]
-    """The sessions; fewer than the limit, or none, may be returned although more follow."""
-    next: SessionPlace | None
-    """The position after which the next page begins; None: there are no more sessions."""
+    items: tuple[Item, ...]
+    """The items; fewer than the limit, or none, may be returned although more follow."""
+    next: After | None
+    """The position after which the next page begins; None: there are no more items."""
+
+
+TaskPage = Page[SubmissionView, int]
+SessionPage = Page[SessionView, SessionPlace]

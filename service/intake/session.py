@@ -6,9 +6,11 @@ whose task has the environment `SESSION`. Its turns are in `service.intake.turns
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 
 from actors.types import LeftOutReason, Outcome
 from service.access.names import tenant_of
@@ -81,6 +83,34 @@ class SessionTotals:
     """Why each untrained turn is left out, by its number; empty in records of older versions."""
     ignored: Mapping[str, int] = field(default_factory=dict)
     """Ignored parameters that agents sent, each with its number of turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The end of a session, as its client states it."""
+
+    reward: float | None = None
+    """Reward of the whole session; None if it is pending or could not be obtained."""
+    is_reward_pending: bool = False
+    """Whether the reward is given later."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Rewards by the number of the turn, in addition to the session's reward."""
+    turn: int | None = None
+    """Number of the turn that gets the reward; if None, `SessionTree.judged` chooses it."""
+    outcome: Outcome | None = None
+    """The outcome that the client states; None: the gateway decides."""
+    detail: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Return a digest that is equal for equal requests."""
+        content = asdict(self)
+        if self.turn is None:
+            # Older versions had no `turn`: a request may be repeated to a newer version.
+            del content["turn"]
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,14 +19,13 @@ from sqlalchemy.exc import IntegrityError
 from actors.policy_age import marked, undone_after
 from actors.types import Outcome
 from service.intake.feed import FeedEntry, FeedKind
-from service.intake.listing import SessionFilter, SessionLine, SessionPage, SessionPlace
+from service.intake.listing import Page, SessionFilter, SessionPage, SessionPlace, SessionView
 from service.intake.session import (
     Cut,
     SessionEnd,
     SessionKeys,
     SessionStatus,
     StoredSession,
-    status_of,
 )
 from service.intake.turns import (
     Change,
@@ -145,9 +144,9 @@ class SessionStore:
 
         def read(connection: Connection) -> SessionPage:
             rows = connection.execute(query).all()
-            lines = [_line(row) for row in rows]
-            return SessionPage(
-                sessions=tuple(line for line in lines if wanted.status in (None, line.status)),
+            found = [SessionView.of(_session(row)) for row in rows]
+            return Page(
+                items=tuple(each for each in found if wanted.status in (None, each.status)),
                 next=(rows[-1].position, rows[-1].member) if len(rows) == limit else None,
             )
 
@@ -470,41 +469,26 @@ def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[s
     return {name: getattr(record, name) for name in names}
 
 
-def _line(row: Any) -> SessionLine:
-    end: SessionEnd | None = row.end
-    return SessionLine(
-        id=row.id,
-        submission_id=row.submission_id,
-        member=row.member,
-        status=status_of(row.opened_at, end),
-        created_at=row.created_at,
-        opened_at=row.opened_at,
-        ended_at=end.ended_at if end else None,
-        reward=end.reward if end else None,
-        is_reward_pending=end is not None and end.reward_until is not None,
-        outcome=end.outcome if end else None,
-    )
-
-
 def _session_query(session_ids: Sequence[str]) -> Select[Any]:
     return select(tables.sessions).where(tables.sessions.c.id.in_(session_ids))
 
 
 def _sessions(connection: Connection, query: Select[Any]) -> list[StoredSession]:
-    return [
-        StoredSession(
-            id=row.id,
-            submission_id=row.submission_id,
-            member=row.member,
-            spec=row.spec,
-            keys=SessionKeys(agent=row.agent_key, reward=row.reward_key),
-            key_name=row.key_name,
-            created_at=row.created_at,
-            opened_at=row.opened_at,
-            claimed_by=row.claimed_by,
-            claimed_at=row.claimed_at,
-            cut=row.cut,
-            end=row.end,
-        )
-        for row in connection.execute(query)
-    ]
+    return [_session(row) for row in connection.execute(query)]
+
+
+def _session(row: Any) -> StoredSession:
+    return StoredSession(
+        id=row.id,
+        submission_id=row.submission_id,
+        member=row.member,
+        spec=row.spec,
+        keys=SessionKeys(agent=row.agent_key, reward=row.reward_key),
+        key_name=row.key_name,
+        created_at=row.created_at,
+        opened_at=row.opened_at,
+        claimed_by=row.claimed_by,
+        claimed_at=row.claimed_at,
+        cut=row.cut,
+        end=row.end,
+    )

@@ -13,8 +13,7 @@ from worlds.parts.gateway_world import NAME, user
 
 from actors.deadline import within
 from service.api.problems import RunUnavailable
-from service.gateway.calls import ChatCall
-from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.chat import ChatCall, ChatRequest, RefusalCode, Refused
 from service.gateway.client import GatewayClient
 
 

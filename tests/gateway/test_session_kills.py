@@ -22,8 +22,9 @@ from worlds.parts.gateway_world import SPEC, Gateway, Policy, user
 from actors.environment.protocol import Message
 from actors.types import Outcome, Trajectory
 from service.config.sessions import SessionSettings
-from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import REWARD
+from service.intake.listing import SessionView
+from service.intake.session import Finish
 
 NUM_SESSIONS, NUM_KILLS, NUM_ROUNDS = 4, 15, 8
 # Before which step of a life it may be killed; a play without kills has some thousands.

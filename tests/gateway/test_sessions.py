@@ -17,11 +17,10 @@ from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import ChatRenderer, TokenIds
 from actors.types import FinishReason, Outcome
 from service.config.sessions import SessionSettings
-from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.keys import AGENT, REWARD
 from service.gateway.sessions import NO_KEY
-from service.intake.session import SessionStatus
+from service.intake.session import Finish, SessionStatus
 from service.store.submissions import SubmissionStore
 
 HI, MORE = user("hi"), user("lower")

@@ -21,7 +21,7 @@ from worlds.parts.session_app import SessionRun
 from actors.types import FinishReason, Outcome, Trajectory
 from service.config.sessions import SessionSettings, Titles
 from service.gateway.bodies import NewSession
-from service.gateway.calls import Finish
+from service.intake.session import Finish
 
 AUXILIARY = {"x-rayloom-auxiliary": "1"}
 RETRY = {"x-stainless-retry-count": "1"}

@@ -18,12 +18,12 @@ from actors.environment.settings import RolloutSettings
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
 from service.access.keys import digest_of
 from service.config.sessions import SessionSettings
-from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply, ChatRequest
+from service.gateway.chat import ChatCall, ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.gateway.sessions import GatewaySettings, Sessions
-from service.intake.session import SessionRequest, SessionSpec, session_id
+from service.intake.listing import SessionView
+from service.intake.session import Finish, SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore

@@ -17,8 +17,7 @@ from service.api.app import create_app
 from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
-from service.gateway.calls import ChatCall
-from service.gateway.chat import ChatReply
+from service.gateway.chat import ChatCall, ChatReply
 from service.gateway.routes import add_sessions
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
