@@ -168,8 +168,10 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, **options, **self._options
             )
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            problem = str(error)
+        except Exception as error:
+            # A template computes, so that an error of any type may end it.
+            is_plain = isinstance(error, jinja2.TemplateError | ValueError | TypeError)
+            problem = str(error) if is_plain else f"{type(error).__name__}: {error}"
             if getattr(self._tokenizer, "chat_template", "") is None:
                 problem = (
                     "the model's tokenizer has none; set model.chat_template to the path of one, "

@@ -144,12 +144,12 @@ def _loaded(path: str) -> ChatTokenizer:
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     try:
         tokenizer: Any = loader.from_pretrained(path)
-    except (OSError, ValueError):
+    except OSError:
         raise
     except Exception as error:
         # For a damaged file the libraries raise errors of any type.
         raise ValueError(
-            f"{Path(path) / 'tokenizer.json'} cannot be loaded ({type(error).__name__}: {error}); "
+            f"{_damaged(Path(path))} cannot be loaded ({type(error).__name__}: {error}); "
             "expected a tokenizer that transformers saved; copy or download the model again"
         ) from error
     if config.get("add_bos_token") and not ids_before_text(tokenizer):
@@ -157,6 +157,18 @@ def _loaded(path: str) -> ChatTokenizer:
         tokenizer.add_bos_token = True
     found: ChatTokenizer = tokenizer
     return found
+
+
+def _damaged(directory: Path) -> Path:
+    """Return the tokenizer's file that cannot be read; tokenizer.json if all can be read."""
+    for file in sorted((*directory.glob("*token*.json"), *directory.rglob("*.jinja"))):
+        try:
+            text = file.read_text(encoding="utf-8")
+            if file.suffix == ".json":
+                json.loads(text)
+        except ValueError:
+            return file
+    return directory / "tokenizer.json"
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:

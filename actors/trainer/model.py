@@ -9,7 +9,6 @@ loaded, and refused if a packed row gives other results than its samples in sepa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,10 @@ from actors.trainer.model_check import (
 )
 from actors.trainer.rope import fix_rope
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
+from actors.trainer.weights_check import check_loaded, check_tied
+
+# transformers reports weights that do not fit instead of raising an error of its own.
+_REPORTED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +230,9 @@ def load_policy(
     name = register_packed_attention()
     with refusing(model):
         causal_lm, loading = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=name, output_loading_info=True
+            model, dtype=torch.float32, attn_implementation=name, **_REPORTED
         )
-        _check_complete(model, loading["missing_keys"])
+        _check_files(model, causal_lm, loading)
         _prepare(causal_lm, max_context_tokens=longest)
         check_output_head(causal_lm)
     policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk).eval()
@@ -238,18 +241,13 @@ def load_policy(
     return policy
 
 
-def _check_complete(model: str, missing: Iterable[str]) -> None:
-    """Raise NotImplementedError if the files lack parameters.
-
-    transformers would initialise the missing parameters at random, and an engine would have other
-    values or none.
-    """
-    if names := sorted(missing):
-        raise NotImplementedError(
-            f"model {model}: its files lack {len(names)} of its parameters, such as {names[0]}, "
-            "which would be random; expected a complete checkpoint of its configuration "
-            "(tie_word_embeddings: true if the output head is the embedding)"
-        )
+def _check_files(name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """Raise NotImplementedError, with the model's name, if its files do not fit its settings."""
+    try:
+        check_loaded(model, loading)
+        check_tied(model)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"model {name}: {error}") from error
 
 
 def load_value_model(
@@ -265,7 +263,10 @@ def load_value_model(
     longest = _check_configuration(model, max_context_tokens)
     name = register_packed_attention()
     with refusing(model):
-        body = AutoModel.from_pretrained(model, dtype=torch.float32, attn_implementation=name)
+        body, loading = AutoModel.from_pretrained(
+            model, dtype=torch.float32, attn_implementation=name, **_REPORTED
+        )
+        _check_files(model, body, loading)
         _prepare(body, max_context_tokens=longest)
     critic = ValueModel(body).eval()
     if gradient_checkpointing:

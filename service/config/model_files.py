@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,35 +65,34 @@ def check_architecture(
     dtype: Dtype,
     inference: InferenceSettings | None,
     lora: LoraSettings | None = None,
+    has_head: bool = True,
 ) -> None:
-    """Check that transformers, the trainer and the engines support the model's architecture.
+    """Check that transformers, the trainer and the engines support a model, and that its files fit.
 
-    Reads no weights: the trainer's own check runs a copy with a few narrow layers.
+    The trainer's own check runs a copy with a few narrow layers. Of the weights only the headers
+    are read.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
         inference: None for a model that only the trainer holds. lora: the policy's adapters.
+        has_head: False for a critic, whose output head is not read.
     Raises: ConfigError that names the unsupported part.
     """
     # Imported here, because it takes four seconds: it imports torch.
     from transformers import AutoConfig
 
-    from actors.trainer import model_check
+    from actors.trainer import model_check, weights_check
 
     try:
         config = AutoConfig.from_pretrained(directory)
     except Exception as error:
         # Each architecture's settings check themselves and raise types of their own.
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # The setting that is wrong is on the first line, and what is wrong with it on the second.
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"{key}: {directory / 'config.json'} is not a model that can be loaded "
-            f"({first_line}); expected the settings of an architecture that transformers knows; "
-            "correct model_type there, or choose another model"
+            f"({reason}); expected the settings of an architecture that transformers knows; "
+            "correct it, or choose another model"
         ) from error
-    try:
-        model_check.check_architecture(config, max_context_tokens=max_context_tokens)
-    except NotImplementedError as error:
-        reason = str(error).removeprefix("trainer: ")
-        raise ConfigError(f"{key}: {directory} cannot be trained: {reason}") from error
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -101,6 +101,8 @@ def check_architecture(
             "expected weights in float32, bfloat16 or float16; choose the model from which it was "
             "quantised"
         )
+    with _refused_as(f"{key}: {directory}"):
+        model_check.check_architecture(config, max_context_tokens=max_context_tokens)
     if lora is not None:
         check_adapters(f"{key}: {directory}", config, lora)
     reasons = [] if inference is None else list(unserved(config, inference, dtype=dtype))
@@ -108,6 +110,19 @@ def check_architecture(
         reasons += unserved_adapters(config, inference)
     if reasons:
         raise ConfigError(f"{key}: {directory} cannot be served: {reasons[0]}")
+    with _refused_as(f"{key}: {directory}"):
+        weights_check.check_weights(directory, config, has_head=has_head)
+
+
+@contextmanager
+def _refused_as(model: str) -> Iterator[None]:
+    """Turn a refusal of the trainer into a ConfigError. Args: model: its name for errors."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{model} cannot be trained: {str(error).removeprefix('trainer: ')}"
+        ) from error
 
 
 def check_adapters(model: str, config: Any, lora: LoraSettings) -> None:
@@ -118,10 +133,8 @@ def check_adapters(model: str, config: Any, lora: LoraSettings) -> None:
     """
     from actors.trainer.lora import target_names
 
-    try:
+    with _refused_as(model):
         target_names(config, lora)
-    except NotImplementedError as error:
-        raise ConfigError(f"{model} cannot be trained: {error}") from error
 
 
 def check_architecture_once(
@@ -132,15 +145,17 @@ def check_architecture_once(
     dtype: Dtype,
     inference: InferenceSettings | None,
     lora: LoraSettings | None = None,
+    has_head: bool = True,
 ) -> None:
     """Check as `check_architecture` does, but skip a check that has already passed for this user.
 
-    The check is repeated if anything changes on which it depends: config.json, the arguments, the
-    packages, or the code of the check. A failed check is never stored.
+    The check is repeated if anything changes on which it depends: config.json, the headers of the
+    weight files, the arguments, the packages, or the code of the check. A failed check is
+    never stored.
 
     Arguments and errors are those of `check_architecture`.
     """
-    given = (max_context_tokens, dtype, inference, lora)
+    given = (max_context_tokens, dtype, inference, lora, has_head, _headers(directory))
     passed = user_cache("checked") / _fingerprint(directory / "config.json", given)
     if passed.is_file():
         return
@@ -151,10 +166,21 @@ def check_architecture_once(
         dtype=dtype,
         inference=inference,
         lora=lora,
+        has_head=has_head,
     )
     with suppress(OSError):
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
+
+
+def _headers(directory: Path) -> list[tuple[str, bytes]]:
+    """Return the names and headers of a model's weight files, and their index."""
+    found = [(file.name, file.read_bytes()) for file in directory.glob(INDEX)]
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            # Safetensors begins with the length of its header.
+            found.append((file.name, opened.read(int.from_bytes(opened.read(8), "little"))))
+    return found
 
 
 def _fingerprint(settings: Path, given: object) -> str:

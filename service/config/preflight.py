@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from actors.environment.protocol import Observation
-from actors.environment.tokenizer import stop_token_ids
+from actors.environment.tokenizer import load_tokenizer, stop_ids_of, stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
 from service.config.model_files import check_architecture_once, check_model_files, read_object
@@ -38,6 +38,7 @@ _logger = logging.getLogger(__name__)
 MAX_PROCESSES_PER_CPU = 16
 # vLLM reads gpt-oss's replies through another interface, which the engines do not call.
 UNSUPPORTED_PARSERS = frozenset({"openai", "openai_gptoss"})
+_CRITIC = "algorithm.critic.model"
 
 
 def check_without_model(
@@ -96,6 +97,7 @@ def check_with_model(
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
+    check_token_ids(config, Path(model_path))
     check_prompts(config, model_path, observations)
 
 
@@ -114,7 +116,7 @@ def companions(config: Config) -> dict[str, str]:
     """Return the configured models other than the policy, by key."""
     named = {
         "algorithm.reference": config.algorithm.reference,
-        "algorithm.critic.model": config.algorithm.critic.model,
+        _CRITIC: config.algorithm.critic.model,
     }
     return {key: path for key, path in named.items() if path is not None}
 
@@ -227,6 +229,46 @@ def check_stop_tokens(model_path: str) -> None:
         raise ConfigError(f"model.path: {error}") from error
 
 
+def check_token_ids(config: Config, directory: Path) -> None:
+    """Check that the model has the tokens of its chat template and one that ends an answer.
+
+    A tokenizer may have more tokens than the model (Gemma 3 has one for images), or get them by
+    tokens that were added without new rows of the embedding. Raises: ConfigError.
+    """
+    if (vocabulary := _vocabulary(directory)) is None:
+        return
+    try:
+        tokenizer = load_tokenizer(str(directory), chat_template=config.model.chat_template)
+        ends = stop_ids_of(str(directory), tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {error}") from error
+    if min(ends) >= vocabulary:
+        raise ConfigError(
+            f"model.path: {directory} has {vocabulary} tokens (vocab_size), and its answers end "
+            f"with token {min(ends)}, which it can never sample; expected an end-of-sequence token "
+            "below vocab_size; correct eos_token in tokenizer_config.json, or eos_token_id in "
+            "generation_config.json"
+        )
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    for token, number in sorted(tokenizer.get_vocab().items()):
+        if number >= vocabulary and token in template:
+            raise ConfigError(
+                f"model.path: its chat template writes {token!r}, token {number} of the "
+                f"tokenizer, and {directory} has only {vocabulary} tokens (vocab_size); expected "
+                "a row of the embedding for each token of the template; resize the model's "
+                "embedding (resize_token_embeddings of transformers), or set model.chat_template"
+            )
+
+
+def _vocabulary(directory: Path) -> int | None:
+    """Return the number of tokens of a model; None if its settings do not name it."""
+    file = directory / "config.json"
+    settings = read_object(file) if file.is_file() else {}
+    text = settings.get("text_config")
+    found = (text if isinstance(text, dict) else settings).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
 def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
     """Check that a local model's files are sound and that it can hold the configured context.
 
@@ -245,6 +287,7 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
                 max_context_tokens=config.model.max_context_tokens,
                 dtype=config.model.dtype,
                 inference=None,
+                has_head=key != _CRITIC,
             )
 
 
@@ -272,14 +315,13 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
 
     Raises: ConfigError.
     """
-    from tokenizers import Tokenizer
-
-    settings, tokens = Path(path).expanduser() / "config.json", policy / "tokenizer.json"
-    if not settings.is_file() or not tokens.is_file():
+    vocabulary = _vocabulary(Path(path).expanduser())
+    if vocabulary is None or not (policy / "tokenizer.json").is_file():
         return
-    vocabulary = read_object(settings).get("vocab_size")
-    num_ids = Tokenizer.from_file(str(tokens)).get_vocab_size()
-    if isinstance(vocabulary, int) and vocabulary < num_ids:
+    # The policy never samples a token beyond its own vocabulary, and its prompts have none.
+    num_ids = 1 + max(load_tokenizer(str(policy)).get_vocab().values())
+    num_ids = min(num_ids, _vocabulary(policy) or num_ids)
+    if vocabulary < num_ids:
         raise ConfigError(
             f"{key}: {path} has a vocabulary of {vocabulary} ids, expected at least the {num_ids} "
             "of the policy's tokenizer, whose tokens it reads; choose a model of that tokenizer"

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from worlds.models.trait_templates import TEMPLATES
 
 from actors.environment.tokenizer import load_tokenizer
@@ -100,6 +102,22 @@ def in_two_files_of_which_one_is_missing(directory: Path) -> Path:
     return directory / "model-00002-of-00002.safetensors"
 
 
+def with_a_broken_map_of_special_tokens(directory: Path) -> Path:
+    file = directory / "special_tokens_map.json"
+    file.write_text("[")
+    return file
+
+
+def with_a_template_in_another_encoding(directory: Path) -> Path:
+    file = directory / "chat_template.jinja"
+    file.write_bytes("é{{ messages[0].content }}".encode("latin-1"))
+    return file
+
+
+def with_a_type_in_the_settings(directory: Path) -> Path:
+    return Path(with_settings(directory, rms_norm_eps="1e-6")) / "config.json"
+
+
 def without_weights(directory: Path) -> Path:
     save_file({}, directory / "model.safetensors")
     return directory / "model.safetensors"
@@ -116,6 +134,9 @@ def without_weights(directory: Path) -> Path:
         with_a_broken_tokenizer,
         with_an_empty_tokenizer,
         with_an_end_that_is_no_id,
+        with_a_broken_map_of_special_tokens,
+        with_a_template_in_another_encoding,
+        with_a_type_in_the_settings,
         in_two_files_of_which_one_is_missing,
         without_weights,
     ],
@@ -183,6 +204,8 @@ def test_a_reference_that_the_trainer_cannot_run_is_refused_by_its_own_key(
         check_all(config_with(model, algorithm=algorithm), model)
     # Heads of any size: no engine serves it.
     path = with_settings(directory, rope_parameters={"rope_type": "default"}, head_dim=16)
+    settings = AutoConfig.from_pretrained(path)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(path)
     check_all(config_with(model, algorithm=algorithm), model)
 
 

@@ -1,0 +1,211 @@
+"""Check that a model's weight files have the parameters of its configuration, in their shapes.
+
+transformers fills a parameter that the files lack with random numbers, and ignores tensors for
+which the configuration has no parameter: a model with too few layers in config.json would train
+without a word. `check_weights` reads only the headers of the files, before anything starts;
+`check_loaded` checks the loaded model. Called by `model` and by the command line. Invariant: a
+refusal is a NotImplementedError that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import logging
+
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# vLLM reads these files only in the format of Mistral's own library, and transformers never.
+_CONSOLIDATED = "consolidated"
+_INTEGERS = re.compile(r"(?<=\.)\d+(?=\.)")
+_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_REMEDY = "correct config.json, or copy or download the model again"
+# A head that differs from its embedding differs in almost every row.
+_COMPARED_ROWS = 1024
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_weights(directory: Path, config: PreTrainedConfig, *, has_head: bool = True) -> None:
+    """Compare the headers of a model's files with the parameters of its configuration.
+
+    Args: has_head: False for a critic, of which only the body is read.
+    Raises: NotImplementedError if they differ, or if transformers and vLLM read other files.
+    """
+    files = _files(directory)
+    stored: dict[str, Any] = {}
+    for file in files:
+        stored |= load_state_dict(str(file), map_location="meta")
+    model, loading = _loaded_empty(config, stored, has_head=has_head)
+    check_loaded(model, loading)
+    _check_types(model, stored)
+    for head, embedding in model.all_tied_weights_keys.items():
+        if head in stored and embedding in stored and _differ(files, head, embedding):
+            raise NotImplementedError(_untied(head, embedding))
+
+
+def _loaded_empty(
+    config: PreTrainedConfig, stored: dict[str, Any], *, has_head: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load tensors without numbers into a model without numbers; return it and the report."""
+    kind = AutoModelForCausalLM if has_head else AutoModel
+    with _quietly():
+        try:
+            with torch.device("meta"):
+                model = kind.from_config(config)
+            found: tuple[PreTrainedModel, dict[str, Any]] = type(model).from_pretrained(
+                None,
+                config=config,
+                state_dict=stored,
+                dtype=torch.float32,
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            # Each architecture's classes raise types of their own.
+            reason = " ".join(str(error).split())[:200]
+            raise NotImplementedError(
+                f"transformers cannot make a model of its config.json ({type(error).__name__}: "
+                f"{reason}); expected the settings of a causal model of text; {_REMEDY}"
+            ) from error
+    return found
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Leave out transformers' progress bar, and its report, of which a refusal names a part."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_loaded(model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
+    """Refuse a model if its files do not fit its configuration.
+
+    Args: loading: transformers' report of the loading.
+    Raises: NotImplementedError.
+    """
+    if mismatched := sorted(loading["mismatched_keys"], key=lambda each: each[0]):
+        parameter, stored, expected = mismatched[0]
+        raise NotImplementedError(
+            f"{parameter} has the shape {list(stored)} in its files, expected "
+            f"{list(expected)} by config.json ({_count(mismatched, 'differs', 'differ')}); "
+            f"{_REMEDY}"
+        )
+    if missing := sorted(loading["missing_keys"]):
+        raise NotImplementedError(
+            f"its files lack {len(missing)} of its parameters, such as "
+            f"{missing[0]}, which would be random; expected a complete checkpoint of its "
+            "configuration (tie_word_embeddings: true if the output head is the embedding)"
+        )
+    if unused := sorted(_unused(model, loading["unexpected_keys"])):
+        raise NotImplementedError(
+            f"its files have {unused[0]}, for which config.json has no parameter "
+            f"({_count(unused, 'is', 'are')} like this), so that it would be left out; expected "
+            f"the configuration of these weights; {_REMEDY}"
+        )
+
+
+def _check_types(model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> None:
+    for parameter, _ in model.named_parameters():
+        if parameter in stored and (dtype := stored[parameter].dtype) not in _FLOATS:
+            raise NotImplementedError(
+                f"{parameter} has numbers of type "
+                f"{str(dtype).removeprefix('torch.')}, expected float32, bfloat16 or float16; "
+                "choose the model from which it was quantised"
+            )
+
+
+def check_tied(model: PreTrainedModel) -> None:
+    """Refuse a loaded model if config.json ties its head to the embedding and the files do not.
+
+    transformers then computes with both, and vLLM with the embedding. Raises: NotImplementedError.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not embedding.weight:
+        raise NotImplementedError(_untied("the output head", "the embedding"))
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files that both transformers and vLLM read. Raises: NotImplementedError."""
+    found = sorted(
+        file for file in directory.glob("*.safetensors") if not file.name.startswith(_CONSOLIDATED)
+    )
+    index, whole = directory / _INDEX, directory / _ONE_FILE
+    named = set(found)
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = {directory / name for name in weight_map.values()}
+    elif whole not in found:
+        raise NotImplementedError(
+            f"it has neither {_ONE_FILE} nor {_INDEX}, found "
+            f"{', '.join(file.name for file in found[:3]) or 'no weights'}; expected one of them, "
+            "because transformers reads no other file; copy or download the model again"
+        )
+    if whole in found and named != {whole}:
+        other = sorted(file.name for file in named - {whole})[0]
+        raise NotImplementedError(
+            f"it has {_ONE_FILE}, which the trainer reads, and {other}, which "
+            "the engines read; expected the weights once; move one of them to another directory"
+        )
+    return sorted(named)
+
+
+def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Return the tensors of the files that belong to a layer or a module of the model.
+
+    Others are of parts that a causal model does not have, such as the layers that predict several
+    tokens at once (MTP), or buffers of earlier versions of transformers.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    kinds = {_INTEGERS.sub("*", name) for name in parameters}
+    config = model.config.get_text_config()
+    num_layers = getattr(config, "num_hidden_layers", None)
+    extra = max(getattr(config, name, None) or 0 for name in _MTP_LAYERS)
+    beyond = {str((num_layers or 0) + layer) for layer in range(extra)}
+    return [
+        name
+        for name in unexpected
+        if (found := _INTEGERS.search(name)) is None or found[0] not in beyond
+        if _INTEGERS.sub("*", name) in kinds
+        or (found is not None and num_layers == 0)
+        or (name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in parameters)
+    ]
+
+
+def _differ(files: Iterable[Path], first: str, second: str) -> bool:
+    """Return whether the first rows of two stored matrices differ."""
+    rows: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in {first, second} & set(opened.keys()):
+                rows[name] = opened.get_slice(name)[:_COMPARED_ROWS]
+    return not torch.equal(rows[first], rows[second])
+
+
+def _untied(head: str, embedding: str) -> str:
+    return (
+        f"its files have other numbers for {head} than for {embedding}, and "
+        "config.json has tie_word_embeddings: true, so that the engines would use the embedding; "
+        "expected equal numbers; set tie_word_embeddings to false"
+    )
+
+
+def _count(found: list[Any], one: str, several: str) -> str:
+    return f"{len(found)} {one if len(found) == 1 else several}"

@@ -1,0 +1,187 @@
+"""Weights and tokens of a model that do not fit its settings: refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from actors.environment.tokenizer import load_tokenizer
+from actors.trainer.tiny.model import build_tiny_model
+from service.config import preflight
+from service.config.file import ConfigError, parse_config
+from service.config.tree import Config
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    build_tiny_model(directory, warmup_steps=0)
+    return directory
+
+
+@pytest.fixture
+def directory(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be changed."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def config_with(model_path: str | Path, **sections: Any) -> Config:
+    tree = {"model": {"path": str(model_path)}, "tasks": {"environment": "guessing"}, **sections}
+    return parse_config(tree, source="test")
+
+
+def check_all(config: Config, model_path: str | Path) -> None:
+    observation = preflight.check_without_model(config)
+    preflight.check_with_model(config, observation, model_path=str(model_path))
+
+
+def with_settings(directory: Path, **changes: Any) -> str:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(directory)
+
+
+Weights = dict[str, Any]
+
+
+def stored(directory: Path, change: Callable[[Weights], Weights]) -> None:
+    """Change the stored tensors of a model."""
+    save_file(change(load_file(directory / "model.safetensors")), directory / "model.safetensors")
+
+
+def of_five_layers(weights: Weights) -> Weights:
+    last = {name.replace(".3.", ".4."): each for name, each in weights.items() if ".3." in name}
+    return weights | {name: each.copy() for name, each in last.items()}
+
+
+def with_a_bias(weights: Weights) -> Weights:
+    rows = len(weights["model.layers.0.self_attn.q_proj.weight"])
+    return weights | {"model.layers.0.self_attn.q_proj.bias": np.zeros(rows, np.float32)}
+
+
+def with_another_head(weights: Weights) -> Weights:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+
+
+def in_integers(weights: Weights) -> Weights:
+    return weights | {"model.norm.weight": weights["model.norm.weight"].astype(np.int8)}
+
+
+def as_they_are(weights: Weights) -> Weights:
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "expected"),
+    [
+        ({"vocab_size": 1000}, as_they_are, r"the shape \[512, 128\] .*expected \[1000, 128\]"),
+        ({"vocab_size": 100}, as_they_are, r"the shape \[512, 128\] .*expected \[100, 128\]"),
+        ({"intermediate_size": 512}, as_they_are, r"the shape .*\(12 differ\); correct config"),
+        ({"tie_word_embeddings": False}, as_they_are, r"lack 1 .*lm_head\.weight.*tie_word_emb"),
+        ({}, of_five_layers, r"have model\.layers\.4\..* no parameter \(11 are like this\)"),
+        ({"num_hidden_layers": 0, "layer_types": []}, as_they_are, r"have model\.layers\.0\..*44"),
+        ({}, with_a_bias, r"q_proj\.bias, for which config\.json has no parameter"),
+        (
+            {},
+            with_another_head,
+            r"other numbers for lm_head\.weight .*set tie_word_embeddings to f",
+        ),
+        ({}, in_integers, r"model\.norm\.weight has numbers of type int8, expected float32"),
+        ({"hidden_act": "nonesuch"}, as_they_are, r"cannot make a model .*'nonesuch'.*correct"),
+    ],
+)
+def test_weights_that_do_not_fit_the_settings_are_refused_before_anything_starts(
+    directory: Path,
+    settings: dict[str, Any],
+    change: Callable[[Weights], Weights],
+    expected: str,
+) -> None:
+    stored(directory, change)
+    path = with_settings(directory, **settings)
+    with pytest.raises(
+        ConfigError, match=rf"model\.path: {re.escape(path)} cannot be .*{expected}"
+    ):
+        check_all(config_with(path), path)
+
+
+def test_layers_that_predict_several_tokens_are_left_out(directory: Path) -> None:
+    stored(directory, of_five_layers)
+    path = with_settings(directory, num_nextn_predict_layers=1)
+    check_all(config_with(path), path)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ("model-00001-of-00001.safetensors", r"neither model\.safetensors nor .*reads no other"),
+        ("both", r"has model\.safetensors, which the trainer reads, and old\.safetensors"),
+    ],
+)
+def test_weights_that_trainer_and_engine_would_read_from_other_files_are_refused(
+    directory: Path, kept: str, expected: str
+) -> None:
+    if kept == "both":
+        shutil.copy(directory / "model.safetensors", directory / "old.safetensors")
+    else:
+        (directory / "model.safetensors").rename(directory / kept)
+    with pytest.raises(ConfigError, match=rf"model\.path: .*{expected}"):
+        check_all(config_with(directory), directory)
+
+
+def with_token(directory: Path, token: str) -> None:
+    """Add a token after the last row of the model's embedding."""
+    tokenizer: Any = load_tokenizer(str(directory))
+    tokenizer.add_special_tokens({"additional_special_tokens": [token]})
+    assert len(tokenizer) == 513
+    tokenizer.save_pretrained(directory)
+
+
+def test_a_template_with_a_token_that_the_model_lacks_is_refused(directory: Path) -> None:
+    with_token(directory, "<|image|>")
+    # Gemma 3 has such a token, which no prompt of text contains.
+    check_all(config_with(directory), directory)
+    template = directory / "template.jinja"
+    template.write_text("<|image|>{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = config_with(
+        directory, model={"path": str(directory), "chat_template": template.read_text()}
+    )
+    with pytest.raises(ConfigError, match=r"writes '<\|image\|>', token 512 .*only 512 tokens"):
+        check_all(config, directory)
+
+
+def test_an_end_that_the_model_can_never_sample_is_refused(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("{}")
+    file = directory / "tokenizer_config.json"
+    # A typing error: transformers adds a token of this name.
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|ned|>"}))
+    with pytest.raises(ConfigError, match=r"end with token 512, which it can never sample"):
+        check_all(config_with(directory), directory)
+
+
+def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:
+    config = config_with(tiny, model={"path": str(tiny), "chat_template": "{{ 1 // 0 }}"})
+    with pytest.raises(ConfigError, match=r"chat template.*ZeroDivisionError"):
+        check_all(config, tiny)
+
+
+def test_a_reference_needs_no_token_that_the_policy_lacks_too(directory: Path) -> None:
+    with_token(directory, "<|image|>")
+    algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": str(directory)}
+    check_all(config_with(directory, algorithm=algorithm), directory)
+
+
+def test_a_critic_needs_no_output_head_and_all_of_its_body(tiny: Path, directory: Path) -> None:
+    path = with_settings(directory, tie_word_embeddings=False)
+    algorithm = {"baseline": "critic", "scale": "none", "critic": {"model": path}}
+    check_all(config_with(tiny, algorithm=algorithm), tiny)
+    stored(directory, lambda weights: {k: v for k, v in weights.items() if "layers.1.mlp" not in k})
+    with pytest.raises(ConfigError, match=r"algorithm\.critic\.model: .*lack 3 of its parameters"):
+        check_all(config_with(tiny, algorithm=algorithm), tiny)
