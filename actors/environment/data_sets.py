@@ -57,6 +57,13 @@ _MAX_FIELD = 2**31 - 1
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 # The columns of a chat, and the keys in them whose objects differ from row to row.
 _CHAT = ("prompt", "messages", "tools")
+# The environments that make a prompt of the column, and columns that others add to the prompt.
+_OF_PROMPTS = ("single_turn", "tools")
+_NO_IMAGES = "; Rayloom trains on text only"
+_BESIDE_PROMPT = {
+    "tools": "; name the tools in tasks.options.tools of the environment tools",
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _NO_IMAGES),
+}
 _FREE = ("arguments", "parameters", "input_schema")
 # StopIteration: the library does not handle a file without rows.
 _UNREADABLE = (OSError, ValueError, KeyError, ImportError, StopIteration, pa.ArrowException)
@@ -101,7 +108,9 @@ def read_data_set(
     tasks, found_ids = PackedTasks(), set[str]()
     num_same: dict[str, int] = {}
     rows = _checked(rows, what)
-    for where, entry in _values_of(rows, entries, columns, what, is_typed=is_typed):
+    for where, entry in _values_of(
+        rows, entries, columns, what, environment=environment, is_typed=is_typed
+    ):
         task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
@@ -129,6 +138,7 @@ def _values_of(
     columns: Mapping[str, str | None],
     what: str,
     *,
+    environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row's place and its values by the names of the entries.
@@ -136,7 +146,7 @@ def _values_of(
     Values that would be misread are left out or reported, each kind with one warning.
     """
     left_out: set[str] = set()
-    has_reported_nulls, has_reported_text = not is_typed, False
+    reported: set[str] = set() if is_typed else {_NULLS}
     for number, row in enumerate(rows, start=1):
         # If the configuration names such a column, it is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
@@ -151,22 +161,43 @@ def _values_of(
         found = values
         if is_typed:
             found = {n: _without_nulls(v) if n in _CHAT else v for n, v in values.items()}
-        if not has_reported_nulls and found != values:
-            has_reported_nulls = True
-            _logger.warning(
-                "%s: nulls in the arguments of calls and in the schemas of tools are left out, "
-                "because the format adds them where rows differ",
-                what,
-            )
-        prompt = found.get("prompt")
-        if not has_reported_text and isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
-            has_reported_text = True
-            _logger.warning(
-                "%s: prompt is the text of a chat, which the model is shown as it is; expected a "
-                "list of messages; write the data set as JSONL or Parquet to keep the list",
-                where,
-            )
+        doubts = [_NULLS] if found != values else []
+        for doubt in (*doubts, *_doubts(found, environment)):
+            if doubt not in reported:
+                reported.add(doubt)
+                _logger.warning("%s: %s", where, doubt)
         yield where, found
+
+
+_NULLS = (
+    "nulls in the arguments of calls and in the schemas of tools are left out, because the format "
+    "adds them where rows differ"
+)
+
+
+def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
+    """Yield sentences about a row's prompt that is probably not meant as it is."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
+        yield (
+            "prompt is the text of a chat, which the model is shown as it is; expected a list of "
+            "messages; write the data set as JSONL or Parquet to keep the list"
+        )
+    if environment not in _OF_PROMPTS:
+        return
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        yield (
+            "prompt ends with a message of the assistant, which the model is shown before it "
+            "writes another one; expected a message of the user or a tool last; remove the "
+            "assistant's message if it is the answer"
+        )
+    for name in _BESIDE_PROMPT:
+        if row.get(name):
+            yield (
+                f"the column {name} is given to functions only, and the model is not shown it; "
+                f"expected everything that the model reads in prompt{_BESIDE_PROMPT[name]}"
+            )
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:

@@ -153,6 +153,12 @@ class PackedTasks(Sequence[Task]):
         start, id_end = self._places[3 * number : 3 * number + 2]
         return self._buffer[start:id_end].decode("utf-8", "surrogatepass")
 
+    def contents(self) -> Iterator[bytes]:
+        """Yield the data of each task as JSON."""
+        for number in self._order:
+            _, id_end, end = self._places[3 * number : 3 * number + 3]
+            yield bytes(self._buffer[id_end:end])
+
     def selected(self, positions: Iterable[int]) -> PackedTasks:
         """Return the tasks at some positions, in the order of the positions."""
         chosen = copy(self)
@@ -232,6 +238,11 @@ class FileTasks:
         for task in chain(self._held_out, self._train):
             hashed.update(_json(_row(task)).encode() + b"\n")
         return hashed.hexdigest()
+
+    @property
+    def num_trained_held_out(self) -> int:
+        """Return the number of different held-out tasks whose data a training task has too."""
+        return len(set(self._held_out.contents()).intersection(self._train.contents()))
 
     def task(self, index: int) -> Task:
         _check_index(index)

@@ -49,7 +49,7 @@ def _check_groups(config: Config) -> Iterator[str]:
             f"algorithm.min_usable_samples is {algorithm.min_usable_samples}, more than "
             f"group_size {algorithm.group_size}; lower it or leave it out"
         )
-    if (algorithm.min_usable_samples or algorithm.group_size) < algorithm.min_group_size:
+    if (algorithm.min_usable_samples or algorithm.min_group_size) < algorithm.min_group_size:
         yield (
             f"algorithm.min_usable_samples is {algorithm.min_usable_samples}, less than "
             f"min_group_size {algorithm.min_group_size}: groups would close too small to be "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import AUTO
 
+_logger = logging.getLogger(__name__)
 RESET_LIMIT_S = 60.0
 """Time limit for the first task's reset, and for its close, in seconds."""
 BLOCKED_S = 5.0
@@ -94,7 +96,7 @@ def open_tasks(
         tasks = _fitting(config, tasks, model_path, tell)
         held_out = held_out and _fitting(config, held_out, model_path, tell)
     try:
-        return FileTasks(
+        found = FileTasks(
             tasks,
             run_seed=config.run.seed,
             num_held_out=settings.evaluation_tasks,
@@ -102,6 +104,16 @@ def open_tasks(
         )
     except ValueError as error:
         raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
+    # A task of a file is its seed too, and its data may be empty.
+    if settings.dataset is not None and (count := found.num_trained_held_out):
+        _logger.warning(
+            "data set %s: %d of the held-out tasks have the same data as training tasks, so that "
+            "evaluations measure what was trained; expected different rows; remove the repeated "
+            "ones, or name a split without them in tasks.evaluation_split",
+            settings.dataset,
+            count,
+        )
+    return found
 
 
 def open_sets(
@@ -519,7 +531,7 @@ def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     known = template_variables(tokenizer.chat_template)
     for name in options:
-        if name in taken:
+        if name in taken or name == "messages":
             raise ConfigError(
                 f"rollouts.template_options: {name} is the renderer's own; expected variables of "
                 "the model's chat template, such as enable_thinking; remove it"

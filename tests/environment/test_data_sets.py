@@ -393,6 +393,61 @@ def test_a_chat_that_a_csv_file_has_as_text_is_reported_once(
     assert "row 2" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": "2+2?"},
+                    {"role": "assistant", "content": "4"},
+                ]
+            },
+            "row 1: prompt ends with a message of the assistant",
+        ),
+        ({"prompt": "hi", "images": ["a.png"]}, "row 1: the column images is given to functions"),
+        ({"prompt": "hi", "tools": [{"name": "f"}]}, "name the tools in tasks.options.tools"),
+        ({"prompt": [{"role": "user", "content": "hi"}], "images": [], "tools": None}, ""),
+    ],
+)
+def test_parts_of_a_prompt_that_the_model_would_not_read_are_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: dict[str, Any], expected: str
+) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", [row, row])
+    for environment in ("single_turn", "tools"):
+        caplog.clear()
+        read_data_set(str(file), environment=environment, columns={}, split="train")
+        assert [expected in text for text in caplog.messages] == ([True] if expected else [])
+    caplog.clear()
+    read_data_set(str(file), environment="own:Environment", columns={}, split="train")
+    assert not caplog.messages
+
+
+def test_held_out_tasks_that_are_trained_too_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def held_out_of(rows: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+        caplog.clear()
+        tasks = {
+            "environment": "code_search",
+            "options": {"root": str(tmp_path)},
+            "columns": {"question": "query", "files": "gold", "repository": "repo"},
+            "evaluation_tasks": 3,
+            "dataset": str(jsonl(tmp_path / "rows.jsonl", rows)),
+            **settings,
+        }
+        open_tasks(parse_config({"model": {"tiny": {}}, "tasks": tasks}, source="test"))
+        return caplog.text
+
+    rows = [{"query": f"q{n}", "gold": [], "repo": "r.zip"} for n in range(6)]
+    assert not held_out_of(rows)
+    # Some of three held-out tasks have their second row among the other nine.
+    assert "of the held-out tasks have the same data as training tasks" in held_out_of(rows * 2)
+    splits = str(saved(tmp_path / "splits", train=rows, test=rows[:3]))
+    found = held_out_of(rows, dataset=splits, evaluation_split="test")
+    assert "3 of the held-out tasks have the same data" in found
+
+
 def test_dates_and_decimals_are_converted_and_bytes_are_left_out_with_a_notice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,6 +110,7 @@ def test_options_that_the_template_looks_at_pass_and_are_written_down(thinker: s
         ({"enable_thinkin": False}, "does not read 'enable_thinkin'.*did you mean 'enable_thi"),
         ({"verbose": True}, "does not read 'verbose'.*expected one of enable_thinking"),
         ({"tokenize": True}, "tokenize is the renderer's own"),
+        ({"messages": True}, "messages is the renderer's own"),
         ({"chat_template": "x"}, "chat_template is the renderer's own"),
     ],
 )
