@@ -142,6 +142,8 @@ def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[
     trials = _Trials(config, trial)
     while not trials.is_done:
         trials.follow_child()
+    for warning in trials.told:
+        tell(warning)
     _check_calls(trials.calls, tell=tell)
     return trials.begun
 
@@ -153,6 +155,7 @@ class _Trials:
         self._config, self._trial = config, trial
         self.begun: dict[str, Observation] = {}
         self.calls: list[Call] = []
+        self.told: dict[str, None] = {}
         self.is_done = False
         self._left_s = CALLS_LIMIT_S
         self._what, self._doing, self._limit_s = "tasks.environment", "start", IMPORT_LIMIT_S
@@ -253,6 +256,8 @@ class _Trials:
                 (self._what, self._doing, self._limit_s), self._call = value, None
             case "begun":
                 self.begun |= value
+            case "told":
+                self.told[value] = None
             case "calling":
                 self._call, is_last = value
                 self._limit_s = self._left_s * (1.0 if is_last else SHARE_OF_ONE)

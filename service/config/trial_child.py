@@ -8,6 +8,7 @@ Started by `trial.py`.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import faulthandler
 import os
 import pickle
@@ -15,7 +16,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -25,7 +26,7 @@ from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.group_scoring import checked_results
 from actors.environment.judge import JudgeReward
 from actors.environment.protocol import Action, Environment, RewardError, StepResult, reward_problem
-from actors.environment.reward_functions import NoScore, RewardFunction
+from actors.environment.reward_functions import EXTRAS, NoScore, RewardFunction
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import reference_of
 from actors.environment.tasks import TaskSource
@@ -41,6 +42,8 @@ from service.config.trial import SCORE_GROUP, STEP, Call, Fate, Request, is_own
 
 MADE_UP = ("I do not know.", "1")
 _MAX_LOOKED_AT = 64
+# Similarity, by difflib, of two names of which one is probably a misspelling of the other.
+_ALIKE = 0.8
 # Exceptions that a call raises whatever the answer is.
 _IN_LOOP = re.compile("cannot be called from a running event loop|loop is( already)? running")
 _OTHER_ARGUMENTS = re.compile("unexpected keyword argument|missing .* argument|multiple values for")
@@ -116,6 +119,13 @@ async def _call_all(
     of_groups: Sequence[RewardFunction] = ()
     if isinstance(environment, SingleTurnEnvironment):
         of_groups = environment.group_functions
+        for each in environment.functions:
+            for argument, column in _misspelt(each, task.data):
+                told = (
+                    f"reward function {each.name}: the data have no column {argument}, so that "
+                    f"the argument keeps its default; did you mean the column {column}?"
+                )
+                said.send(("told", told))
         functions = [
             each
             for each in environment.functions
@@ -158,6 +168,23 @@ async def _call_all(
     said.send(("doing", (what, f"close the first task of {name}", tasks.RESET_LIMIT_S)))
     with suppress(Exception):
         await environment.close()
+
+
+def _misspelt(
+    function: RewardFunction | JudgeReward, columns: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield arguments whose default is used, each with a column whose name is almost the same.
+
+    Example: `def score(completion, anwser=None)` and a column answer yield ("anwser", "answer").
+    """
+    if not isinstance(function, RewardFunction) or function.named is None:
+        return
+    lists = {f"{name}s" for name in columns} if function.takes_lists else set()
+    others = {name.lower(): name for name in columns if name not in function.named}
+    unset = function.named - function.required - {*columns, *EXTRAS, *lists}
+    for argument in sorted(unset):
+        for name in difflib.get_close_matches(argument.lower(), others, n=1, cutoff=_ALIKE):
+            yield argument, others[name]
 
 
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:

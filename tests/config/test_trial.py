@@ -44,6 +44,9 @@ def forks(completion, answer):
         file.write(f"{child}\\n")
     return right(completion, answer)
 
+def misspelt(completion, anwser="4", strict=True, completion_ids=None):
+    return float(completion == anwser)
+
 def silent(completion):
     return None
 
@@ -312,6 +315,14 @@ def test_a_reference_answer_that_is_worth_no_more_than_another_is_told(place: Pa
     # Nothing is called, so nothing is found.
     assert "single_turn" in tried(config_of("raises"), Trial(functions=False), tell=told.append)
     assert len(told) == 1
+
+
+def test_an_argument_that_is_probably_a_misspelt_column_is_reported(place: Path) -> None:
+    told: list[str] = []
+    tried(config_of("misspelt"), Trial(), tell=told.append)
+    assert "misspelt: the data have no column anwser, so" in told[0]
+    assert told[0].endswith("did you mean the column answer?")
+    assert not [each for each in told if "strict" in each or "completion_ids" in each]
 
 
 def test_a_column_of_reference_answers_that_is_not_there_is_refused(place: Path) -> None:
