@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
+from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +22,7 @@ from service.api.environments import add_environments
 from service.api.feed import STREAM_S, add_feed
 from service.api.guards import Guards
 from service.api.named_keys import add_keys
-from service.api.ports import RunPort
+from service.api.ports import PREFIX, RunPort
 from service.api.rollouts import add_rollouts
 from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings, digest_of_long
@@ -40,7 +42,10 @@ def create_app(
     seconds of the stream of the feed's events.
     """
     app = FastAPI(
-        title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
+        title="Rayloom",
+        description="Rollouts for a training run, over HTTP.",
+        lifespan=lifespan,
+        dependencies=[Depends(check_query)],
     )
     metrics = metrics or ApiMetrics()
     # Used by the guards, and by the routes that check keys themselves.
@@ -65,6 +70,37 @@ def create_app(
     add_feed(app, run, stream_s=stream_s)
     add_keys(app, run)
     return app
+
+
+async def check_query(request: Request) -> None:
+    """Refuse query parameters that the API's own routes do not have, or that are given twice.
+
+    The routes of agents accept any: some clients add their own, such as Anthropic's `beta`.
+    Raises: Problem.
+    """
+    given = [name for name, _ in request.query_params.multi_items()]
+    if not given or not request.url.path.startswith(f"{PREFIX}/"):
+        return
+    route = request.scope["route"]
+    known = [each.alias for each in get_flat_dependant(route.dependant).query_params]
+    for name in given:
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "no query parameters"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            raise problems.Problem(
+                422,
+                "invalid-request",
+                f"query.{problems.shown(name)}: this route has no such parameter, expected "
+                f"{expected}; {hint}",
+            )
+        if given.count(name) > 1:
+            raise problems.Problem(
+                422,
+                "invalid-request",
+                f"query.{name}: got it {given.count(name)} times, expected it once; leave the "
+                "others out",
+            )
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:

@@ -1,4 +1,4 @@
-"""Bound the memory of requests' bodies in a process, and return it to the system.
+"""Bound the memory of requests' bodies in a process and return it to the system; find equal keys.
 
 Called by `guards`, in the API's replicas, and by `door`, in the servers of Ray Serve before them.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
+import re
 import sys
+from typing import Any
 
 from starlette.datastructures import Headers
 
@@ -18,6 +21,10 @@ MAX_BODIES_BYTES = 256 << 20
 # After a body of this size, free memory is returned to the system.
 _TRIM_BYTES = 1 << 20
 _TRIM_EVERY_S = 1.0
+# Parse a larger body in a thread: it would delay every other request.
+THREAD_BYTES = 1 << 18
+# A list of numbers as the value of a key; token columns are almost all of an upload.
+_NUMBERS = re.compile(rb":\s*\[[\s\d.,eE+-]*\]")
 # Header with which `door` asks, by OPTIONS, whether the body of a request would be read; its value
 # is that request's method. The answer, 204 or a refusal, has the header too.
 ASKS_HEADER = "x-rayloom-asks"
@@ -82,3 +89,31 @@ def is_large(num_bytes: int | None) -> bool:
     length.
     """
     return num_bytes is None or num_bytes > LARGE_BYTES
+
+
+class _Repeated(Exception):
+    """An object of a JSON text has a key twice; the argument is the key."""
+
+
+def repeated_key(body: bytes) -> str | None:
+    """Return a key that a JSON object in the body has twice; None if every key is unique.
+
+    JSON parsers take the last of two equal keys silently. A body that is not JSON has no keys.
+    """
+    # First without the numbers, which takes a tenth of the time. The text of a key may look like
+    # numbers too, so that only the whole body decides.
+    for text in (_NUMBERS.sub(b":[]", body), body):
+        try:
+            json.loads(text, object_pairs_hook=_check_pairs)
+            return None
+        except _Repeated as repeated:
+            found = str(repeated)
+        except (ValueError, RecursionError):
+            return None
+    return found
+
+
+def _check_pairs(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise _Repeated(next(name for name in names if names.count(name) > 1))

@@ -20,13 +20,21 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.bodies import ASKS_HEADER, BodyRoom, announced_bytes, is_large
+from service.api.bodies import (
+    ASKS_HEADER,
+    THREAD_BYTES,
+    BodyRoom,
+    announced_bytes,
+    is_large,
+    repeated_key,
+)
 from service.api.callers import Callers, check_scope, note_caller
 from service.api.problems import (
     Problem,
     RunUnavailable,
     internal_error,
     problem_response,
+    repeated_text,
     shown,
     unavailable,
 )
@@ -174,6 +182,9 @@ class Guards:
                 await body.read(most)
             if body:
                 _check_format(headers, types)
+            if _TURN_PATH.match(path) is None and _media_type(headers) in _TYPES:
+                # An agent's route answers in the agent's dialect, and checks this itself.
+                await body.check_keys()
         except TimeoutError:
             body.drop()
             raise self._too_slow() from None
@@ -227,6 +238,14 @@ class _Body:
             if not message.get("more_body", False):
                 self._whole = parts[0] if len(parts) == 1 else b"".join(parts)
                 return
+
+    async def check_keys(self) -> None:
+        """Raise a Problem if a JSON object in the body has a key twice."""
+        whole = self._whole or b""
+        is_long = len(whole) > THREAD_BYTES
+        key = await asyncio.to_thread(repeated_key, whole) if is_long else repeated_key(whole)
+        if key is not None:
+            raise Problem(400, "malformed-body", f"the body: {repeated_text(key)}")
 
     async def replay(self) -> Message:
         """Return the whole body as one ASGI message; later calls return the messages after it.
@@ -305,14 +324,18 @@ def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
             f"Content-Encoding is {shown(encoding)!r}, expected none; send the body without it",
             headers={"Accept-Encoding": "identity"},
         )
-    media_type = headers.get("content-type", "")
-    if media_type.partition(";")[0].strip().lower() not in media_types:
+    if _media_type(headers) not in media_types:
         raise Problem(
             415,
             "unsupported-media-type",
-            f"Content-Type is {shown(media_type)!r}, expected {' or '.join(media_types)}; send one "
-            f"JSON object with Content-Type: application/json",
+            f"Content-Type is {shown(headers.get('content-type', ''))!r}, expected "
+            f"{' or '.join(media_types)}; send one JSON object with Content-Type: application/json",
         )
+
+
+def _media_type(headers: Headers) -> str:
+    """Return a body's media type without its parameters, such as a charset."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _host_of(headers: Headers) -> str:

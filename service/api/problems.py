@@ -31,6 +31,12 @@ def shown(text: str) -> str:
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
+def repeated_text(key: str) -> str:
+    """Return the error of a JSON object that has a key twice."""
+    key = shown(key.encode("utf-8", "backslashreplace").decode())
+    return f"got the key {key!r} twice in one object, expected each key once; leave one out"
+
+
 class RunUnavailable(Exception):
     """The run does not answer, or cannot write now; the message states the reason."""
 
@@ -149,7 +155,7 @@ def _of_validation(error: RequestValidationError) -> Problem:
         position = found[0]["loc"][-1]
         return _malformed(f"{found[0]['ctx']['error']} at character {position}")
     errors = [
-        {"loc": [_shown_part(part) for part in item["loc"]], "message": shown(item["msg"])}
+        {"loc": [_shown_part(part) for part in item["loc"]], "message": _message_of(item)}
         for item in found[:MAX_ERRORS]
     ]
     where = ".".join(str(part) for part in errors[0]["loc"])
@@ -162,11 +168,22 @@ def _problem_of(item: Mapping[str, Any]) -> str:
 
     Example: got 'eight', expected a valid integer
     """
-    message, value = shown(item["msg"]), item.get("input")
+    message, value = _message_of(item), item.get("input")
     wanted = re.fullmatch(r"\w+ should (be )?(.+)", message)
-    if wanted is None or not isinstance(value, str | int | float | None):
+    if wanted is None:
         return message
-    return f"got {shown(repr(value))}, expected {'' if wanted[1] else 'it to '}{wanted[2]}"
+    got = shown(repr(value))
+    if isinstance(value, dict | list):
+        got = "an object" if isinstance(value, dict) else "a list"
+    return f"got {got}, expected {'' if wanted[1] else 'it to '}{wanted[2]}"
+
+
+def _message_of(item: Mapping[str, Any]) -> str:
+    """Return the message of an error in the words of JSON, without pydantic's prefix of our own."""
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return "there is no such field; check its name, or leave it out"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return shown(re.sub(r"a valid dictionary( or .+)?$", "an object", message))
 
 
 def _shown_part(part: int | str) -> int | str:

@@ -77,6 +77,8 @@ class _SubmitRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             key = request.headers.get("idempotency-key")
+            if request.url.query:
+                return await by_fastapi(request)
             try:
                 body = SubmitBody.model_validate_json(await request.body())
             except ValidationError:

@@ -20,9 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from service.access.keys import Caller, digest_of
 from service.access.names import WHOLE_PATTERN
+from service.api.bodies import THREAD_BYTES, repeated_key
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
-from service.api.problems import Problem, shown
+from service.api.problems import Problem, repeated_text, shown
 from service.api.rollouts import (
     FULL,
     IdempotencyKey,
@@ -87,8 +88,6 @@ SessionName = Annotated[
     str,
     Path(pattern=WHOLE_PATTERN, description="the session's id; an admin may name any TENANT~ID"),
 ]
-# Parse a larger body in a thread: it would delay every other request.
-THREAD_BYTES = 1 << 18
 Answer = TypeVar("Answer")
 
 
@@ -508,13 +507,21 @@ async def _parsed(body: bytes) -> object:
     """Parse a JSON body. Raises: Refused."""
     try:
         if len(body) > THREAD_BYTES:
-            return await asyncio.to_thread(msgspec.json.decode, body)
-        return msgspec.json.decode(body)
+            return await asyncio.to_thread(_decoded, body)
+        return _decoded(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(
             RefusalCode.INVALID_REQUEST,
             f"the body is not valid JSON ({error}); send one JSON object in UTF-8",
         ) from None
+
+
+def _decoded(body: bytes) -> object:
+    """Decode a JSON body. Raises: Refused if an object has a key twice; errors of msgspec."""
+    found: object = msgspec.json.decode(body)
+    if (key := repeated_key(body)) is not None:
+        raise Refused(RefusalCode.INVALID_REQUEST, f"the body: {repeated_text(key)}")
+    return found
 
 
 def _error(dialect: Dialect, refused: Refused) -> JSONResponse:

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from actors.environment.policy import GenerateRequest
 from service.access.keys import Caller
+from service.api.bodies import THREAD_BYTES
 from service.api.callers import caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import MAX_ERRORS, Problem
@@ -29,7 +30,7 @@ from service.api.rollouts import check_samples, refuse_if_needed
 from service.api.schemas import KnownId, StrictBody
 from service.api.settings import HttpSettings
 from service.gateway.generation import checked_request, generate_answer
-from service.gateway.routes import THREAD_BYTES, answer_or_problem
+from service.gateway.routes import answer_or_problem
 from service.gateway.upload_bodies import (
     MSGPACK,
     GenerateBody,

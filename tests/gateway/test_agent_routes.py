@@ -417,3 +417,30 @@ def test_a_whole_number_may_be_written_with_a_point(given: object, is_taken: boo
         return
     with pytest.raises(ValidationError):
         SessionsBody.model_validate(body)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_a_key_that_an_object_of_a_body_has_twice_is_refused_in_the_dialect(
+    tmp_path: Path, path: str
+) -> None:
+    body = '{"model": "m", "messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    async with asking(tmp_path) as (gateway, client):
+        answer = await client.post(
+            f"{ROOT}/v1/{path}", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert "got the key 'content' twice" in answer.json()["error"]["message"]
+        finish = await client.post(
+            f"/api/v1/sessions/{NAME}/finish",
+            content='{"reward": 1, "reward": 0}',
+            headers={
+                "authorization": f"Bearer {SESSION.reward_key}",
+                "content-type": "application/json",
+            },
+        )
+        assert finish.status_code == 400 and "got the key 'reward' twice" in finish.text
+        assert not gateway.policy.requests
+        # Clients of Anthropic's add a parameter to the address.
+        asked = {"model": "m", "max_tokens": 5, "messages": [USER]}
+        count = await client.post(f"{ROOT}/v1/messages/count_tokens?beta=true", json=asked)
+        assert count.status_code == 200
