@@ -303,3 +303,81 @@ def test_only_what_may_pass_asks_to_be_sent_again() -> None:
         else:
             assert headers == {"x-should-retry": "false"}
     assert error_headers(Refused(RefusalCode.NOT_AVAILABLE, "")) == {}
+
+
+SCHEMA = FUNCTION["parameters"]
+NAMED = {"name": "look_up"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "words"),
+    [
+        (
+            OPENAI_CHAT,
+            {**CHAT, "tools": [{"type": "function", "function": {**NAMED, "params": SCHEMA}}]},
+            "tools[0].function.params: got an object, expected the schema of the arguments as "
+            "`parameters`",
+        ),
+        (
+            OPENAI_CHAT,
+            {**CHAT, "tools": [{"type": "function", "function": NAMED, "parameters": SCHEMA}]},
+            "tools[0].parameters: got an object, expected the schema of the arguments as "
+            "`function.parameters`",
+        ),
+        (
+            ANTHROPIC_MESSAGES,
+            {**MESSAGES, "tools": [FUNCTION]},
+            "tools[0].parameters: got an object, expected the schema of the arguments as "
+            "`input_schema`",
+        ),
+        (
+            OPENAI_RESPONSES,
+            {**RESPONSES, "tools": [{"type": "function", **NAMED, "inputSchema": SCHEMA}]},
+            "tools[0].inputSchema: got an object",
+        ),
+        (OPENAI_CHAT, {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content: got null"),
+        (
+            OPENAI_CHAT,
+            {**CHAT, "messages": [{"role": "developer", "content": None}, *CHAT["messages"]]},
+            "messages[0].content: got null, expected text",
+        ),
+        (
+            ANTHROPIC_MESSAGES,
+            {**MESSAGES, "messages": [{"role": "user", "content": None}]},
+            "messages[0].content: got null",
+        ),
+        (OPENAI_RESPONSES, {**RESPONSES, "input": [{"role": "user"}]}, "input[0].content: got nu"),
+        (
+            OPENAI_RESPONSES,
+            {**RESPONSES, "include": ["x", "message.output_text.logprobs"]},
+            "include[1]: sessions do not support message.output_text.logprobs: create the session "
+            "with shows_tokens",
+        ),
+        (OPENAI_RESPONSES, {**RESPONSES, "include": "x"}, "include: got text, expected a list"),
+    ],
+)
+def test_what_would_be_missing_in_the_prompt_or_the_answer_is_refused(
+    dialect: Dialect, body: dict[str, Any], words: str
+) -> None:
+    for ignores in (False, True):
+        with pytest.raises(Refused) as refused:
+            dialect.read(body, {}, ignores=ignores)
+        assert words in refused.value.message
+
+
+def test_a_tool_without_arguments_needs_no_schema() -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    request, _ = ANTHROPIC_MESSAGES.read({**MESSAGES, "tools": [{**NAMED, **cached}]}, {})
+    assert request.tools[0].parameters == {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": NAMED, **cached}]
+    request, _ = OPENAI_CHAT.read({**CHAT, "tools": tools}, {})
+    assert request.tools[0].parameters == {"type": "object", "properties": {}}
+
+
+def test_a_mark_of_an_auxiliary_call_is_1_and_nothing_else() -> None:
+    for value, is_auxiliary in (("1", True), ("0", False)):
+        request, _ = OPENAI_CHAT.read(CHAT, {"X-Rayloom-Auxiliary": value})
+        assert request.is_auxiliary == is_auxiliary
+    for value in ("true", "yes", "", " 1"):
+        with pytest.raises(Refused, match="X-Rayloom-Auxiliary: got"):
+            OPENAI_CHAT.read(CHAT, {"X-Rayloom-Auxiliary": value})

@@ -24,7 +24,9 @@ from service.gateway.dialects.parameters import (
     without_effect,
 )
 from service.gateway.dialects.reading import (
+    check_given,
     check_names,
+    check_no_schema,
     check_tool_choice,
     check_type,
     invalid,
@@ -149,6 +151,8 @@ def _message(tree: Mapping[str, Any], where: str) -> Message:
         raise invalid(
             f"{where}.role", f"got {printable(name)!r}, expected one of {', '.join(_ROLES)}"
         )
+    if _ROLES[name] in (Role.SYSTEM, Role.USER):
+        check_given(given, "content", where)
     content = read_content(given.get("content"), f"{where}.content", texts={"text"})
     reasoning = given.get("reasoning_content", given.get("reasoning"))
     if reasoning is not None and not isinstance(reasoning, str):
@@ -183,6 +187,9 @@ def _tools(value: object) -> tuple[ToolSchema, ...]:
     for where, tree in read_objects(value, "tools"):
         check_type(tree, where, known={"function"})
         function = read_object(tree.get("function"), f"{where}.function")
+        if function.get("parameters") is None:
+            outer = {name: value for name, value in tree.items() if name != "function"}
+            check_no_schema(outer, where, parameters="function.parameters")
         found.append(make_tool(function, f"{where}.function", parameters="parameters"))
     return check_names(found, "tools")
 

@@ -23,6 +23,7 @@ from service.gateway.dialects.parameters import (
     BOOKKEEPING,
     COMMON,
     MAX_TOKENS,
+    SHOWN_TOKENS,
     TRAINED,
     UNCONSTRAINED,
     Parameters,
@@ -32,11 +33,13 @@ from service.gateway.dialects.parameters import (
     without_effect,
 )
 from service.gateway.dialects.reading import (
+    check_given,
     check_names,
     check_tool_choice,
     check_type,
     invalid,
     joined,
+    kind,
     make_call,
     make_message,
     make_request,
@@ -50,12 +53,15 @@ from service.gateway.dialects.reading import (
     read_object,
     read_objects,
     read_text,
+    unsupported,
 )
 from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
 
 PREFIX = "resp_"
 # An id with more digits in the index of its call is not ours.
 MAX_DIGITS = 10
+# What `include` adds that an answer cannot have.
+LOGPROBS = "message.output_text.logprobs"
 
 PARAMETERS: Parameters = {
     **COMMON,
@@ -77,7 +83,9 @@ PARAMETERS: Parameters = {
     "text": taken("`verbosity` has no effect"),
     **dict.fromkeys(("parallel_tool_calls", "reasoning"), without_effect(TRAINED)),
     "max_tool_calls": without_effect("it limits tools that a server runs"),
-    "include": without_effect("there is nothing to add"),
+    "include": taken(
+        f"`{LOGPROBS}` is refused: {SHOWN_TOKENS}; for the other names there is nothing to add"
+    ),
     "stream_options": without_effect("nothing is padded"),
     "truncation": without_effect("the history is what the client sends"),
     "context_management": without_effect("the history is what the client sends"),
@@ -130,6 +138,7 @@ def read(
     may_call = check_tool_choice(
         given.get("tool_choice"), "tool_choice", auto="auto", none="none", ignored=ignored
     )
+    _check_include(given.get("include"))
     limit = read_limit(given.get("max_output_tokens"), "max_output_tokens")
     request = make_request(
         headers,
@@ -153,6 +162,18 @@ def read(
     }
     streams = read_flag(given.get("stream"), "stream")
     return request, AnswerStyle(model=model, streams=streams, repeated=repeated)
+
+
+def _check_include(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list):
+        raise invalid("include", f"got {kind(value)}, expected a list of texts")
+    for index, each in enumerate(value):
+        if read_text(each, f"include[{index}]") == LOGPROBS:
+            raise unsupported(
+                f"include[{index}]", f"sessions do not support {LOGPROBS}: {SHOWN_TOKENS}"
+            )
 
 
 def _continued(value: object) -> str:
@@ -294,6 +315,8 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[Role, str]:
         raise invalid(
             f"{where}.role", f"got {printable(name)!r}, expected one of {', '.join(_ROLES)}"
         )
+    if _ROLES[name] is not Role.ASSISTANT:
+        check_given(given, "content", where)
     return _ROLES[name], read_content(given.get("content"), f"{where}.content", texts=_TEXTS)
 
 

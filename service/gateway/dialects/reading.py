@@ -34,6 +34,8 @@ NO_OPTIONS = frozenset(
 )  # fmt: skip
 AUXILIARY_HEADER = "x-rayloom-auxiliary"
 AUXILIARY_SUFFIX = ":auxiliary"
+# Fields of a tool that are objects, and not the schema of its arguments.
+_NO_SCHEMAS = frozenset({"cache_control"})
 # The parts of a Python literal that differ from JSON. Python's own parser gets only its strings:
 # other texts that a client may send make it warn or crash.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -229,6 +231,12 @@ def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
     )
 
 
+def check_given(tree: Mapping[str, Any], name: str, where: str) -> None:
+    """Refuse a message without a field, or with null in it, which would be an empty text."""
+    if tree.get(name) is None:
+        raise invalid(f"{where}.{name}", "got null, expected text or a list of parts of text")
+
+
 def read_text_part(part: Mapping[str, Any], where: str, *, texts: Collection[str]) -> str:
     """Read the text of one part of a content."""
     check_type(part, where, known=texts)
@@ -269,6 +277,7 @@ def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSc
     description = "" if described is None else read_text(described, f"{where}.description")
     schema = tree.get(parameters)
     if schema is None:
+        check_no_schema(tree, where, parameters=parameters)
         schema = {"type": "object", "properties": {}}
     try:
         return ToolSchema(
@@ -278,6 +287,16 @@ def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSc
         )
     except (TypeError, ValueError) as error:
         raise invalid(where, str(error)) from error
+
+
+def check_no_schema(tree: Mapping[str, Any], where: str, *, parameters: str) -> None:
+    """Refuse a tool whose schema has another key than `parameters`: the prompt would lack it."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and name not in _NO_SCHEMAS:
+            raise invalid(
+                f"{where}.{name}",
+                f"got an object, expected the schema of the arguments as `{parameters}`; rename it",
+            )
 
 
 def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ...]:
@@ -385,6 +404,13 @@ def make_request(
             "Idempotency-Key",
             f"expected at most {MAX_KEY_CHARACTERS} printable ASCII characters, such as a UUID",
         )
+    auxiliary = lower.get(AUXILIARY_HEADER, "0")
+    if auxiliary not in ("0", "1"):
+        raise invalid(
+            "X-Rayloom-Auxiliary",
+            f"got {printable(auxiliary)!r}, expected 1 for a call outside the task, which is not "
+            "trained, or no such header",
+        )
     retries = lower.get("x-stainless-retry-count", "")
     return ChatRequest(
         messages=tuple(messages),
@@ -397,7 +423,7 @@ def make_request(
         ignored=tuple(ignored or ()),
         continues=continues,
         instructions=instructions,
-        is_auxiliary=model.endswith(AUXILIARY_SUFFIX) or lower.get(AUXILIARY_HEADER) == "1",
+        is_auxiliary=model.endswith(AUXILIARY_SUFFIX) or auxiliary == "1",
         is_retry=retries.isascii() and retries.isdigit() and retries.strip("0") != "",
         idempotency_key=key,
     )
