@@ -189,6 +189,14 @@
 {{- $volumes := list }}
 {{- range $pod.volumes }}{{- $volumes = append $volumes .name }}{{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.volumes" $name) "names" $volumes) }}
+{{- include "rayloom.specProblems" (dict "name" $name "pod" $pod) }}
+{{- range $key := list "tmpSize" "homeSize" }}
+{{- $size := include "rayloom.quantity" (index $group $key) | float64 }}
+{{- /* Kubernetes reads 0 as no limit. */}}
+{{- if and (gt $size 0.0) (lt $size 67108864.0) }}
+- {{ printf "%s.%s: got %v, which is %.0f bytes, expected at least 64Mi, or 0 for no limit: a pod that exceeds it is evicted; write the unit, such as 20Gi" $name $key (index $group $key) $size | quote }}
+{{- end }}
+{{- end }}
 {{- /* The operator's own containers have these names. */}}
 {{- $containers := list "wait-gcs-ready" "autoscaler" }}
 {{- range $key, $kind := dict "initContainers" $pod.initContainers "containers" $pod.containers }}
@@ -216,6 +224,37 @@
 {{- end }}
 {{- if and (hasKey $users "0") (gt (len $users) 1) }}
 - {{ printf "podSecurityContext.runAsUser: got 0 for %s and another user for %s, expected the same for all: they write to one volume, and root's files are not the other's to change; set it in pods" (get $users "0") (omit $users "0" | values | first) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* What the API server refuses in a pod, although its types are right. The operator would try again and again to
+     create it. Takes: name, pod (its specification). */}}
+{{- define "rayloom.specProblems" -}}
+{{- $name := .name }}
+{{- range .pod.tolerations }}
+{{- $operator := default "Equal" .operator }}
+{{- if and (eq $operator "Exists") .value }}
+- {{ printf "%s.tolerations: got the value %s with operator Exists, expected none: it tolerates any value; take the value out, or set the operator to Equal" $name .value | quote }}
+{{- end }}
+{{- if and (eq $operator "Equal") (not .key) }}
+- {{ printf "%s.tolerations: got operator Equal without a key, expected a key; name the taint's, or set the operator to Exists, which without a key tolerates every taint" $name | quote }}
+{{- end }}
+{{- if and (hasKey . "tolerationSeconds") (ne (default "" .effect) "NoExecute") }}
+- {{ printf "%s.tolerations: got tolerationSeconds with the effect %s, expected NoExecute, which alone evicts pods; set the effect, or take tolerationSeconds out" $name (default "none" .effect) | quote }}
+{{- end }}
+{{- end }}
+{{- range .pod.topologySpreadConstraints }}
+{{- if lt (int .maxSkew) 1 }}
+- {{ printf "%s.topologySpreadConstraints: got maxSkew %v, expected at least 1; raise it" $name .maxSkew | quote }}
+{{- end }}
+{{- if not (has .whenUnsatisfiable (list "DoNotSchedule" "ScheduleAnyway")) }}
+- {{ printf "%s.topologySpreadConstraints: got whenUnsatisfiable %s, expected DoNotSchedule or ScheduleAnyway; choose one" $name .whenUnsatisfiable | quote }}
+{{- end }}
+{{- end }}
+{{- range .pod.hostAliases }}
+{{- if not (regexMatch "^(((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])|[0-9a-fA-F:]*:[0-9a-fA-F:.]+)$" (default "" .ip)) }}
+- {{ printf "%s.hostAliases: got the ip %s, expected an address such as 10.0.0.1; a name belongs into hostnames" $name (default "none" .ip) | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -288,6 +327,9 @@
 {{- $paths := list }}
 {{- range .container.volumeMounts }}
 {{- $paths = append $paths (clean .mountPath) }}
+{{- if not (isAbs .mountPath) }}
+- {{ printf "%s.volumeMounts: %s is mounted at %s, expected an absolute path, such as /%s; correct it" $where .name .mountPath .mountPath | quote }}
+{{- end }}
 {{- if not (has .name $.volumes) }}
 - {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to the group's volumes or to pods.volumes" $where .name .mountPath | quote }}
 {{- end }}
@@ -388,6 +430,9 @@
 - {{ printf "config.%s: got %s, expected a name of a hub, or a directory of the pods: models are not loaded from addresses; copy it to a volume that pods.volumes and pods.volumeMounts have, and give its directory" $key $path | quote }}
 {{- end }}
 {{- end }}
+{{- if and (eq .Values.mode "job") (eq (dig "tasks" "environment" "" .Values.config | default "") "session") }}
+- "config.tasks.environment: got session with mode job, which has no API for the agents; expected mode service; set it, or choose another environment"
+{{- end }}
 {{- if eq (int $config.service.port) (int $config.metrics.port) }}
 - {{ printf "config.metrics.port: got %d, which is config.service.port too; expected two ports of the head: choose another" (int $config.metrics.port) | quote }}
 {{- end }}
@@ -478,7 +523,24 @@
 {{- end }}
 {{- end -}}
 
+{{/* A duration of Prometheus in milliseconds. */}}
+{{- define "rayloom.milliseconds" -}}
+{{- $sum := 0 -}}
+{{- range regexFindAll "[0-9]+(ms|s|m|h)" . -1 -}}
+{{- $number := regexFind "^[0-9]+" . -}}
+{{- $sum = add $sum (mul ($number | int) (get (dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000) (trimPrefix $number .))) -}}
+{{- end -}}
+{{- $sum -}}
+{{- end -}}
+
 {{- define "rayloom.alertProblems" -}}
+{{- with .Values.monitoring.podMonitor }}
+{{- /* The operator of Prometheus leaves a monitor out that it cannot read, and only logs this. */}}
+{{- if and .enabled .scrapeTimeout (gt (include "rayloom.milliseconds" .scrapeTimeout | int) (include "rayloom.milliseconds" .interval | int)) }}
+- {{ printf "monitoring.podMonitor.scrapeTimeout: got %s, expected at most the interval, %s; lower it, or raise the interval" .scrapeTimeout .interval | quote }}
+{{- end }}
+{{- $_ := mustRegexMatch .dropSeries "" }}
+{{- end }}
 {{- $chosen := .Values.monitoring.rules -}}
 {{- $alerts := list -}}
 {{- range $path, $_ := .Files.Glob "files/rules/*.yaml" }}

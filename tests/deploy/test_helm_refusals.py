@@ -75,6 +75,10 @@ pytestmark = [pytest.mark.proof, pytest.mark.chart]
             ["monitoring.rules.runbooks"],
         ),
         ({"gcs": {"backend": "redis", "redis": {"address": "redis"}}}, ["gcs.redis.address"]),
+        (
+            {"monitoring": {"podMonitor": {"dropSeries": "ray_("}}},
+            ["dropSeries", "error parsing regexp"],
+        ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )
@@ -133,6 +137,72 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["trainer.resources: got a request of 1 and a limit of none for rdma/hca"],
         ),
         ({"enabled": False}, ["enabled: got false", "umbrella chart"]),
+        *(
+            ({"head": {"tolerations": [toleration]}}, ["head.tolerations: got", *words])
+            for toleration, words in (
+                (
+                    {"key": "a", "operator": "Exists", "value": "x"},
+                    ["the value x", "expected none"],
+                ),
+                ({"value": "x"}, ["operator Equal without a key"]),
+                (
+                    {"key": "a", "operator": "Exists", "tolerationSeconds": 3},
+                    ["tolerationSeconds with the effect none", "NoExecute"],
+                ),
+            )
+        ),
+        *(
+            (
+                {
+                    "pods": {
+                        "topologySpreadConstraints": [
+                            {
+                                "maxSkew": 1,
+                                "topologyKey": "zone",
+                                "whenUnsatisfiable": "DoNotSchedule",
+                                **given,
+                            }
+                        ]
+                    }
+                },
+                ["trainer.topologySpreadConstraints: got", *words],
+            )
+            for given, words in (
+                ({"maxSkew": 0}, ["maxSkew 0", "at least 1"]),
+                ({"whenUnsatisfiable": "Schedule"}, ["Schedule", "or ScheduleAnyway"]),
+            )
+        ),
+        *(
+            (
+                {"head": {"hostAliases": [{"ip": ip, "hostnames": ["db"]}]}},
+                [f"head.hostAliases: got the ip {ip}", "such as 10.0.0.1"],
+            )
+            for ip in ("db.example", "10.0.0", "10.0.0.256")
+        ),
+        (
+            {
+                "pods": {
+                    "volumes": [{"name": "a", "emptyDir": {}}],
+                    "volumeMounts": [{"name": "a", "mountPath": "data"}],
+                }
+            },
+            ["head.volumeMounts: a is mounted at data", "absolute path, such as /data"],
+        ),
+        (
+            {"pods": {"tmpSize": "20"}},
+            ["head.tmpSize: got 20, which is 20 bytes", "at least 64Mi", "such as 20Gi"],
+        ),
+        (
+            {
+                "mode": "job",
+                "config": {"tasks": {"environment": "session", "options": {}}},
+            },
+            ["config.tasks.environment: got session with mode job", "mode service"],
+        ),
+        (
+            {"monitoring": {"podMonitor": {"enabled": True, "scrapeTimeout": "1m30s"}}},
+            ["podMonitor.scrapeTimeout: got 1m30s, expected at most the interval, 15s"],
+        ),
         *(
             (values, [f'{where}: got the value "{value}" of {name}', "correct it"])
             for value in ("a b", "x" * 64, "-a", "a/b")
@@ -512,3 +582,19 @@ def test_the_document_shows_a_refusal_as_it_is() -> None:
         rendered(wrong)
     for line in shown.splitlines():
         assert line.removesuffix(" ...") in str(refusal.value)
+
+
+def test_values_near_the_limits_are_rendered() -> None:
+    constraint = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    evicted = {"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 3}
+    pods = {
+        "tolerations": [{"operator": "Exists"}, evicted],
+        "topologySpreadConstraints": [constraint],
+        "hostAliases": [
+            {"ip": ip, "hostnames": ["db"]} for ip in ("10.0.0.255", "::1", "::ffff:1.2.3.4")
+        ],
+        "tmpSize": "64Mi",
+        "homeSize": "0",
+    }
+    monitor = {"enabled": True, "interval": "1m", "scrapeTimeout": "59s500ms"}
+    assert rendered({"pods": pods, "monitoring": {"podMonitor": monitor}})
