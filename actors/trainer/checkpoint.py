@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ _DIGESTED_FORMAT = 4
 _READ_FORMATS = (2, FORMAT, _DIGESTED_FORMAT)
 _DIGEST_FIELDS = ("digests", "digest_s")
 _READ_BYTES = 2**22
+_NAME = re.compile(r"step-\d+-t\d+")
 _TEMPORARY = ".tmp-"
 CLAIM = ".term"
 
@@ -194,11 +196,29 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
     try:
         if (lora := fields.get("lora")) is not None:
             fields["lora"] = Adapter(**{**lora, "layers": tuple(lora["layers"])})
-        return Progress(**fields), digests
+        progress = Progress(**fields)
     except (TypeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path}: its {MANIFEST} lacks or adds fields ({error}); use another one"
         ) from error
+    _check_progress(path, progress)
+    return progress, digests
+
+
+def _check_progress(path: Path, progress: Progress) -> None:
+    """Check a manifest's numbers, and that it belongs to its directory. Raises: CheckpointError."""
+    for name in ("step", "version", "term", "num_updates", "num_ranks"):
+        value = getattr(progress, name)
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"checkpoint {path}: its {MANIFEST} has {name} {value!r}, expected a whole number "
+                "of at least 0; use another one"
+            )
+    if _NAME.fullmatch(path.name) and path.name != progress.directory_name:
+        raise CheckpointError(
+            f"checkpoint {path}: it is a copy of {progress.directory_name}, by its {MANIFEST}, "
+            "expected the checkpoint of its name; use an older one, or restore this one"
+        )
 
 
 def _digest_of(file: Path, on_read: Callable[[int], None]) -> str:

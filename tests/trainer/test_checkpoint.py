@@ -46,6 +46,7 @@ from actors.trainer.export import export_checkpoint
 from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import RankSettings
 from actors.weights.board import check_tokens
+from service.launch.resume import newest_complete
 
 
 @pytest.fixture
@@ -367,6 +368,32 @@ def test_a_checkpoint_of_an_older_version_is_read_without_digests(
     assert not has_digests(path)
     assert one_rank.call("load", path=path)[0].step == 1
     assert export_checkpoint(path, tmp_path / "out").step == 1
+
+
+def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    progress = Progress(step=20, version=20, term=1, num_updates=20, num_ranks=1, model="m")
+    begin(tmp_path, progress)
+    finish(tmp_path, progress, digests={}, digest_s=0.0)
+    written = tmp_path / progress.directory_name
+    shutil.copytree(written, tmp_path / "step-000040-t1")
+    with pytest.raises(CheckpointError, match="step-000040-t1: it is a copy of step-000020-t1"):
+        read_manifest(tmp_path / "step-000040-t1")
+    assert newest_complete(tmp_path) == written
+    # A copy under a name of one's own is no checkpoint of the run.
+    assert read_manifest(written.rename(tmp_path / "best")) == progress
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", "3"), ("version", None), ("term", True), ("num_updates", -1)]
+)
+def test_a_manifest_with_a_wrong_number_is_refused(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    progress = Progress(step=20, version=20, term=1, num_updates=20, num_ranks=1, model="m")
+    fields = {"format": FORMAT, **asdict(progress), name: value}
+    (tmp_path / MANIFEST).write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=f"has {name} {value!r}, expected a whole number"):
+        read_manifest(tmp_path)
 
 
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
