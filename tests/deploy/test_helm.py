@@ -1,4 +1,4 @@
-"""The chart, linted and rendered by real helm: what an API server and the operator would accept."""
+"""The objects that real helm renders: valid, of their mode, and with the run's configuration."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import copy
 import json
 import os
 import re
-import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +20,39 @@ from worlds.checks.manifest_checks import (
     check_operator_rules,
     check_operator_schema,
     check_subset,
+    checked,
 )
 from worlds.servers.helm_binary import HELM_3, helm_binary
 from worlds.servers.helm_chart import (
     CHART,
     CPU_DEV,
-    GPU_SMALL,
+    GROUPS,
     PRODUCTION,
     VARIANTS,
-    HelmError,
     Manifest,
     arguments_of,
+    by_name,
     cluster_of,
+    every_mode,
+    every_variant,
     helm,
     in_mode,
+    in_proof,
     lint,
     one,
+    parsed,
     pod_templates,
+    ray_container,
+    ray_object,
     rendered,
     serve_config_of,
 )
 
 from deploy.chart_schema import DEFAULTS, SCHEMA, defaults_text, dumped, with_sources
-from deploy.run_arguments import RunArguments
-from service.config.file import load_config
-from service.config.tree import Config, MetricsSettings, ServiceSettings
-from service.launch.placement import Node, Role, misfit
 
 ROOT = CHART.parent
-EXISTING = VARIANTS["existing-secrets"]
-every_variant = pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
-every_mode = pytest.mark.parametrize("mode", ["service", "job", "cluster"])
-
-
-def loaded(manifests: list[Manifest]) -> Config:
-    return RunArguments.model_validate(arguments_of(manifests)).read_config()
+KINDS = {"service": "RayService", "job": "RayJob", "cluster": "RayCluster"}
+OF_THE_API = {"RAYLOOM_API_KEY_FILE", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"}
 
 
 def without_secrets(manifests: list[Manifest]) -> list[Manifest]:
@@ -65,19 +61,10 @@ def without_secrets(manifests: list[Manifest]) -> list[Manifest]:
     return sorted(rest, key=lambda manifest: (manifest["kind"], manifest["metadata"]["name"]))
 
 
-def container_of(template: Manifest) -> Manifest:
-    container: Manifest = template["spec"]["containers"][0]
-    return container
-
-
-def environment_of(template: Manifest) -> dict[str, Any]:
-    return {variable["name"]: variable for variable in container_of(template)["env"]}
-
-
 def mounted_secrets(template: Manifest) -> dict[str, tuple[str, str]]:
     """The Secret and its key by the variable that names the mounted file."""
     [volume] = [v for v in template["spec"]["volumes"] if v["name"] == "secrets"]
-    [mount] = [m for m in container_of(template)["volumeMounts"] if m["name"] == "secrets"]
+    [mount] = [m for m in ray_container(template)["volumeMounts"] if m["name"] == "secrets"]
     # A file that is mounted by subPath would never change.
     assert mount == {"name": "secrets", "mountPath": "/secrets", "readOnly": True}
     files = {
@@ -85,14 +72,13 @@ def mounted_secrets(template: Manifest) -> dict[str, tuple[str, str]]:
         for source in volume["projected"]["sources"]
         for item in source["secret"]["items"]
     }
-    variables = environment_of(template).values()
+    variables = by_name(ray_container(template)["env"]).values()
     named = {each["name"]: each["value"] for each in variables if each.get("value") in files}
     assert set(named.values()) == set(files)
     return {name: files[file] for name, file in named.items()}
 
 
-@pytest.mark.proof
-@pytest.mark.chart
+@in_proof
 @every_variant
 @every_mode
 def test_both_helms_find_nothing_to_warn_of_and_render_the_same(
@@ -145,47 +131,13 @@ def test_the_operators_own_schema_refuses_what_it_does_not_know(crds: Path) -> N
 def test_the_checks_refuse_what_an_api_server_would() -> None:
     manifests = rendered()
     wrong = copy.deepcopy(manifests)
-    container_of(pod_templates(wrong)["trainer"])["imagePullPolizy"] = "Always"
+    ray_container(pod_templates(wrong)["trainer"])["imagePullPolizy"] = "Always"
     with pytest.raises(kubernetes_validate.ValidationError, match="imagePullPolizy"):
         check_core(wrong)
     wrong = copy.deepcopy(manifests)
     cluster_of(wrong)["workerGroupSpecs"][0]["groupNme"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="groupNme"):
         check_subset(wrong)
-
-
-@every_variant
-def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...]) -> None:
-    config = loaded(rendered({}, *files))
-    assert (config.service.host, config.metrics.host) == ("0.0.0.0", "0.0.0.0")
-    assert config == loaded(rendered(in_mode("job"), *files))
-
-
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        (CPU_DEV, "guessing-cpu.yaml"),
-        (GPU_SMALL, "one-node-gpu.yaml"),
-        (PRODUCTION, "several-nodes-gpu.yaml"),
-    ],
-    ids=lambda value: value.stem if isinstance(value, Path) else None,
-)
-def test_a_value_set_has_the_whole_configuration_of_its_file(file: Path, source: str) -> None:
-    vetted = ROOT / "deploy" / "configs" / source
-    assert yaml.safe_load(file.read_text("utf-8"))["config"] == yaml.safe_load(vetted.read_text())
-    # Nothing of the chart's own is mixed into it, but where a pod listens.
-    sent = loaded(rendered({}, file))
-    own = replace(sent, service=ServiceSettings(), metrics=MetricsSettings())
-    assert own == load_config(vetted)
-
-
-def test_the_defaults_hold_no_recipe() -> None:
-    assert yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))["config"] == {}
-    assert "0 chart(s) failed" in lint()
-    with pytest.raises(HelmError, match=r"config: got none.*values-cpu-dev\.yaml"):
-        helm("template", "demo", CHART)
-    with pytest.raises(HelmError, match="config: has no model, or neither tasks nor a mixture"):
-        helm("template", "demo", CHART, "--set", "config.model.path=x")
 
 
 @every_variant
@@ -196,127 +148,8 @@ def test_serve_is_told_to_start_one_application_on_the_head(files: tuple[Path, .
     [application] = config["applications"]
     assert application["import_path"] == "deploy.serve_app:build"
     assert application["route_prefix"] == "/"
-    ports = {p["name"]: p["containerPort"] for p in container_of(templates["head"])["ports"]}
+    ports = {p["name"]: p["containerPort"] for p in ray_container(templates["head"])["ports"]}
     assert config["http_options"] == {"host": "0.0.0.0", "port": ports["serve"]}
-
-
-@every_variant
-@pytest.mark.parametrize("mode", ["service", "job"])
-def test_a_run_is_told_its_configuration_and_where_it_lies(
-    files: tuple[Path, ...], mode: str
-) -> None:
-    manifests = rendered(in_mode(mode), *files)
-    head = pod_templates(manifests)["head"]
-    mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
-    arguments = arguments_of(manifests)
-    has_secret = "RAYLOOM_DATABASE_URL_FILE" in environment_of(head)
-    assert set(arguments) == {"config", "run_dir", *(() if has_secret else ("state_dir",))}
-    name = arguments["config"]["run"]["name"]
-    assert arguments["run_dir"] == f"{mounts['checkpoints']}/runs/{name}"
-    if not has_secret:
-        assert arguments["state_dir"] == f"{mounts['database']}/{name}"
-
-
-def test_the_api_port_is_the_configurations() -> None:
-    manifests = rendered({"config": {"service": {"port": 8123}}})
-    assert serve_config_of(manifests)["http_options"]["port"] == 8123
-    assert one(manifests, "Service", "-api")["spec"]["ports"][0]["port"] == 8123
-
-
-@every_variant
-def test_the_services_reach_the_head_and_nothing_else(files: tuple[Path, ...]) -> None:
-    manifests = rendered({}, *files)
-    templates = pod_templates(manifests)
-    for suffix, count in (("-api", 1), ("-control", 2)):
-        service = one(manifests, "Service", suffix)["spec"]
-        reached = {
-            group
-            for group, template in templates.items()
-            if service["selector"].items() <= template["metadata"]["labels"].items()
-        }
-        assert reached == {"head"}
-        assert len(service["ports"]) == count
-        named = {p["name"]: p["containerPort"] for p in container_of(templates["head"])["ports"]}
-        assert all(named[port["targetPort"]] == port["port"] for port in service["ports"])
-
-
-@every_variant
-def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, ...]) -> None:
-    for name, template in pod_templates(rendered({}, *files)).items():
-        spec, container = template["spec"], container_of(template)
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["runAsUser"] == 1000
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert spec["automountServiceAccountToken"] is False
-        drain_s = int(environment_of(template)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]["value"])
-        # `ray stop` before the signal would undo the drain: the head's hook ends the run alone.
-        if name == "head":
-            grace = str(drain_s // 2)
-            hook = {"exec": {"command": ["rayloom", "stop", "--grace", grace]}}
-            assert container["lifecycle"] == {"preStop": hook}
-            assert spec["terminationGracePeriodSeconds"] == 2 * drain_s + 30
-        else:
-            assert "lifecycle" not in container
-            assert spec["terminationGracePeriodSeconds"] == drain_s + 30
-        [shm] = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
-        assert shm["emptyDir"]["medium"] == "Memory"
-
-
-@every_variant
-def test_workers_are_not_probed_for_a_proxy_that_they_do_not_have(files: tuple[Path, ...]) -> None:
-    templates = pod_templates(rendered({}, *files))
-    # The operator configures Serve once the head is ready: its probe must not ask Serve.
-    of_head = container_of(templates.pop("head")).get("readinessProbe")
-    assert of_head is None or of_head["httpGet"]["port"] == 52365
-    assert {"inference", "environment"} <= set(templates)
-    for template in templates.values():
-        assert container_of(template)["readinessProbe"]["httpGet"]["port"] == 52365
-
-
-def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
-    cluster = cluster_of(rendered({}, GPU_SMALL))
-    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    for group in cluster["workerGroupSpecs"]:
-        limits = container_of(group["template"])["resources"]["limits"]
-        assert int(group["rayStartParams"]["num-gpus"]) == limits.get("nvidia.com/gpu", 0)
-
-
-@every_variant
-def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ...]) -> None:
-    cluster = cluster_of(rendered({}, *files))
-    groups = {"control": cluster["headGroupSpec"]}
-    groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
-    offered = {}
-    for name, group in groups.items():
-        # The operator puts the value into a shell's command line as it stands.
-        [value] = shlex.split(group["rayStartParams"]["resources"])
-        offered[name] = json.loads(value)
-    # Without pods of its own the trainer's role is the engines' pods' too.
-    if "trainer" not in offered:
-        assert offered["inference"].pop(Role.TRAINER) == 1
-        offered["trainer"] = {Role.TRAINER: 1}
-    assert offered == {
-        "control": {Role.CONTROL: 1},
-        "inference": {Role.INFERENCE: 1},
-        "trainer": {Role.TRAINER: 1},
-        "environment": {Role.ENVIRONMENTS: 1},
-    }
-
-
-@every_variant
-def test_the_run_fits_on_the_pods(files: tuple[Path, ...]) -> None:
-    manifests = rendered({}, *files)
-    cluster = cluster_of(manifests)
-    nodes = []
-    for group in cluster["workerGroupSpecs"]:
-        start = group["rayStartParams"]
-        offered = json.loads(shlex.split(start["resources"])[0])
-        offered |= {"CPU": float(start["num-cpus"]), "GPU": float(start["num-gpus"])}
-        for number in range(group["replicas"]):
-            name = f"{group['groupName']}-{number}"
-            nodes.append(Node(node_id=name, address=name, resources=offered))
-    assert misfit(loaded(manifests), nodes) is None
 
 
 def test_a_new_release_of_the_chart_asks_for_no_new_cluster(tmp_path: Path) -> None:
@@ -347,7 +180,7 @@ def test_secrets_stand_in_secrets_alone() -> None:
 
 
 def test_existing_secrets_are_named_and_none_is_made() -> None:
-    manifests = rendered({}, *EXISTING)
+    manifests = rendered({}, *VARIANTS["existing-secrets"])
     kinds = {manifest["kind"] for manifest in manifests}
     assert not kinds & {"Secret", "PersistentVolumeClaim", "ServiceAccount"}
     for template in pod_templates(manifests).values():
@@ -357,7 +190,7 @@ def test_existing_secrets_are_named_and_none_is_made() -> None:
 
 
 def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
-    for files in ((), EXISTING):
+    for files in ((), VARIANTS["existing-secrets"]):
         manifests = rendered({}, *files)
         templates = pod_templates(manifests)
         head = templates.pop("head")
@@ -370,7 +203,7 @@ def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
         else:
             claim = volumes["database"]["persistentVolumeClaim"]["claimName"]
             assert one(manifests, "PersistentVolumeClaim", "-database")["metadata"]["name"] == claim
-            mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
+            mounts = {m["name"]: m["mountPath"] for m in ray_container(head)["volumeMounts"]}
             assert arguments["state_dir"].startswith(f"{mounts['database']}/")
         for template in templates.values():
             assert set(mounted_secrets(template)) == {"RAYLOOM_API_KEY_FILE"}
@@ -423,107 +256,6 @@ def test_every_value_has_a_default_and_every_default_a_place_in_the_schema() -> 
         assert pods.items() <= schema["$defs"][group]["properties"].items()
 
 
-def test_a_cluster_that_is_too_old_is_refused() -> None:
-    with pytest.raises(HelmError, match="kubeVersion"):
-        rendered(options=["--kube-version", "1.26.0"])
-
-
-def test_the_notes_tell_how_to_reach_the_api() -> None:
-    notes = helm("install", "demo", CHART, "--dry-run=client", "--values", CPU_DEV)
-    assert "port-forward service/demo-rayloom-api 8000:8000" in notes
-
-
-# What YAML would read as a number or as a truth where it is not quoted.
-MISREAD = ["20261122", "1e3", "true", "0x1f", "null", "1_000"]
-
-
-@pytest.mark.proof
-@pytest.mark.chart
-@pytest.mark.parametrize("text", MISREAD)
-def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
-    label = text.replace("_", "-")
-    values = {
-        "fullnameOverride": "agents",
-        "image": {"repository": label, "tag": text},
-        "imagePullSecrets": [{"name": label}],
-        "config": {"run": {"name": text}},
-        "auth": {"api": {"existingSecret": label, "key": text}, "ray": {"existingSecret": label}},
-        "checkpoints": {"existingClaim": label},
-        "database": {"existingSecret": label, "key": text},
-        "serviceAccount": {"name": label, "annotations": {"a": text}},
-        "service": {"annotations": {"a": text}},
-        "networkPolicy": {"enabled": True, "operatorNamespace": label, "egress": [{}]},
-        "trainer": {
-            "nodeSelector": {"a": text},
-            "env": [{"name": "A", "value": text}],
-            "tolerations": [{"key": "a", "value": text}],
-        },
-    }
-    manifests = rendered(values, options=["--namespace", label])
-    check_core(manifests)
-    check_subset(manifests)
-    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {label}
-    arguments = arguments_of(manifests)
-    assert arguments["run_dir"] == f"/checkpoints/runs/{text}"
-    assert arguments["config"]["run"]["name"] == text
-    # The claims and secrets that the chart makes itself.
-    del values["checkpoints"], values["database"], values["auth"]
-    classes = {"checkpoints": {"storageClass": label}, "database": {"storageClass": label}}
-    release = text if text.isdigit() else "demo"
-    made = rendered(values | classes, release=release, options=["--namespace", label])
-    check_core(made)
-    for name in classes:
-        claim = one(made, "PersistentVolumeClaim", f"-{name}")
-        assert claim["spec"]["storageClassName"] == label
-
-
-def test_every_port_names_its_protocol() -> None:
-    policy = {"enabled": True, "operatorNamespace": "ray", "apiFrom": [{"podSelector": {}}]}
-    ports = [
-        port
-        for manifest in rendered({"networkPolicy": policy})
-        for port in found(manifest, "ports")
-    ]
-    assert len(ports) > 10
-    assert {port["protocol"] for port in ports} == {"TCP", "UDP"}
-
-
-def found(node: Any, key: str) -> list[Any]:
-    """All that stands in lists of this name, however deep."""
-    if isinstance(node, list):
-        return [each for item in node for each in found(item, key)]
-    if not isinstance(node, dict):
-        return []
-    own = node[key] if isinstance(node.get(key), list) else []
-    return [*own, *(each for value in node.values() for each in found(value, key))]
-
-
-def test_a_pod_may_ask_for_any_resource_and_for_gpus_of_any_kind() -> None:
-    amounts = {"rdma/hca": 1, "hugepages-2Mi": "1Gi"}
-    values = {
-        "config": {
-            "inference": {"gpus_per_replica": 1},
-            "trainer": {"device": "cuda", "gpus_per_rank": 1},
-        },
-        "pods": {"gpuResource": "amd.com/gpu"},
-        "inference": {"gpus": 1, "gpuResource": "nvidia.com/mig-3g.40gb"},
-        "trainer": {
-            "gpus": 2,
-            "resources": {"requests": amounts, "limits": amounts},
-        },
-    }
-    manifests = rendered(values)
-    check_core(manifests)
-    templates = pod_templates(manifests)
-    asked = container_of(templates["trainer"])["resources"]
-    assert asked["limits"] == {"memory": "5Gi", "amd.com/gpu": 2, **amounts}
-    assert asked["requests"] == {"cpu": "2", **asked["limits"]}
-    assert container_of(templates["inference"])["resources"]["limits"] == {
-        "memory": "5Gi",
-        "nvidia.com/mig-3g.40gb": 1,
-    }
-
-
 def test_checkpoints_for_many_nodes_go_with_a_database_on_block_storage() -> None:
     many = {"accessModes": ["ReadWriteMany"], "storageClass": "nfs"}
     manifests = rendered({"checkpoints": many})
@@ -534,3 +266,249 @@ def test_checkpoints_for_many_nodes_go_with_a_database_on_block_storage() -> Non
     assert claims["checkpoints"]["accessModes"] == ["ReadWriteMany"]
     assert claims["database"]["accessModes"] == ["ReadWriteOnce"]
     assert "storageClassName" not in claims["database"]
+
+
+@pytest.mark.parametrize("mode", KINDS)
+def test_each_mode_is_one_object_of_its_kind_that_can_be_suspended(mode: str) -> None:
+    running = rendered({"mode": mode})
+    assert ray_object(running)["kind"] == KINDS[mode]
+    # Kueue sets the field too: what is not suspended here does not name it.
+    assert "suspend" not in ray_object(running)["spec"]
+    suspended = rendered({"mode": mode, "suspend": True})
+    spec = dict(ray_object(suspended)["spec"])
+    assert spec.pop("suspend") is True
+    assert spec == ray_object(running)["spec"]
+    check_subset(suspended)
+    check_operator_rules(suspended)
+
+
+def test_the_cluster_is_the_same_in_every_mode_but_for_the_api() -> None:
+    clusters = {}
+    for mode in KINDS:
+        cluster = json.loads(json.dumps(cluster_of(rendered({"mode": mode}))))
+        cluster.pop("upgradeStrategy", None)
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            # A digest of the template.
+            del group["labels"]
+            container = group["template"]["spec"]["containers"][0]
+            before = len(container["env"])
+            container["env"] = [e for e in container["env"] if e["name"] not in OF_THE_API]
+            for where in (container, group["template"]["spec"]):
+                key = "volumes" if "volumes" in where else "volumeMounts"
+                where[key] = [each for each in where[key] if each["name"] != "secrets"]
+            assert before - len(container["env"]) == (0 if mode == "job" else len(OF_THE_API))
+        clusters[mode] = cluster
+    assert clusters["service"] == clusters["job"] == clusters["cluster"]
+
+
+def test_a_job_has_no_api() -> None:
+    manifests = rendered({"mode": "job"})
+    names = {(each["kind"], each["metadata"]["name"]) for each in manifests}
+    assert ("Service", "demo-rayloom-api") not in names
+    assert ("Secret", "demo-rayloom-api-key") not in names
+    assert ("Service", "demo-rayloom-control") in names
+
+
+def test_a_job_ends_its_attempts_and_its_pods_as_it_is_told() -> None:
+    job = {"backoffLimit": 5, "activeDeadlineSeconds": 31536000, "ttlSecondsAfterFinished": 60}
+    spec = one(rendered({"mode": "job", "job": job}), "RayJob")["spec"]
+    assert {key: spec[key] for key in job} == job
+    # Nought seconds would end it at once.
+    assert "activeDeadlineSeconds" not in one(rendered({"mode": "job"}), "RayJob")["spec"]
+
+
+def test_the_control_store_outlives_the_head_by_redis() -> None:
+    redis = {"address": "redis.db:6379", "existingSecret": "redis", "key": "1e3"}
+    manifests = rendered({"gcs": {"backend": "redis", "redis": redis}})
+    check_subset(manifests)
+    password = {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "1e3"}}}
+    assert cluster_of(manifests)["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis.db:6379",
+        "redisPassword": password,
+    }
+    for template in pod_templates(manifests).values():
+        # Ray's own 60 s are shorter than a head needs to come back.
+        assert (
+            by_name(ray_container(template)["env"])["RAY_gcs_rpc_server_reconnect_timeout_s"][
+                "value"
+            ]
+            == "600"
+        )
+    without = {"gcs": {"backend": "redis", "redis": {"address": "redis.db:6379"}}}
+    options = cluster_of(rendered(without))["gcsFaultToleranceOptions"]
+    assert options == {"redisAddress": "redis.db:6379"}
+
+
+def test_the_control_store_outlives_the_head_on_a_volume() -> None:
+    storage = {"size": "2Gi", "storageClass": "block"}
+    manifests = rendered({"gcs": {"backend": "rocksdb", "storage": storage}})
+    check_subset(manifests)
+    check_operator_rules(manifests)
+    assert cluster_of(manifests)["gcsFaultToleranceOptions"] == {
+        "backend": "rocksdb",
+        "storage": {"accessModes": ["ReadWriteOnce"], "size": "2Gi", "storageClassName": "block"},
+    }
+    assert "gcsFaultToleranceOptions" not in cluster_of(rendered())
+
+
+def test_evictions_spare_what_no_step_can_do_without() -> None:
+    manifests = rendered({}, PRODUCTION)
+    budgets = {
+        manifest["metadata"]["name"].removeprefix("demo-rayloom-"): manifest["spec"]
+        for manifest in manifests
+        if manifest["kind"] == "PodDisruptionBudget"
+    }
+    kept = {name: budget["minAvailable"] for name, budget in budgets.items()}
+    # Two pods each of inference and environment, one of which may go.
+    assert kept == {"head": 1, "trainer": 1, "inference": 1, "environment": 1}
+    for name, template in pod_templates(manifests).items():
+        selector = budgets[name]["selector"]["matchLabels"].items()
+        assert selector <= template["metadata"]["labels"].items()
+    off = rendered({"podDisruptionBudgets": {"enabled": False}}, PRODUCTION)
+    assert "PodDisruptionBudget" not in {manifest["kind"] for manifest in off}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {},
+            [
+                "port-forward service/demo-rayloom-api 8000:8000",
+                "helm test demo",
+                "--set suspend=true",
+            ],
+        ),
+        ({"suspend": True}, ["wait --for=delete pod", "--timeout=300s", "--set suspend=false"]),
+        ({"mode": "job"}, ["get rayjob demo-rayloom -w", "SUCCEEDED or FAILED"]),
+        ({"mode": "cluster"}, ["rayloom train CONFIG --address auto", "--state-dir /database/"]),
+    ],
+    ids=["service", "suspended", "job", "cluster"],
+)
+def test_the_notes_say_what_to_do_next(values: dict[str, Any], words: list[str]) -> None:
+    chosen = [
+        part
+        for key, value in values.items()
+        for part in ("--set-json", f"{key}={json.dumps(value)}")
+    ]
+    notes = helm(
+        "install", "demo", CPU_DEV.parent, "--dry-run=client", "--values", CPU_DEV, *chosen
+    )
+    for word in words:
+        assert word in notes
+
+
+@in_proof
+@pytest.mark.parametrize("is_helm_3", [False, True])
+@pytest.mark.parametrize("own", [{"enabled": True}, {"enabled": False}, {}])
+def test_the_chart_is_a_dependency_that_a_condition_turns_on_and_off(
+    own: dict[str, Any], is_helm_3: bool, tmp_path: Path
+) -> None:
+    shutil.copytree(CHART, tmp_path / "charts" / "rayloom")
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))["version"]
+    dependency = {"name": "rayloom", "version": version, "condition": "rayloom.enabled"}
+    about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump({**about, "dependencies": [dependency]}))
+    values = {**yaml.safe_load(CPU_DEV.read_text("utf-8")), **own}
+    outer = {"global": {"imageRegistry": "registry.example"}, "rayloom": values}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(outer))
+    binary = helm_binary(HELM_3) if is_helm_3 else None
+    manifests = parsed(helm("template", "demo", tmp_path, binary=binary))
+    assert ("RayService" in {each["kind"] for each in manifests}) is own.get("enabled", True)
+    assert bool(manifests) is own.get("enabled", True)
+
+
+@in_proof
+@every_mode
+def test_queues_are_named_on_the_ray_object(mode: str) -> None:
+    labels = {
+        "kueue.x-k8s.io/priority-class": "high",
+        "kai.scheduler/queue": "team",
+        "yunikorn.apache.org/queue": "root.team",
+    }
+    annotations = {"ray.io/initializing-timeout": "1h"}
+    values = {**in_mode(mode), "labels": labels, "annotations": annotations}
+    before = checked(in_mode(mode))
+    manifests = checked({**values, "kueue": {"queueName": "queue"}})
+    metadata = ray_object(manifests)["metadata"]
+    assert {**labels, "kueue.x-k8s.io/queue-name": "queue"}.items() <= metadata["labels"].items()
+    assert annotations.items() <= metadata["annotations"].items()
+    # Kueue suspends and resumes the object: an upgrade does not.
+    assert "suspend" not in ray_object(manifests)["spec"]
+    assert cluster_of(manifests) == cluster_of(before)
+
+
+@in_proof
+def test_the_priority_class_of_kueue_is_a_label_of_the_ray_object() -> None:
+    labels = ray_object(checked({"kueue": {"priorityClass": "high"}}))["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/priority-class"] == "high"
+
+
+@in_proof
+def test_common_labels_are_on_every_object_and_change_no_pod() -> None:
+    manifests = checked({"commonLabels": {"team": "rl"}})
+    objects = [each for each in manifests if each["kind"] != "Pod"]
+    assert len(objects) > 5
+    assert {each["metadata"]["labels"]["team"] for each in objects} == {"rl"}
+    assert pod_templates(manifests) == pod_templates(rendered())
+
+
+@in_proof
+def test_claims_have_labels_and_choose_their_volume_by_labels() -> None:
+    selector = {"matchLabels": {"tier": "fast"}}
+    values = {"modelCache": {"enabled": True}, "database": {"accessModes": ["ReadWriteOncePod"]}}
+    for claim in ("checkpoints", "database", "modelCache"):
+        values[claim] = {**values.get(claim, {}), "labels": {"team": "rl"}, "selector": selector}
+    claims = [each for each in checked(values) if each["kind"] == "PersistentVolumeClaim"]
+    assert len(claims) == 3
+    for each in claims:
+        assert each["metadata"]["labels"]["team"] == "rl"
+        assert each["spec"]["selector"] == selector
+        is_database = each["metadata"]["name"].endswith("-database")
+        mode = "ReadWriteOncePod" if is_database else "ReadWriteOnce"
+        assert each["spec"]["accessModes"] == [mode]
+
+
+@every_mode
+def test_the_ray_object_waits_in_kueues_queue(mode: str) -> None:
+    found = ray_object(rendered({"mode": mode, "kueue": {"queueName": "research"}}))
+    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    assert "kueue.x-k8s.io/queue-name" not in ray_object(rendered())["metadata"]["labels"]
+
+
+def test_further_manifests_are_rendered_as_templates() -> None:
+    note = one(rendered({}, *VARIANTS["everything"]), "ConfigMap", "-note")
+    assert (note["metadata"]["name"], note["data"]["note"]) == ("demo-note", "of demo")
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_no_pod_has_a_token_and_environments_run_under_an_account_without_rights(
+    create: bool,
+) -> None:
+    account = {"create": create, "name": "trainers", "annotations": {"cloud/role": "bucket"}}
+    manifests = rendered({"serviceAccount": account})
+    accounts = {
+        group: template["spec"]["serviceAccountName"]
+        for group, template in pod_templates(manifests).items()
+    }
+    bare = "demo-rayloom-environment" if create else "default"
+    assert accounts == dict.fromkeys(GROUPS, "trainers") | {"environment": bare}
+    made = {
+        each["metadata"]["name"]: each for each in manifests if each["kind"] == "ServiceAccount"
+    }
+    assert set(made) == ({"trainers", bare} if create else set())
+    for name, each in made.items():
+        assert each["automountServiceAccountToken"] is False
+        assert each["metadata"].get("annotations", {}) == (
+            {"cloud/role": "bucket"} if name == "trainers" else {}
+        )
+
+
+def test_a_new_text_of_rotation_is_noted_on_the_secrets_that_it_draws() -> None:
+    manifests = rendered({"auth": {"rotation": "1e3"}})
+    secrets = [each for each in manifests if each["kind"] == "Secret"]
+    assert len(secrets) == 2
+    for secret in secrets:
+        assert secret["metadata"]["annotations"] == {"rayloom/rotation": "1e3"}
+    # It is no change of the pods, which are told the Secret's name.
+    assert ray_object(manifests) == ray_object(rendered())

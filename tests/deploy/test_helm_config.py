@@ -1,22 +1,45 @@
-"""Every setting of the configuration through the chart: it reaches the run, or is refused."""
+"""The configuration through the chart: every setting reaches the run as it is written."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from worlds.servers.helm_chart import CHART, CPU_DEV, VARIANTS, HelmError, arguments_of, rendered
+from worlds.checks.manifest_checks import check_core, check_subset
+from worlds.servers.helm_chart import (
+    CHART,
+    CPU_DEV,
+    GPU_SMALL,
+    PRODUCTION,
+    VARIANTS,
+    Manifest,
+    arguments_of,
+    by_name,
+    cluster_of,
+    every_variant,
+    in_mode,
+    in_proof,
+    merged,
+    nested,
+    one,
+    pod_templates,
+    ray_container,
+    rendered,
+)
 
 from deploy.run_arguments import RunArguments
-from service.config.file import config_schema, dump_config, parse_config
+from service.config.file import config_schema, dump_config, load_config, parse_config
+from service.config.tree import Config, MetricsSettings, ServiceSettings
 from service.launch.placement import Node, misfit
 
-pytestmark = [pytest.mark.proof, pytest.mark.chart]
-
-SCHEMA = config_schema()
-DEFAULTS: dict[str, Any] = yaml.safe_load(
+SETTINGS = config_schema()
+SETTING_DEFAULTS: dict[str, Any] = yaml.safe_load(
     dump_config(parse_config({"model": {"tiny": {}}, "tasks": {"environment": "a"}}, source="x"))
 )
 # Maps whose keys are the user's own: one entry of each stands for all.
@@ -43,26 +66,16 @@ OTHERS: dict[str, Any] = {
     "evaluation.structured_outputs": {"regex": "[0-9]+"},
     "service.allowed_hosts": ["rayloom.example"],
 }
-# Values that the chart refuses, each with the beginning of its reason.
-REFUSED: list[tuple[str, Any, str]] = [
-    ("service.host", "127.0.0.1", "config.service.host: got 127.0.0.1, expected 0.0.0.0"),
-    ("metrics.host", "localhost", "config.metrics.host: got localhost, expected 0.0.0.0"),
-    ("service.port", 8265, "config.service.port: got 8265, expected 1024 or more"),
-    ("metrics.port", 0, "config.metrics.port: got 0, expected 1024 or more"),
-    ("inference.num_replicas", 2, "inference: 1 pods of 1 CPUs and 0 GPUs have room for 1"),
-    ("inference.cpus_per_replica", 2, "inference: 1 pods of 1 CPUs and 0 GPUs have room for 0"),
-    ("inference.gpus_per_replica", 1, "inference: 1 pods of 1 CPUs and 0 GPUs have room for 0"),
-    ("trainer.num_ranks", 3, "trainer: 1 pods of 2 CPUs and 0 GPUs have room for 2"),
-    ("trainer.gpus_per_rank", 1, "trainer: 1 pods of 2 CPUs and 0 GPUs have room for 0"),
-    ("rollouts.num_actors", 2, "environment: 1 pods of 1 CPUs and 0 GPUs have room for 1"),
-]
 # Pods with room for whatever the walk asks for.
 LARGE = {"rayCpus": 100, "replicas": 10}
+# A value set without a configuration, so that none is laid under the walk's.
+FEW = CHART / "values.yaml"
+SECTIONS = list(SETTINGS["properties"])
 
 
 def resolved(node: Mapping[str, Any]) -> Mapping[str, Any]:
     if "$ref" in node:
-        return resolved(SCHEMA["$defs"][node["$ref"].rpartition("/")[2]])
+        return resolved(SETTINGS["$defs"][node["$ref"].rpartition("/")[2]])
     return node
 
 
@@ -79,7 +92,7 @@ def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mappi
 
 
 def default_of(path: str) -> Any:
-    found: Any = DEFAULTS
+    found: Any = SETTING_DEFAULTS
     for name in path.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return found
@@ -110,24 +123,6 @@ def another(path: str, setting: Mapping[str, Any]) -> Any:
     raise AssertionError(f"{path}: add a value of {setting} to OTHERS or ENTRIES")
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return dict(value)
-
-
-def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(below)
-    for key, value in above.items():
-        old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = laid_over(old, value) if both else value
-    return result
-
-
-SECTIONS = list(SCHEMA["properties"])
-
-
 def check(values: dict[str, Any], section: str) -> None:
     """Check that the run receives this configuration, with the addresses of the pods added."""
     groups = {
@@ -140,18 +135,19 @@ def check(values: dict[str, Any], section: str) -> None:
         "service": {"host": "0.0.0.0", "port": 8000},
         "metrics": {"host": "0.0.0.0", "port": 9400},
     }
-    assert found == laid_over(listens, values["config"])
+    assert found == merged(listens, values["config"])
 
 
+@in_proof
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
     given: dict[str, Any] = {}
-    for path, setting in leaves(SCHEMA):
+    for path, setting in leaves(SETTINGS):
         if path == section or path.startswith(f"{section}."):
             value = another(path, setting)
             assert value != default_of(path), path
-            given = laid_over(given, nested(path, value))
-    config = laid_over(yaml.safe_load(CPU_DEV.read_text("utf-8"))["config"], given)
+            given = merged(given, nested(path, value))
+    config = merged(yaml.safe_load(CPU_DEV.read_text("utf-8"))["config"], given)
     # One of the two names the model.
     if section == "model":
         check({"config": {**config, "model": {**config["model"], "path": None}}}, section)
@@ -163,35 +159,24 @@ def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
     check({"config": config}, section)
 
 
-# A value set without a configuration, so that none is laid under the walk's.
-FEW = CHART / "values.yaml"
-
-
-@pytest.mark.parametrize(("path", "value", "words"), REFUSED, ids=[path for path, _, _ in REFUSED])
-def test_a_value_that_pods_cannot_have_is_refused_with_the_reason(
-    path: str, value: Any, words: str
-) -> None:
-    with pytest.raises(HelmError) as refusal:
-        rendered({"config": nested(path, value)})
-    assert words in str(refusal.value)
-
-
+@in_proof
 @pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
 def test_every_value_set_is_read_by_rayloom_as_it_is_written(files: Any) -> None:
     given: dict[str, Any] = {}
     for file in files:
-        given = laid_over(given, yaml.safe_load(file.read_text("utf-8")).get("config", {}))
-    config = RunArguments.model_validate(arguments_of(rendered({}, *files))).read_config()
+        given = merged(given, yaml.safe_load(file.read_text("utf-8")).get("config", {}))
+    config = loaded(rendered({}, *files))
     read = yaml.safe_load(dump_config(config))
     own = parse_config(
-        laid_over(given, {"service": read["service"], "metrics": read["metrics"]}), source="x"
+        merged(given, {"service": read["service"], "metrics": read["metrics"]}), source="x"
     )
     assert config == own
 
 
+@in_proof
 def test_an_engine_and_a_rank_share_the_gpu_of_one_pod() -> None:
     files = VARIANTS["shared-gpu"]
-    config = RunArguments.model_validate(arguments_of(rendered({}, *files))).read_config()
+    config = loaded(rendered({}, *files))
     pod = {"CPU": 3.0, "GPU": 1.0, "rayloom_inference": 1.0, "rayloom_trainer": 1.0}
     actors = {"CPU": 1.0, "GPU": 0.0, "rayloom_environments": 1.0}
     nodes = [
@@ -201,7 +186,114 @@ def test_an_engine_and_a_rank_share_the_gpu_of_one_pod() -> None:
     assert misfit(config, nodes) is None
 
 
-@pytest.mark.parametrize("key", ["inference.num_replicas", "trainer.num_ranks"])
-def test_more_parts_than_the_shared_pod_has_room_for_are_refused(key: str) -> None:
-    with pytest.raises(HelmError, match=r"beside the engines \(trainer\.replicas is 0\)"):
-        rendered({"config": nested(key, 2)}, *VARIANTS["shared-gpu"])
+def loaded(manifests: list[Manifest]) -> Config:
+    return RunArguments.model_validate(arguments_of(manifests)).read_config()
+
+
+@every_variant
+def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...]) -> None:
+    config = loaded(rendered({}, *files))
+    assert (config.service.host, config.metrics.host) == ("0.0.0.0", "0.0.0.0")
+    assert config == loaded(rendered(in_mode("job"), *files))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (CPU_DEV, "guessing-cpu.yaml"),
+        (GPU_SMALL, "one-node-gpu.yaml"),
+        (PRODUCTION, "several-nodes-gpu.yaml"),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else None,
+)
+def test_a_value_set_has_the_whole_configuration_of_its_file(file: Path, source: str) -> None:
+    vetted = CHART.parent / "deploy" / "configs" / source
+    assert yaml.safe_load(file.read_text("utf-8"))["config"] == yaml.safe_load(vetted.read_text())
+    # Nothing of the chart's own is mixed into it, but where a pod listens.
+    sent = loaded(rendered({}, file))
+    own = replace(sent, service=ServiceSettings(), metrics=MetricsSettings())
+    assert own == load_config(vetted)
+
+
+@every_variant
+def test_the_run_fits_on_the_pods(files: tuple[Path, ...]) -> None:
+    manifests = rendered({}, *files)
+    cluster = cluster_of(manifests)
+    nodes = []
+    for group in cluster["workerGroupSpecs"]:
+        start = group["rayStartParams"]
+        offered = json.loads(shlex.split(start["resources"])[0])
+        offered |= {"CPU": float(start["num-cpus"]), "GPU": float(start["num-gpus"])}
+        for number in range(group["replicas"]):
+            name = f"{group['groupName']}-{number}"
+            nodes.append(Node(node_id=name, address=name, resources=offered))
+    assert misfit(loaded(manifests), nodes) is None
+
+
+@every_variant
+@pytest.mark.parametrize("mode", ["service", "job"])
+def test_a_run_is_told_its_configuration_and_where_it_lies(
+    files: tuple[Path, ...], mode: str
+) -> None:
+    manifests = rendered(in_mode(mode), *files)
+    head = pod_templates(manifests)["head"]
+    mounts = {m["name"]: m["mountPath"] for m in ray_container(head)["volumeMounts"]}
+    arguments = arguments_of(manifests)
+    has_secret = "RAYLOOM_DATABASE_URL_FILE" in by_name(ray_container(head)["env"])
+    assert set(arguments) == {"config", "run_dir", *(() if has_secret else ("state_dir",))}
+    name = arguments["config"]["run"]["name"]
+    assert arguments["run_dir"] == f"{mounts['checkpoints']}/runs/{name}"
+    if not has_secret:
+        assert arguments["state_dir"] == f"{mounts['database']}/{name}"
+
+
+# What YAML would read as a number or as a truth where it is not quoted.
+MISREAD = ["20261122", "1e3", "true", "0x1f", "null", "1_000"]
+
+
+@in_proof
+@pytest.mark.parametrize("text", MISREAD)
+def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
+    label = text.replace("_", "-")
+    values = {
+        "fullnameOverride": "agents",
+        "image": {"repository": label, "tag": text},
+        "imagePullSecrets": [{"name": label}],
+        "config": {"run": {"name": text}},
+        "auth": {"api": {"existingSecret": label, "key": text}, "ray": {"existingSecret": label}},
+        "checkpoints": {"existingClaim": label},
+        "database": {"existingSecret": label, "key": text},
+        "serviceAccount": {"name": label, "annotations": {"a": text}},
+        "service": {"annotations": {"a": text}},
+        "networkPolicy": {"enabled": True, "operatorNamespace": label, "egress": [{}]},
+        "trainer": {
+            "nodeSelector": {"a": text},
+            "env": [{"name": "A", "value": text}],
+            "tolerations": [{"key": "a", "value": text}],
+        },
+    }
+    manifests = rendered(values, options=["--namespace", label])
+    check_core(manifests)
+    check_subset(manifests)
+    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {label}
+    arguments = arguments_of(manifests)
+    assert arguments["run_dir"] == f"/checkpoints/runs/{text}"
+    assert arguments["config"]["run"]["name"] == text
+    # The claims and secrets that the chart makes itself.
+    del values["checkpoints"], values["database"], values["auth"]
+    classes = {"checkpoints": {"storageClass": label}, "database": {"storageClass": label}}
+    release = text if text.isdigit() else "demo"
+    made = rendered(values | classes, release=release, options=["--namespace", label])
+    check_core(made)
+    for name in classes:
+        claim = one(made, "PersistentVolumeClaim", f"-{name}")
+        assert claim["spec"]["storageClassName"] == label
+
+
+def test_no_text_of_the_configuration_ends_the_jobs_argument() -> None:
+    options = {"prompt": 'it\'s $HOME `id` "quoted" \\ <b> \u00e9\n'}
+    manifests = rendered({"mode": "job", "config": {"tasks": {"options": options}}})
+    entrypoint = one(manifests, "RayJob")["spec"]["entrypoint"]
+    assert entrypoint.count("'") == 2
+    assert len(shlex.split(entrypoint)) == 4
+    assert arguments_of(manifests)["config"]["tasks"]["options"]["prompt"] == options["prompt"]

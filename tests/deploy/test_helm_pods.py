@@ -1,4 +1,4 @@
-"""What a pod has beside Ray: what every pod gets, what a group lays over it, caches, accounts."""
+"""The pods: what every pod gets, what a group lays over it, resources, caches, accounts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -13,38 +14,131 @@ from typing import Any
 
 import pytest
 import yaml
+from worlds.checks.manifest_checks import check_core, checked
 from worlds.servers.helm_chart import (
     CHART,
+    GPU_SMALL,
+    GROUPS,
     PRODUCTION,
     VARIANTS,
-    HelmError,
     Manifest,
     arguments_of,
+    by_name,
     cluster_of,
+    every_variant,
+    groups_of,
+    in_proof,
     one,
     pod_templates,
-    ray_object,
+    ray_container,
     rendered,
 )
 
-EVERYTHING = VARIANTS["everything"]
-GROUPS = ("head", "inference", "trainer", "environment")
+from service.launch.placement import Role
+
 GIB = 1024**3
 
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Manifest]:
     """The pods of helm/ci/everything.yaml, by group."""
-    return pod_templates(rendered({}, *EVERYTHING))
+    return pod_templates(rendered({}, *VARIANTS["everything"]))
 
 
-def ray_container(template: Manifest) -> Manifest:
-    container: Manifest = template["spec"]["containers"][0]
-    return container
+PROBES = ("readinessProbe", "livenessProbe", "startupProbe")
+AGENT = {"path": "/api/healthz", "port": 52365}
 
 
-def by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {item["name"]: item for item in items}
+def ray_containers(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
+    return {group: ray_container(each) for group, each in pod_templates(manifests).items()}
+
+
+@every_variant
+def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, ...]) -> None:
+    for name, template in pod_templates(rendered({}, *files)).items():
+        spec, container = template["spec"], ray_container(template)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 1000
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert spec["automountServiceAccountToken"] is False
+        variables = by_name(container["env"])
+        drain_s = int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]["value"])
+        # `ray stop` before the signal would undo the drain: the head's hook ends the run alone.
+        if name == "head":
+            grace = str(drain_s // 2)
+            hook = {"exec": {"command": ["rayloom", "stop", "--grace", grace]}}
+            assert container["lifecycle"] == {"preStop": hook}
+            assert spec["terminationGracePeriodSeconds"] == 2 * drain_s + 30
+        else:
+            assert "lifecycle" not in container
+            assert spec["terminationGracePeriodSeconds"] == drain_s + 30
+        [shm] = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
+        assert shm["emptyDir"]["medium"] == "Memory"
+
+
+@every_variant
+def test_workers_are_not_probed_for_a_proxy_that_they_do_not_have(files: tuple[Path, ...]) -> None:
+    templates = pod_templates(rendered({}, *files))
+    # The operator configures Serve once the head is ready: its probe must not ask Serve.
+    of_head = ray_container(templates.pop("head")).get("readinessProbe")
+    assert of_head is None or of_head["httpGet"]["port"] == 52365
+    assert {"inference", "environment"} <= set(templates)
+    for template in templates.values():
+        assert ray_container(template)["readinessProbe"]["httpGet"]["port"] == 52365
+
+
+def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
+    cluster = cluster_of(rendered({}, GPU_SMALL))
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for group in cluster["workerGroupSpecs"]:
+        limits = ray_container(group["template"])["resources"]["limits"]
+        assert int(group["rayStartParams"]["num-gpus"]) == limits.get("nvidia.com/gpu", 0)
+
+
+@every_variant
+def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ...]) -> None:
+    cluster = cluster_of(rendered({}, *files))
+    groups = {"control": cluster["headGroupSpec"]}
+    groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    offered = {}
+    for name, group in groups.items():
+        # The operator puts the value into a shell's command line as it stands.
+        [value] = shlex.split(group["rayStartParams"]["resources"])
+        offered[name] = json.loads(value)
+    # Without pods of its own the trainer's role is the engines' pods' too.
+    if "trainer" not in offered:
+        assert offered["inference"].pop(Role.TRAINER) == 1
+        offered["trainer"] = {Role.TRAINER: 1}
+    assert offered == {
+        "control": {Role.CONTROL: 1},
+        "inference": {Role.INFERENCE: 1},
+        "trainer": {Role.TRAINER: 1},
+        "environment": {Role.ENVIRONMENTS: 1},
+    }
+
+
+def test_a_pod_may_ask_for_any_resource_and_for_gpus_of_any_kind() -> None:
+    amounts = {"rdma/hca": 1, "hugepages-2Mi": "1Gi"}
+    values = {
+        "config": {
+            "inference": {"gpus_per_replica": 1},
+            "trainer": {"device": "cuda", "gpus_per_rank": 1},
+        },
+        "pods": {"gpuResource": "amd.com/gpu"},
+        "inference": {"gpus": 1, "gpuResource": "nvidia.com/mig-3g.40gb"},
+        "trainer": {"gpus": 2, "resources": {"requests": amounts, "limits": amounts}},
+    }
+    manifests = rendered(values)
+    check_core(manifests)
+    templates = pod_templates(manifests)
+    asked = ray_container(templates["trainer"])["resources"]
+    assert asked["limits"] == {"memory": "5Gi", "amd.com/gpu": 2, **amounts}
+    assert asked["requests"] == {"cpu": "2", **asked["limits"]}
+    assert ray_container(templates["inference"])["resources"]["limits"] == {
+        "memory": "5Gi",
+        "nvidia.com/mig-3g.40gb": 1,
+    }
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -159,7 +253,7 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     assert fetch["envFrom"] == ray["envFrom"]
     assert mounts["certificates"] == by_name(ray["volumeMounts"])["certificates"]
     assert "RAYLOOM_DATABASE_URL_FILE" not in by_name(fetch["env"])
-    claim = one(rendered({}, *EVERYTHING), "PersistentVolumeClaim", "-models")
+    claim = one(rendered({}, *VARIANTS["everything"]), "PersistentVolumeClaim", "-models")
     for group, template in everything.items():
         variables = by_name(ray_container(template)["env"])
         assert variables["HF_HOME"]["value"] == "/models"
@@ -226,19 +320,6 @@ def test_pods_are_offline_also_if_only_a_data_set_is_of_a_hub() -> None:
         assert ("initContainers" in template["spec"]) == (name == "head")
 
 
-@pytest.mark.parametrize(
-    ("cache", "words"),
-    [
-        ({"enabled": True, "revisions": {"a/b": COMMIT}}, "got a/b, expected names of a hub"),
-        ({"enabled": False, "revisions": {"x/y": COMMIT}}, "without modelCache.enabled"),
-        ({"enabled": True, "revisions": {"x/y": "main"}}, "revisions"),
-    ],
-)
-def test_a_revision_that_would_not_be_fetched_is_refused(cache: dict[str, Any], words: str) -> None:
-    with pytest.raises(HelmError, match=words):
-        rendered({"config": {"tasks": {"dataset": "x/y"}}, "modelCache": cache})
-
-
 def test_without_a_cache_every_pod_has_the_token_because_each_loads_the_tokenizer() -> None:
     values = {"hub": {"existingSecret": "hugging-face", "key": "1e3"}}
     for template in pod_templates(rendered(values)).values():
@@ -299,10 +380,8 @@ def test_a_sidecar_that_the_document_has_shows_the_runs_log_and_ends_when_told_t
         process.wait()
 
 
-def test_task_files_and_environments_come_by_the_workspace(
-    everything: dict[str, Manifest],
-) -> None:
-    manifests = rendered({}, *EVERYTHING)
+def test_task_files_and_environments_come_by_the_workspace(everything: dict[str, Manifest]) -> None:
+    manifests = rendered({}, *VARIANTS["everything"])
     files = one(manifests, "ConfigMap", "-workspace")
     assert set(files["data"]) == {"tasks.jsonl", "my_game.py"}
     assert arguments_of(manifests)["config"]["tasks"]["file"] == "/workspace/tasks.jsonl"
@@ -333,62 +412,157 @@ def test_the_workspace_may_be_somebody_elses(key: str, volume: dict[str, Any]) -
     assert "workspace" not in by_name(pod_templates(rendered())["head"]["spec"]["volumes"])
 
 
-@pytest.mark.parametrize("create", [True, False])
-def test_no_pod_has_a_token_and_environments_run_under_an_account_without_rights(
-    create: bool,
-) -> None:
-    account = {"create": create, "name": "trainers", "annotations": {"cloud/role": "bucket"}}
-    manifests = rendered({"serviceAccount": account})
-    accounts = {
-        group: template["spec"]["serviceAccountName"]
-        for group, template in pod_templates(manifests).items()
+@in_proof
+def test_ids_can_be_left_to_the_platform() -> None:
+    left = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"))
+    manifests = checked({"pods": {"podSecurityContext": left}})
+    pods = [each["spec"] for each in pod_templates(manifests).values()]
+    for spec in [*pods, one(manifests, "Pod")["spec"]]:
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+
+
+@in_proof
+def test_a_group_may_have_ids_of_its_own() -> None:
+    values = {"trainer": {"podSecurityContext": {"runAsUser": None, "supplementalGroups": [5000]}}}
+    pods = pod_templates(checked(values))
+    own, other = (pods[name]["spec"]["securityContext"] for name in ("trainer", "head"))
+    assert "runAsUser" not in own and own["supplementalGroups"] == [5000]
+    assert own["fsGroup"] == 1000 and other["runAsUser"] == 1000
+
+
+@in_proof
+def test_options_of_ray_start_reach_their_group_and_all_groups() -> None:
+    values = {
+        "pods": {"rayStartParams": {"node-manager-port": "6380"}},
+        "head": {"rayStartParams": {"min-worker-port": "20000", "max-worker-port": "20999"}},
     }
-    bare = "demo-rayloom-environment" if create else "default"
-    assert accounts == dict.fromkeys(GROUPS, "trainers") | {"environment": bare}
-    made = {
-        each["metadata"]["name"]: each for each in manifests if each["kind"] == "ServiceAccount"
-    }
-    assert set(made) == ({"trainers", bare} if create else set())
-    for name, each in made.items():
-        assert each["automountServiceAccountToken"] is False
-        assert each["metadata"].get("annotations", {}) == (
-            {"cloud/role": "bucket"} if name == "trainers" else {}
+    groups = groups_of(checked(values))
+    before = groups_of(rendered())
+    for name in GROUPS:
+        added = dict(
+            groups[name]["rayStartParams"].items() - before[name]["rayStartParams"].items()
         )
+        assert before[name]["rayStartParams"].items() <= groups[name]["rayStartParams"].items()
+        own = values["head"]["rayStartParams"] if name == "head" else {}
+        assert added == {"node-manager-port": "6380", **own}
 
 
-def test_a_new_text_of_rotation_is_noted_on_the_secrets_that_it_draws() -> None:
-    manifests = rendered({"auth": {"rotation": "1e3"}})
-    secrets = [each for each in manifests if each["kind"] == "Secret"]
-    assert len(secrets) == 2
-    for secret in secrets:
-        assert secret["metadata"]["annotations"] == {"rayloom/rotation": "1e3"}
-    # It is no change of the pods, which are told the Secret's name.
-    assert ray_object(manifests) == ray_object(rendered())
+@in_proof
+def test_a_limit_without_a_request_is_the_request() -> None:
+    values = {"trainer": {"resources": {"limits": {"rdma/hca": 1}}}}
+    resources = pod_templates(checked(values))["trainer"]["spec"]["containers"][0]["resources"]
+    assert resources["limits"]["rdma/hca"] == 1 and "rdma/hca" not in resources["requests"]
 
 
-def test_the_api_is_reached_through_an_ingress_or_a_gateway() -> None:
-    manifests = rendered({}, *EVERYTHING)
-    service = one(manifests, "Service", "-api")
-    [rule] = one(manifests, "Ingress")["spec"]["rules"]
-    backend = rule["http"]["paths"][0]["backend"]["service"]
-    assert rule["host"] == "rayloom.example.org"
-    assert backend == {"name": service["metadata"]["name"], "port": {"name": "serve"}}
-    assert [port["name"] for port in service["spec"]["ports"]] == ["serve"]
-    [rule] = one(manifests, "HTTPRoute")["spec"]["rules"]
-    [backend] = rule["backendRefs"]
-    assert backend == {
-        "name": service["metadata"]["name"],
-        "port": service["spec"]["ports"][0]["port"],
+@in_proof
+def test_pods_have_the_names_and_name_servers_that_are_given() -> None:
+    names = {
+        "dnsConfig": {"options": [{"name": "ndots", "value": "1"}]},
+        "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["hub"]}],
     }
+    manifests = checked({"pods": names})
+    for spec in [
+        *(each["spec"] for each in pod_templates(manifests).values()),
+        one(manifests, "Pod")["spec"],
+    ]:
+        assert names.items() <= spec.items()
 
 
-@pytest.mark.parametrize("mode", ["service", "job", "cluster"])
-def test_the_ray_object_waits_in_kueues_queue(mode: str) -> None:
-    found = ray_object(rendered({"mode": mode, "kueue": {"queueName": "research"}}))
-    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
-    assert "kueue.x-k8s.io/queue-name" not in ray_object(rendered())["metadata"]["labels"]
+@in_proof
+@pytest.mark.parametrize(
+    ("image", "own", "name"),
+    [
+        ({}, {"repository": "envs", "tag": "1"}, "envs:1"),
+        ({}, {"tag": "other"}, "rayloom:other"),
+        ({"digest": f"sha256:{'0' * 64}"}, {"tag": "other"}, "rayloom:other"),
+        ({}, {"digest": f"sha256:{'1' * 64}"}, f"rayloom@sha256:{'1' * 64}"),
+    ],
+)
+def test_a_group_has_an_image_of_its_own(
+    image: dict[str, str], own: dict[str, str], name: str
+) -> None:
+    pods = pod_templates(checked({"image": image, "environment": {"image": own}}))
+    images = {group: each["spec"]["containers"][0]["image"] for group, each in pods.items()}
+    assert images.pop("environment") == name
+    assert len(set(images.values())) == 1 and name not in images.values()
 
 
-def test_further_manifests_are_rendered_as_templates() -> None:
-    note = one(rendered({}, *EVERYTHING), "ConfigMap", "-note")
-    assert (note["metadata"]["name"], note["data"]["note"]) == ("demo-note", "of demo")
+@in_proof
+def test_the_operator_keeps_its_probes_until_a_group_has_periods() -> None:
+    before = ray_containers(checked({}))
+    values = {
+        "head": {"readinessProbe": {"periodSeconds": 30}},
+        "inference": {"startupProbe": {"failureThreshold": 9}},
+        "trainer": {"livenessProbe": {"tcpSocket": {"port": 52365}, "periodSeconds": 60}},
+    }
+    after = ray_containers(checked(values))
+    probes = {
+        group: {kind: each[kind] for kind in PROBES if kind in each}
+        for group, each in after.items()
+    }
+    own = {kind: before["trainer"][kind] for kind in PROBES if kind in before["trainer"]}
+    assert list(own) == ["readinessProbe"] and not set(PROBES) & set(before["head"])
+    assert probes["environment"] == own
+    assert probes["head"] == {"readinessProbe": {**own["readinessProbe"], "periodSeconds": 30}}
+    assert probes["head"]["readinessProbe"]["httpGet"] == AGENT
+    startup = probes["inference"].pop("startupProbe")
+    assert (startup["httpGet"], startup["failureThreshold"]) == (AGENT, 9)
+    assert probes["inference"] == own
+    liveness = probes["trainer"]["livenessProbe"]
+    assert liveness["tcpSocket"] == {"port": 52365} and "httpGet" not in liveness
+    assert liveness["periodSeconds"] == 60
+
+
+@in_proof
+def test_probes_of_pods_are_those_of_each_group() -> None:
+    values = {"pods": {kind: {"timeoutSeconds": 7} for kind in PROBES}}
+    for container in ray_containers(checked(values)).values():
+        assert {container[kind]["timeoutSeconds"] for kind in PROBES} == {7}
+
+
+@in_proof
+def test_a_group_on_the_nodes_network_finds_the_head_by_its_name() -> None:
+    pods = pod_templates(checked({"trainer": {"hostNetwork": True}}))
+    assert pods["trainer"]["spec"]["hostNetwork"] is True
+    assert pods["trainer"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert not {"hostNetwork", "dnsPolicy"} & set(pods["head"]["spec"])
+    own = {"trainer": {"hostNetwork": True, "dnsPolicy": "Default"}}
+    assert pod_templates(checked(own))["trainer"]["spec"]["dnsPolicy"] == "Default"
+
+
+@in_proof
+def test_root_may_have_capabilities() -> None:
+    values = {
+        "pods": {"podSecurityContext": {"runAsUser": 0}},
+        "trainer": {"capabilities": {"add": ["IPC_LOCK"]}},
+    }
+    manifests = checked(values)
+    for group, container in ray_containers(manifests).items():
+        added = {"add": ["IPC_LOCK"]} if group == "trainer" else {}
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], **added}
+    security = pod_templates(manifests)["trainer"]["spec"]["securityContext"]
+    assert (security["runAsUser"], security["runAsNonRoot"]) == (0, False)
+
+
+@in_proof
+def test_gpus_are_claimed_from_a_class_of_devices() -> None:
+    claim = {"name": "gpu", "resourceClaimTemplateName": "h100"}
+    values = {
+        "config": {"trainer": {"device": "cuda", "gpus_per_rank": 1}},
+        "trainer": {
+            "gpus": 2,
+            "gpuResource": "",
+            "resourceClaims": [claim],
+            "resources": {"claims": [{"name": "gpu"}]},
+        },
+    }
+    manifests = checked(values)
+    spec = pod_templates(manifests)["trainer"]["spec"]
+    assert spec["resourceClaims"] == [claim]
+    resources = spec["containers"][0]["resources"]
+    assert resources["claims"] == [{"name": "gpu"}]
+    assert set(resources["requests"]) == {"cpu", "memory"}
+    assert groups_of(manifests)["trainer"]["rayStartParams"]["num-gpus"] == "2"

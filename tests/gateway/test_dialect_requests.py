@@ -108,12 +108,16 @@ class Words:
 
     dialect: Dialect
     turns: str
+    """The parameter that has the conversation."""
     limit: str
+    """The parameter that limits the sampled tokens."""
     stop: str
-    """Empty: it has no parameter of this meaning."""
+    """The parameter of the stop strings; empty: the dialect has none."""
     tool: Body
     foreign_tool: Body
+    """A tool that the provider's own servers run."""
     foreign_role: str
+    """A role that only another dialect has."""
     none: object
     """The choice to call no tool."""
     forced: tuple[object, ...]
@@ -315,7 +319,7 @@ every_dialect = pytest.mark.parametrize(
 
 
 def unsupported(words: Words) -> list[Case]:
-    """What no dialect can have, and what this one cannot."""
+    """Return what no dialect supports, and what this one does not."""
     image = SDKS[words.dialect.name].image
     return [
         ("beam_width", {"beam_width": 4}),
@@ -372,7 +376,7 @@ def test_a_conversation_becomes_messages_in_their_order(words: Words) -> None:
 
 @every_dialect
 def test_what_asks_for_nothing_is_taken(words: Words) -> None:
-    """The run forces how is sampled; what bills, stores or caches has nothing to do it to."""
+    """The run decides the sampling; billing, storage and caching have nothing to act on."""
     body = words.body({"tools": [words.tool], words.limit: 7, **words.harmless})
     request, style = words.dialect.read(body, {"Anthropic-Version": "2023-06-01"})
     assert (request.tools, len(request.messages), style.streams) == ((LOOK_UP,), 1, False)

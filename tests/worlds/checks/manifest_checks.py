@@ -18,9 +18,11 @@ from jsonschema import Draft202012Validator
 from worlds.servers.helm_chart import (
     CLUSTER_FIELDS,
     Manifest,
+    Values,
     cluster_of,
     pod_templates,
     ray_object,
+    rendered,
 )
 
 KUBERNETES = "1.36"
@@ -140,3 +142,12 @@ def _check_pod(spec: Manifest) -> None:
     assert all(len(port["name"]) <= 15 for port in container["ports"])
     numbers = [port["containerPort"] for port in container["ports"]]
     assert len(set(numbers)) == len(numbers)
+
+
+def checked(values: Values, *files: Path) -> list[Manifest]:
+    """Render the objects, and check what an API server and the operator check."""
+    manifests = rendered(values, *files)
+    check_core(manifests)
+    check_subset(manifests)
+    check_operator_rules(manifests)
+    return manifests

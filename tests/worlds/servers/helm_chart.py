@@ -9,11 +9,12 @@ import shlex
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from worlds.servers.helm_binary import helm_binary
@@ -26,13 +27,23 @@ CPU_DEV, GPU_SMALL, PRODUCTION = (
 VARIANTS: dict[str, tuple[Path, ...]] = {
     file.stem: (file,) for file in (CPU_DEV, GPU_SMALL, PRODUCTION)
 } | {file.stem: (CPU_DEV, file) for file in sorted((CHART / "ci").glob("*.yaml"))}
+MODES = ("service", "job", "cluster")
+GROUPS = ("head", "inference", "trainer", "environment")
 # Where the cluster stands in each of the operator's kinds; None: it is the whole.
 CLUSTER_FIELDS = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec", "RayCluster": None}
 RELEASE = "demo"
 LIMIT_S = 60
 
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_variant = pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
+
 Manifest = dict[str, Any]
 Values = Mapping[str, Any]
+
+
+def in_proof(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a test that only `make proof PART=chart` runs."""
+    return pytest.mark.proof(pytest.mark.chart(test))
 
 
 class GoLoader(yaml.SafeLoader):
@@ -132,6 +143,23 @@ def in_mode(mode: str) -> Values:
     return {"mode": mode, **(closed if mode == "job" else {})}
 
 
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """Return the value under the keys of a dotted path."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return dict(value)
+
+
+def merged(below: Values, above: Values) -> dict[str, Any]:
+    """Merge values over others, as helm does."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = merged(old, value) if both else value
+    return result
+
+
 def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
     """The only object of a kind whose name ends so."""
     [found] = [
@@ -177,9 +205,24 @@ def arguments_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
     """By group."""
+    return {name: group["template"] for name, group in groups_of(manifests).items()}
+
+
+def ray_container(template: Manifest) -> Manifest:
+    """Return the container of Ray, which is the first."""
+    container: Manifest = template["spec"]["containers"][0]
+    return container
+
+
+def by_name(items: Sequence[Manifest]) -> dict[str, Manifest]:
+    return {item["name"]: item for item in items}
+
+
+def groups_of(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Return the groups of the cluster by name."""
     cluster = cluster_of(manifests)
-    workers = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
-    return {"head": cluster["headGroupSpec"]["template"], **workers}
+    workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"], **workers}
 
 
 def _named(files: Sequence[Path]) -> list[str]:

@@ -1,16 +1,39 @@
-"""The table of docs/deploy.md on what a change of each value does, held to what it changes."""
+"""What a change of a value does: the table of docs/deploy.md, and what upgrades keep or refuse."""
 
 from __future__ import annotations
 
+import base64
+import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from worlds.servers.helm_chart import CHART, Manifest, ray_object, rendered
+from worlds.servers.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
+from worlds.servers.helm_chart import (
+    CHART,
+    CPU_DEV,
+    GROUPS,
+    MODES,
+    HelmError,
+    Manifest,
+    Values,
+    helm,
+    in_proof,
+    merged,
+    nested,
+    one,
+    parsed,
+    ray_object,
+    rendered,
+    unpack_chart,
+)
+from worlds.servers.kubernetes_reads import cluster_with
 
 DOCUMENT = CHART.parent / "docs" / "deploy.md"
 # | `a`, `b` | yes | | | in place, and why |
@@ -29,22 +52,9 @@ OPEN_MAPS = (
 )
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return dict(value)
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """As helm lays values over others."""
-    result = dict(below)
-    for key, value in above.items():
-        old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = merged(old, value) if both else value
-    return result
-
-
+both_helms = pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
+STEPS: Values = {"config": {"run": {"steps": 7}}}
+OWN_IMAGE: Values = {"image": {"tag": "9.9.9-cpu"}}
 REDIS = {"gcs": {"backend": "redis", "redis": {"address": "redis:6379", "existingSecret": "a"}}}
 ROCKSDB = {"gcs": {"backend": "rocksdb"}}
 HUB_MODEL = {"config": {"model": {"tiny": None, "path": "a/b"}}}
@@ -143,7 +153,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "pods.homeSize": ("1Gi", {}),
     **{
         f"{group}.{key}": (value, {})
-        for group in ("head", "inference", "trainer", "environment")
+        for group in GROUPS
         for key, value in {
             "resources.requests.cpu": "3",
             "resources.requests.memory": "1Gi",
@@ -153,7 +163,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     },
     **{
         f"{group}.{key}": (value, {})
-        for group in ("inference", "trainer", "environment")
+        for group in GROUPS[1:]
         for key, value in {"replicas": 2, "rayCpus": 3}.items()
     },
     **{f"{group}.gpus": (4, GPUS) for group in ("inference", "trainer")},
@@ -214,10 +224,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "httpRoute.hostnames": (["a.example.org"], ROUTE),
     "kueue.queueName": ("a", {}),
     "kueue.priorityClass": ("a", {}),
-    "extraManifests": (
-        [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}],
-        {},
-    ),
+    "extraManifests": ([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}], {}),
     "networkPolicy.enabled": (True, {"networkPolicy": {"operatorNamespace": "a"}}),
     "networkPolicy.operatorNamespace": ("b", POLICY),
     "networkPolicy.operatorLabels": ({"a": "b"}, POLICY),
@@ -252,7 +259,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
 
 # What the kinds of objects that change do not tell.
 RULED = {
-    # The chart does not replace what runs (test_helm_upgrades.py), nor Kubernetes a claim's class.
+    # The chart does not replace what runs (below), nor Kubernetes a claim's class.
     "refused": {
         "mode",
         "nameOverride",
@@ -350,8 +357,142 @@ def test_every_value_stands_in_the_table_and_is_tried() -> None:
         assert any(fnmatchcase(path, pattern) for path in known), pattern
 
 
-@pytest.mark.proof
-@pytest.mark.chart
+@in_proof
 @pytest.mark.parametrize("path", CHANGES)
 def test_a_change_does_what_the_table_says(path: str) -> None:
     assert effect(path) == row_of(path)
+
+
+def upgraded(
+    before: Sequence[Manifest], values: Values, binary: Path | None = None
+) -> list[Manifest]:
+    """The objects of an upgrade in a cluster that has those of before."""
+    with cluster_with(before) as address, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(values))
+        file.flush()
+        text = helm(
+            "template", "demo", CHART, "--values", CPU_DEV, "--values", file.name, "--is-upgrade",
+            "--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", address,
+            binary=binary,
+        )  # fmt: skip
+    return parsed(text)
+
+
+def keys_of(manifests: Sequence[Manifest]) -> dict[str, str]:
+    return {
+        f"{manifest['metadata']['name']}/{key}": base64.b64decode(value).decode()
+        for manifest in manifests
+        if manifest["kind"] == "Secret"
+        for key, value in manifest["data"].items()
+    }
+
+
+@in_proof
+@both_helms
+def test_keys_are_kept_until_the_text_of_rotation_is_another(pinned: Pinned) -> None:
+    binary = helm_binary(pinned)
+    before = rendered()
+    kept = upgraded(before, {}, binary)
+    assert keys_of(kept) == keys_of(before)
+    rotated = upgraded(kept, {"auth": {"rotation": "2026-11-23"}}, binary)
+    assert set(keys_of(rotated)) == set(keys_of(before))
+    assert not set(keys_of(rotated).values()) & set(keys_of(before).values())
+    again = upgraded(rotated, {"auth": {"rotation": "2026-11-23"}}, binary)
+    assert keys_of(again) == keys_of(rotated)
+
+
+@in_proof
+def test_an_installation_into_an_empty_cluster_draws_its_keys() -> None:
+    assert len(keys_of(upgraded([], {}))) == 2
+
+
+@in_proof
+@pytest.mark.parametrize("mode", MODES)
+def test_a_release_of_the_version_before_is_upgraded_without_a_change_that_kubernetes_refuses(
+    mode: str, tmp_path: Path
+) -> None:
+    old = unpack_chart(tmp_path)
+    own = ("--values", old / CPU_DEV.name, "--set", f"mode={mode}")
+    before = parsed(helm("template", "demo", old, *own))
+    after = upgraded(before, {"mode": mode, "suspend": True})
+
+    def fixed(manifests: Sequence[Manifest]) -> dict[tuple[str, str], Any]:
+        """Return the fields that an API server refuses to change, by kind and name."""
+        kept: dict[tuple[str, str], Any] = {}
+        for each in manifests:
+            spec = each.get("spec", {})
+            match each["kind"]:
+                case "PersistentVolumeClaim":
+                    held = {key: value for key, value in spec.items() if key != "resources"}
+                case "Deployment" | "StatefulSet" | "DaemonSet":
+                    held = spec["selector"]
+                case "Service":
+                    held = spec.get("clusterIP")
+                case "RayService" | "RayCluster" | "RayJob":
+                    held = each["apiVersion"]
+                case "Secret":
+                    held = (each.get("type"), each.get("data"))
+                case _:
+                    continue
+            kept[each["kind"], each["metadata"]["name"]] = held
+        return kept
+
+    found = fixed(after)
+    assert fixed(before) and all(found[key] == held for key, held in fixed(before).items())
+
+
+@in_proof
+@both_helms
+def test_configuration_and_pods_do_not_change_together_while_the_service_runs(
+    pinned: Pinned,
+) -> None:
+    binary = helm_binary(pinned)
+    running = rendered()
+    for alone in (STEPS, OWN_IMAGE, {"service": {"type": "NodePort"}}):
+        upgraded(running, alone, binary)
+    with pytest.raises(HelmError, match="both its configuration and its pods change"):
+        upgraded(running, {**STEPS, **OWN_IMAGE}, binary)
+    # To suspend it at once is as good as to have done so.
+    upgraded(running, {**STEPS, **OWN_IMAGE, "suspend": True}, binary)
+    upgraded(rendered({"suspend": True}), {**STEPS, **OWN_IMAGE}, binary)
+    # One after the other is allowed: the second upgrade finds what the first has stored.
+    upgraded(upgraded(running, OWN_IMAGE, binary), {**STEPS, **OWN_IMAGE}, binary)
+
+
+@in_proof
+@both_helms
+@pytest.mark.parametrize(
+    "change", [{"mode": "job"}, {"mode": "cluster"}, {"fullnameOverride": "other"}], ids=json.dumps
+)
+def test_what_runs_is_not_replaced_by_another_object(
+    pinned: Pinned, change: dict[str, Any]
+) -> None:
+    binary = helm_binary(pinned)
+    with pytest.raises(HelmError, match="RayService demo-rayloom of this release runs"):
+        upgraded(rendered(), change, binary)
+    upgraded(rendered({"suspend": True}), change, binary)
+
+
+@in_proof
+def test_objects_of_others_and_of_the_operator_are_let_be() -> None:
+    running = rendered()
+    foreign = copy.deepcopy(rendered({"mode": "cluster"}))
+    ray_object(foreign)["metadata"]["labels"]["app.kubernetes.io/instance"] = "other"
+    child = copy.deepcopy(rendered({"mode": "cluster"}))
+    ray_object(child)["metadata"]["name"] = "demo-rayloom-x7k2p"
+    ray_object(child)["metadata"]["ownerReferences"] = [{"kind": "RayService"}]
+    others = [ray_object(foreign), ray_object(child)]
+    assert ray_object(upgraded([*running, *others], {})) == ray_object(running)
+
+
+@in_proof
+def test_the_digests_change_with_what_they_are_of() -> None:
+    def digests(values: Values) -> dict[str, str]:
+        found: dict[str, str] = one(rendered(values), "RayService")["metadata"]["annotations"]
+        return found
+
+    before = digests({})
+    assert set(before) == {"rayloom/cluster", "rayloom/serve"}
+    for values, changed in ((STEPS, {"rayloom/serve"}), (OWN_IMAGE, {"rayloom/cluster"})):
+        after = digests(values)
+        assert {name for name in before if before[name] != after[name]} == changed
