@@ -20,12 +20,8 @@ def row_of(metric: Declared) -> str:
     return f"| `{name}` | {metric.kind} | {labels} | {metric.documentation} |"
 
 
-def test_the_table_is_what_is_declared_in_its_order() -> None:
-    of_steps = {each.metric for each in STATISTICS}
-    assert ROWS == [row_of(metric) for metric in declared() if metric.name not in of_steps]
-
-
-def test_the_text_names_no_metric_that_is_not_there() -> None:
-    metrics = declared()
+def test_the_page_has_each_metric_as_it_is_declared_and_names_no_other() -> None:
+    metrics, of_steps = declared(), {each.metric for each in STATISTICS}
+    assert ROWS == [row_of(metric) for metric in metrics if metric.name not in of_steps]
     known = {name for metric in metrics for name in (*metric.series, metric.name)}
     assert set(NAME.findall(TEXT)) - known == set()

@@ -10,20 +10,13 @@ from benchmarks.raw_engine import Asked, some_at_once
 from benchmarks.rollouts import REST, Cost, conversation, cpu_ms_a_turn
 
 
-def test_each_turn_is_asked_by_its_own_prompt_also_where_the_history_was_rewritten() -> None:
-    turns = [
-        make_turn([1, 2], [3, 4]),
-        make_turn([1, 9], [7]),
-        make_turn([1, 2, 3, 4, 5], [6, 6, 6]),
-    ]
+async def test_the_bare_engine_is_asked_for_each_turn_with_as_many_at_once() -> None:
+    turns = [make_turn([1, 2], [3, 4]), make_turn([1, 9], [7]), make_turn([1, 2, 3, 4, 5], [6, 6])]
     assert conversation(make_trajectory(turns)) == [
         Asked(prompt=[1, 2], num_tokens=2),
         Asked(prompt=[1, 9], num_tokens=1),
-        Asked(prompt=[1, 2, 3, 4, 5], num_tokens=3),
+        Asked(prompt=[1, 2, 3, 4, 5], num_tokens=2),
     ]
-
-
-async def test_conversations_go_on_as_soon_as_one_has_ended_and_never_more_at_once() -> None:
     under_way: set[int] = set()
     most, ended = 0, []
 
@@ -39,9 +32,6 @@ async def test_conversations_go_on_as_soon_as_one_has_ended_and_never_more_at_on
 
     await some_at_once(range(8), work, limit=2)
     assert (most, ended) == (2, [1, 2, 3, 4, 5, 6, 7, 0])
-
-
-def test_processor_time_is_told_by_part_and_what_is_of_no_part_beside_it() -> None:
     costs = [Cost(wall_s=1.0, cpu_s={1: 2.0, 2: 1.0}), Cost(wall_s=1.0, cpu_s={1: 2.0, 3: 0.5})]
     parts = {"engine": {1}, "queue": {9}}
     assert cpu_ms_a_turn(costs, parts, num_turns=1000) == {"engine": 4.0, "queue": 0.0, REST: 1.5}

@@ -24,29 +24,20 @@ def trained(*, step_s: float, reward: float) -> Trained:
     )
 
 
-def test_the_start_counts_in_the_whole_rate_alone() -> None:
+def test_a_slower_side_and_one_that_learns_less_miss(tmp_path: Path) -> None:
     one = trained(step_s=2.0, reward=0.5)
-    assert one.samples_per_s == 128.0 and one.first_step_s == 30.0
+    # The start counts in the whole rate alone.
+    assert (one.samples_per_s, one.first_step_s, one.last_reward) == (128.0, 30.0, 0.5)
     assert one.whole_samples_per_s == 2560 / 48
-    assert one.last_reward == 0.5
-
-
-def test_a_difference_has_students_interval() -> None:
-    # Variances 0.01 and 0.01, pooled 0.01: 2.776 * sqrt(0.01 * 2 / 3).
+    # Student's interval: variances 0.01 and 0.01, pooled 0.01: 2.776 * sqrt(0.01 * 2 / 3).
     found = difference([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
     assert found == {"mean": 0.2, "half_interval": pytest.approx(0.2267, abs=1e-4)}
-
-
-def test_a_slower_side_and_one_that_learns_less_miss() -> None:
     theirs = [trained(step_s=4.0, reward=reward) for reward in (0.50, 0.51, 0.52)]
     fast = [trained(step_s=1.0, reward=reward) for reward in (0.50, 0.51, 0.52)]
     poor = [trained(step_s=2.0, reward=reward) for reward in (0.10, 0.11, 0.12)]
-    told = summarise({"fast": fast, "poor": poor, "trl": theirs}, goals={"fast": 2.5, "poor": 2.5})
-    assert told["sides"]["fast"]["ratio"] == {"median": 4.0, "lower": 4.0, "upper": 4.0}
-    assert [each.partition(":")[0] for each in told["missed"]] == ["poor", "poor"]
-
-
-def test_each_family_is_scored(tmp_path: Path) -> None:
+    shown = summarise({"fast": fast, "poor": poor, "trl": theirs}, goals={"fast": 2.5, "poor": 2.5})
+    assert shown["sides"]["fast"]["ratio"] == {"median": 4.0, "lower": 4.0, "upper": 4.0}
+    assert [each.partition(":")[0] for each in shown["missed"]] == ["poor", "poor"]
     for family in FAMILIES.values():
         family.write(tmp_path / "rows.jsonl")
         rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

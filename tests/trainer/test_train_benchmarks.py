@@ -65,16 +65,7 @@ def test_padded_stepwise_rows_give_the_loss_and_every_gradient_of_the_packed_tre
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=0, atol=2e-5 * scale)
 
 
-def test_a_padded_micro_batch_is_as_long_as_the_longest_row_of_all_or_of_its_own() -> None:
-    rows = turn_rows(make_trajectories(SHAPE, vocabulary=VOCABULARY))
-    lengths = sorted(len(row.token_ids) for row in rows)
-    padded = [b.token_ids.shape[1] for b in padded_batches(rows, rows_at_once=6)]
-    by_length = [b.token_ids.shape[1] for b in sorted_batches(rows, rows_at_once=6)]
-    assert padded == [lengths[-1]] * 3
-    assert by_length == [lengths[5], lengths[11], lengths[17]] == [13, 22, 31]
-
-
-def test_rounds_run_every_side_once_in_changing_order() -> None:
+def test_rounds_run_every_side_once_in_changing_order_and_give_a_ratio_each() -> None:
     order: list[str] = []
     results = interleave(
         {name: lambda name=name: order.append(name) or len(order) for name in "abc"},
@@ -83,8 +74,6 @@ def test_rounds_run_every_side_once_in_changing_order() -> None:
     assert "".join(order) == "abccba"
     assert results == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
 
-
-def test_a_ratio_is_taken_round_by_round() -> None:
     def seconds(*walls: float) -> list[Seconds]:
         return [Seconds(wall_s=wall, cpu_s=2 * wall) for wall in walls]
 
