@@ -8,7 +8,7 @@ from service.telemetry.totals import RunTotals
 
 
 def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Explain the values from which each known statistic is computed."""
+    """Return each known statistic's values with the explanation of how they are computed."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS
@@ -18,7 +18,7 @@ def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
 
 
 def definitions() -> tuple[tuple[str, str], ...]:
-    """Explain each number of the run's page."""
+    """Return the name and the explanation of each number on the run's page."""
     return (
         (
             "Reward",

@@ -1,7 +1,7 @@
 """The data of a run's page: one JSON tree with the same form for a finished and a live run. Pure.
 
-This module and `tables` make all texts; the page draws the columns of the steps. Used for
-report.html, and by the API for the page at `/`.
+This module and `tables` make all texts; the page draws the columns of the steps. report.html
+contains this tree, and the API serves it for the page at `/`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     TRAINING = "training"
     PAUSED = "paused"
-    """An operator has paused a part of the run, which would otherwise train."""
+    """An operator has paused a part of the run; without the pause the run would train."""
     EVALUATING = "evaluating"
     CHECKPOINTING = "writing a checkpoint"
     RECOVERING = "recovering"
@@ -81,7 +81,7 @@ class RunPicture:
 
 
 def run_document(picture: RunPicture) -> dict[str, Any]:
-    """Return the page's data: the steps after `after`, and everything else completely."""
+    """Return the page's data: only the steps after `picture.after`, and everything else in full."""
     summary, history, live = picture.summary, picture.history, picture.live
     totals = history.totals
     steps = [record for record in history.steps if record.step > picture.after]
@@ -129,7 +129,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
 
 
 def step_columns(records: Sequence[StepRecord]) -> Numbers:
-    """Return the columns of `step_numbers`, each [N]; null if a step lacks the number."""
+    """Return the values of each number of `step_numbers`, one per record; None if unknown."""
     columns: Numbers = {name: [] for record in records for name in step_numbers(record)}
     for record in records:
         known = step_numbers(record)
@@ -148,7 +148,10 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """Round a value for a chart; integers, such as times, remain unchanged."""
+    """Return a value rounded for a chart; None if it is unknown or not finite.
+
+    Integers, such as times, are returned unchanged.
+    """
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer():
@@ -184,7 +187,7 @@ def _plain(value: overview.Tile | overview.Check | tables.Table) -> dict[str, An
 def write_report(
     path: Path, *, summary: RunSummary, history: HistoryLike, config_text: str
 ) -> None:
-    """Write report.html under another name and rename it. config_text: the effective YAML."""
+    """Write report.html under another name, then rename it. config_text: the effective YAML."""
     write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
 
 

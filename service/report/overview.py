@@ -31,7 +31,10 @@ class Tile:
 
 
 def verdict(summary: RunSummary) -> str:
-    """Describe the run in one line. Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
+    """Return a line that describes the run.
+
+    Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'
+    """
     time = units.duration(summary.wall_s)
     if summary.steps == 0:
         return f"No training step was completed in {time}."
@@ -114,7 +117,7 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
 
 
 def _checked(summary: RunSummary) -> str:
-    """Describe the log-probability check.
+    """Return a sentence on the results of the log-probability checks.
 
     Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats apart, …'.
     """

@@ -37,8 +37,8 @@ class Table:
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
     """Yield the last evaluation of the run's own set, then the last one of each named set.
 
-    If there are no named sets, an evaluation with one sample per task is left out, because a tile
-    of the page shows it.
+    If there are no named sets and the last evaluation has one sample per task, nothing is yielded,
+    because a tile of the page shows that evaluation.
     """
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
@@ -97,7 +97,10 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Return a table of means over the first and over the last steps, if there are any."""
+    """Return a table of the means over the first and over the last steps.
+
+    The tuple is empty if no step has a value.
+    """
     early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
     if not names:
@@ -114,7 +117,7 @@ def _early_and_late(
 
 
 def _means(records: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the means by name, each over the records that have a value."""
+    """Return the mean of each name's known values."""
     values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -146,7 +149,9 @@ def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
 
 
 def _answers_table(evaluation: Evaluations) -> Table:
-    """Return the answers to the same held-out tasks in the first and in the last evaluation."""
+    """Return a table with the answers to the same held-out tasks in the first and the last
+    evaluation.
+    """
     first, last = evaluation.first, evaluation.last
     if first is None or last is None or first == last:
         return Table(caption="Held-out answers", header=(), rows=())
@@ -174,7 +179,8 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Remove the first and the last lines that all texts share, and a shared end marker.
+    """Return the texts without the first and last lines that all share, and without a shared end
+    marker.
 
     Example: _differing_lines(["to\n1 + 1?<|end|>", "to\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
     """
@@ -188,7 +194,7 @@ def _differing_lines(texts: Sequence[str]) -> list[str]:
 
 
 def _num_shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return the length of the common prefix, at most the shortest length minus 1."""
+    """Return the length of the common prefix, but at most the shortest length minus 1."""
     shared = itertools.takewhile(
         lambda column: len(set(column)) == 1, zip(*sequences, strict=False)
     )
@@ -325,7 +331,7 @@ def _statistic_table(group: str, totals: RunTotals) -> Table:
 
 
 def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
-    """Show how many rollouts may be in flight, and how many are in each state."""
+    """Return a table with the number of rollouts in each state and the limit of those in flight."""
     if queue is None:
         return Table(caption="Window", header=(), rows=())
     in_flight = queue.ledger.in_flight
@@ -347,7 +353,9 @@ def _rest(in_flight: int, queue: QueueStats) -> int:
 
 
 def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
-    """Show the rollouts that wait for a step, and how long producer and consumer have waited."""
+    """Return a table of the rollouts that wait for a step, and of the time that each side has
+    waited.
+    """
     if queue is None:
         return Table(caption="Queue", header=(), rows=())
     mib = 1 << 20

@@ -75,7 +75,8 @@ def _environment_numbers(
 
 
 def step_curves(record: StepRecord) -> dict[str, float]:
-    """Return the known numbers of a step under the trackers' names: train/loss, stages/merge.
+    """Return the known numbers of a step under the trackers' names, such as train/loss and
+    stages/merge.
 
     Outcomes are shares of the step's trajectories.
     """
@@ -112,7 +113,8 @@ def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, f
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
     """Return the finite curves under names that every tracker accepts, each unique.
 
-    Letters, marks and digits of any script are kept. Names that would collide get a digest each.
+    Letters, marks and digits of any script are kept. If two names would become equal, a digest is
+    appended to each of them.
     """
     finite = {name: value for name, value in curves.items() if math.isfinite(value)}
     names = {name: _clean_name(name) for name in finite}

@@ -183,7 +183,7 @@ class MetricsEndpoint:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     async def push(self, push: Push) -> str:
-        """Store a push. Returns: the endpoint's URL."""
+        """Store a push, and return the endpoint's URL."""
         self._pushed.push(push)
         return await self.address()
 
@@ -207,7 +207,7 @@ class Reading:
 
 
 class Pusher:
-    """Pushes the metrics of this process."""
+    """A sender of this process's metrics to the endpoint."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class Pusher:
         self._unanswered: Push | None = None
 
     async def push(self, *, is_last: bool = False) -> str:
-        """Read and push the metrics. Returns: the endpoint's URL.
+        """Read and push the metrics, and return the endpoint's URL.
 
         Raises: the errors of `send`; the next call then repeats the push.
         """
@@ -252,7 +252,9 @@ class Pusher:
         return address
 
     def _increments(self, gained: Iterable[Metric]) -> Iterable[Metric]:
-        """Yield the increases of counters and histograms; new ones even if they are 0."""
+        """Yield the increases of counters and histograms; yield a new one even if its increase is
+        0.
+        """
         for family in gained:
             grown = Metric(family.name, family.documentation, family.type)
             for sample in family.samples:
@@ -266,7 +268,9 @@ class Pusher:
 
 
 class NamedEndpoint:
-    """The endpoint of a run, found by name, for processes that its owner does not start."""
+    """The endpoint of a run, found by name; used by processes that the endpoint's owner does not
+    start.
+    """
 
     def __init__(self, run_id: str) -> None:
         self._name = endpoint_name(run_id)

@@ -78,7 +78,7 @@ def evaluation_record(
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
     """Return one sampling for all parts of a mixture.
 
-    If the parts differ, it is the sampling of the first part, without pass@k.
+    If the parts differ, return the sampling of the first part, without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())

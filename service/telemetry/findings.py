@@ -31,16 +31,16 @@ class Finding:
     kind: Kind
     environment: str
     onset: int
-    """The first step of the pattern, as well as it can be determined."""
+    """First step with the pattern, as well as it can be determined."""
     step: int
     """Step at which the pattern was found."""
     before: float
     """Share of trajectories with the pattern in earlier steps.
 
-    For `component_falls` it is the component's mean.
+    For `component_falls`, the mean of the component in earlier steps.
     """
     now: float
-    """The value of `before` in the newest steps."""
+    """The same share or mean as `before`, in the newest steps."""
     reward_before: float
     """Mean return in earlier steps, divided by the best possible return if it is known."""
     reward_now: float

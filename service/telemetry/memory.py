@@ -1,8 +1,8 @@
 """Measure the memory of a run on one machine: a process and all its descendants.
 
 A page that processes share, such as a page of Ray's object store, counts once (the kernel's
-proportional set size). The supervisor of a run with its own Ray calls this module; every run that
-replaces a part calls `memory_shortage`.
+proportional set size). The supervisor of a run with its own Ray calls this module; any run that
+restarts a part calls `memory_shortage`.
 """
 
 from __future__ import annotations

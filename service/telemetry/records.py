@@ -26,7 +26,7 @@ LINE_WIDTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Wall seconds that the loop spent in each stage of a step; they add up to the step's time."""
+    """Wall seconds that the loop spent in each stage of a step; their sum is the step's time."""
 
     collect: float = 0.0
     """Waiting for closed groups."""
@@ -64,7 +64,7 @@ class StepRecord(StepReport):
     """Unix seconds."""
     learning_rate: float
     is_skipped: bool
-    """Whether an update was refused because it was not finite."""
+    """Whether an update was not applied because its loss or gradient was not finite."""
     stages: StageSeconds = field(default_factory=StageSeconds)
 
     def value(self, name: str) -> float | None:
@@ -119,7 +119,7 @@ class EvaluationRecord:
     num_failed: int = 0
     """Number of rollouts that ended with an error; means and `pass_at` leave them out."""
     is_scheduled: bool = True
-    """Whether the schedule began the evaluation; otherwise an operator did."""
+    """True if the schedule began the evaluation, False if an operator did."""
     temperature: float = 0.0
     num_samples: int = 1
     """Samples of each task."""
@@ -128,7 +128,9 @@ class EvaluationRecord:
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """Mean of `pass_at_k` by k, over the tasks with at least k scored samples."""
     last_policy_version: int | None = None
-    """Newest version that sampled a token, if training continued; None means `policy_version`."""
+    """Newest version that sampled a token, if training continued meanwhile; if None, it is
+    `policy_version`.
+    """
     wall_time: float = 0.0
     """Unix seconds; 0 if not recorded."""
     samples: tuple[EvaluationSample, ...] = ()
@@ -159,7 +161,8 @@ def step_record(
 ) -> StepRecord:
     """Add the trainer's statistics and the publication's numbers to the merge actor's report.
 
-    version: version under which the weights were published. check: None if no engine answered.
+    version: version under which the weights were published. check: the log-probability check; None
+    if no engine answered.
     """
     checked = {} if check is None else check.statistics
     known = {**report.statistics, **stats.statistics, **checked}
@@ -215,7 +218,9 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
 
 
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
-    """Join the most important parts that fit into LINE_WIDTH; always keep the top one."""
+    """Return the most important parts that fit into LINE_WIDTH, joined; the top part is always
+    kept.
+    """
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
         least = min(kept, key=lambda part: part[0])

@@ -82,13 +82,16 @@ class RewardWatch:
         return self._drop
 
     def see(self, record: StepRecord) -> None:
-        """Add a step, unless its mean return is not known."""
+        """Add a step if its mean return is known."""
         mean, std = record.value("reward_mean"), record.value("reward_std")
         if mean is not None:
             self.add(record.step, mean=mean, std=std or 0.0, num_returns=record.num_trajectories)
 
     def add(self, step: int, *, mean: float, std: float, num_returns: int) -> None:
-        """Add a step. mean, std: of its returns; a step whose mean is not finite is left out."""
+        """Add a step, unless the mean or the standard deviation is not finite.
+
+        mean, std: mean and standard deviation of the step's returns.
+        """
         if not (math.isfinite(mean) and math.isfinite(std)):
             return
         last = [each.mean for each in list(self._steps)[-(LEVEL_STEPS - 1) :]] + [mean]

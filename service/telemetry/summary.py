@@ -182,7 +182,7 @@ def summarize_run(
     """Return the summary of a run with any number of steps, including none.
 
     wall_s: seconds of all terms. versions: versions of vllm, ray, torch and other packages.
-    findings: findings of the audit for reward hacking. peak_memory_bytes: see the field.
+    findings: findings of the audit for reward hacking. peak_memory_bytes: see `RunSummary`.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
     scheduled = [each for each in evaluations if each.is_charted]
@@ -251,14 +251,14 @@ def _checked_share(totals: RunTotals) -> float | None:
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write summary.json under another name and rename it, so that readers see only whole files."""
+    """Write summary.json under another name, then rename it, so that readers see whole files."""
     write_aside(path, json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def write_aside(path: Path, text: str) -> None:
     """Write a file durably under another name, then rename it to `path`.
 
-    Raises: OSError; then no other file is left.
+    Raises: OSError, after removing the temporary file.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,8 +1,9 @@
 """Sums over a run's step records, updated with each step, so that old rows are not read again.
 
 Invariant: `plus` over records in their order gives bitwise the same sums as plain loops over all of
-them. The store keeps two totals: of every step that was ever stored, for the metrics; and with each
-checkpoint of the steps in its lineage, for summary.json and the report.
+them. The store keeps two kinds of totals. The metrics use the total of every step that was ever
+stored. summary.json and the report use the total that each checkpoint has of the steps in its
+lineage.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Distribution:
     """The data of a histogram."""
 
     counts: tuple[int, ...] = ()
-    """Counts by bucket: (previous bound, own bound]; the last bucket is above all bounds."""
+    """Number of values in each bucket: above the previous bound, up to the bucket's own bound.
+
+    The last bucket has the values above all bounds.
+    """
     sum: float = 0.0
 
     def plus(self, value: float, bounds: Sequence[float]) -> Distribution:

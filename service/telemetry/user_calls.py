@@ -1,8 +1,8 @@
 """Count the calls of user functions that returned no answer, and the memory of workers.
 
 Each environment actor counts its own calls since its start; this module adds up the counts of the
-actors of all terms, and makes metrics and notices from them. The recorder owns it, and the pool of
-environment actors passes it each actor's counts.
+actors of all terms, and makes metrics and notices from them. The recorder owns a `UserCalls`, and
+the pool of environment actors passes it each actor's counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from actors.metrics import Metrics
 
 MAX_FUNCTIONS = 32
 OTHERS = "others"
-"""Label that all functions after the first MAX_FUNCTIONS share."""
+"""Label that the functions after the first MAX_FUNCTIONS share."""
 NOTICED_AGAIN = 10
 """Factor by which a function's count must grow before it is reported again."""
 
