@@ -22,7 +22,7 @@ class Pause:
     since: float
     """Seconds since 1970."""
     reason: str
-    """The operator's reason; empty: none was given."""
+    """The operator's reason; empty if none was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class AdminCall:
     at: float
     """Seconds since 1970."""
     caller: str
-    """The name of the caller's key; empty: the key has no name."""
+    """The name of the caller's key; empty if the key has no name."""
     call: str
-    """Method and path of the request."""
+    """The method and the path of the request."""
     body: str
     """The body of the request, cut to a length."""
     status: int
@@ -44,7 +44,7 @@ class AdminCall:
 
 
 class ControlStore:
-    """Tables `pauses` and `admin_calls` of a run's database."""
+    """The tables `pauses` and `admin_calls` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -60,7 +60,7 @@ class ControlStore:
         return self._store.read(read)
 
     def set_paused(self, part: Pausable, pause: Pause | None, *, term: int) -> None:
-        """Store the pause of a part, or its end if None. Raises: LeaseLost, StoreError."""
+        """Store the pause of a part; None ends the pause. Raises: LeaseLost, StoreError."""
         table = tables.pauses
 
         def write(connection: Connection) -> None:

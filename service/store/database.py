@@ -1,8 +1,8 @@
 """A run's database: connections, transactions, and retries while it does not answer.
 
 Invariants: a read never takes the write lock; writes of all processes are done one after the other;
-each write is done once, even if its connection breaks during the commit. Only `run_store` and
-`moving` use it. Safe to call from several threads.
+each write is done once, even if its connection breaks during the commit. `read_only` and `moving`
+use this module, and several threads may call it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from service.store.place import shown, sqlite_file
 
 log = logging.getLogger("rayloom.store")
 
-# Most seconds to wait for a database that does not answer. A restart of PostgreSQL takes seconds.
+# Seconds to wait for a database that does not answer. A restart of PostgreSQL takes seconds.
 PATIENCE_S = 60.0
 # The trigger that refuses the writes to a database whose run was moved.
 FENCE = "rayloom_moved"
@@ -71,7 +71,7 @@ class Database:
         """Keep the URL; connect at the first use.
 
         Args: patience_s: seconds to wait for a database that does not answer. count_failure: called
-        if the file with the URL cannot be read again.
+        if the file with the URL can no longer be read.
         """
         parsed = make_url(url)
         self.location = shown(parsed)
@@ -104,7 +104,7 @@ class Database:
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self) -> None:
-        """End all connections; first move the log of an SQLite database into its file."""
+        """Move the log of an SQLite database into its file, then end all connections."""
         if self.is_sqlite and not self._is_read_only:
             # Closing the last connection would do this, but another process may be reading the run.
             # If it fails, the log remains, and the next process that opens the database uses it.
@@ -122,7 +122,9 @@ class Database:
         self._engine.dispose()
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Call `body` with a connection that sees one state of the database; return its result.
+        """Return the result of `body`.
+
+        Its connection sees one state of the database.
 
         Args: body: may only use the connection, because it is repeated if the database fails.
         Raises: StoreError; what body raises.
@@ -135,7 +137,7 @@ class Database:
         return self._with_retries("read", attempt)
 
     def write(self, body: Callable[[Connection], Result]) -> Result:
-        """Call `body` in a transaction that excludes all other writers, and commit it.
+        """Call `body` in a transaction that excludes other writers, commit, and return the result.
 
         Args: body: may only use the connection, because it is repeated if the database fails before
         the commit is confirmed.
@@ -351,7 +353,10 @@ class Database:
                 create(connection)
 
     def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Repeat an attempt while the database does not answer. Raises: StoreError."""
+        """Return the result of an attempt, which is repeated while the database does not answer.
+
+        Raises: StoreError.
+        """
         try:
             return self._attempts(what, attempt)
         except Damaged as error:

@@ -18,7 +18,7 @@ from service.access.secret_files import SecretFile
 from service.store.errors import StoreError
 from service.store.place import changed_url, connection_url, url_file
 
-# Most seconds that one attempt waits for a lock.
+# Longest time in seconds that one attempt waits for a lock.
 BUSY_S = 10.0
 # Seconds after which PostgreSQL ends an idle transaction, so that a frozen supervisor does not
 # block others.

@@ -12,8 +12,8 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """A living process owns the lease, which the caller requested only if it is free."""
+    """A living process owns the lease, and the caller requested the lease only if it is free."""
 
 
 class Damaged(Exception):
-    """A row is missing or has a value that no run writes; `Database` makes it a StoreError."""
+    """A row is missing or has a value that no run writes; `Database` raises StoreError for it."""

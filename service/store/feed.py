@@ -55,7 +55,7 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append an entry `accepted` for each submission after the position `behind`.
+    """Append an entry `accepted` for each submission whose position is greater than `behind`.
 
     One statement adds all entries, in order, because there may be thousands.
     Args: num_of: number of these submissions, by tenant.
@@ -67,7 +67,7 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the run for admins and for each tenant.
 
-    A tenant's copy has `void_after` in the tenant's own numbers.
+    In a tenant's copy, `void_after` is one of the tenant's own numbers.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
@@ -84,7 +84,7 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
 
 
 def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
-    """Add entries; each is given with the tenant that may see it."""
+    """Add pairs of a tenant and an entry that the tenant may see."""
     num_of = Counter(tenant for tenant, _ in entries if tenant)
     newest, rows = _count_up(connection, num_of), []
     for tenant, entry in entries:
@@ -97,7 +97,7 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Reserve the next `num_of` numbers of each tenant; return each tenant's last number before."""
+    """Reserve the next `num_of` numbers of each tenant; return each one's number before that."""
     if not num_of:
         return {}
     numbers = tables.feed_numbers

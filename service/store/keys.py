@@ -1,8 +1,8 @@
-"""The stored named keys of a run: only their digests.
+"""The named keys of a run, of which only digests are stored.
 
-Invariants: a name and a digest are used once, also after a revocation, which is final. Keys belong
-to no term: any process with write access to the run's database may create and revoke them, even if
-a supervisor has the lease.
+Invariants: a name or a digest is never used a second time, even after a revocation, which is final.
+Keys belong to no term: any process with write access to the run's database may create and revoke
+them, even if a supervisor has the lease.
 """
 
 from __future__ import annotations

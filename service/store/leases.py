@@ -1,4 +1,4 @@
-"""The lease of a run's database: its terms, its owner, and the errors if it is lost."""
+"""The lease of a run's database: its terms, its owner, and the check that a term is the newest."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def newest_lease(connection: Connection) -> Row[Any] | None:
 
 
 def check_term(connection: Connection, term: int) -> None:
-    """Check that `term` is the newest. Raises: LeaseLost."""
+    """Check that `term` is the newest term. Raises: LeaseLost."""
     newest = newest_lease(connection)
     if newest is None or newest.term != term:
         raise lost(term, newest)

@@ -1,4 +1,4 @@
-"""Find the surviving rows of a run: those of the newest term, and those that it continued from.
+"""Find the surviving rows of a run: those of the newest term, and those from which it continued.
 
 If a term starts from a checkpoint c of an earlier term, the earlier term's steps up to c and its
 events up to the last one in c survive; its later rows are superseded. The report and `inspect`
@@ -53,7 +53,7 @@ class Checkpoint:
     directory: str
     """Name in the run's directory of checkpoints; not a path, because a run can be moved."""
     last_event_seq: int
-    """Number of the last event of the term in the checkpoint's ledger; -1 if there is none."""
+    """Number of the term's last event that the checkpoint's ledger includes; -1 if none."""
     committed_at: float
     """Seconds since 1970."""
 
@@ -72,7 +72,7 @@ class History:
     """The surviving records of a run, in order."""
 
     steps: tuple[StepRecord, ...]
-    """The steps that `retention` keeps: the first ones, some older ones, all of the newest."""
+    """The kept steps (`retention`): the first ones, some of the older ones, and all newest ones."""
     evaluations: tuple[EvaluationRecord, ...]
     totals: RunTotals
     """Totals of all steps of the lineage."""
@@ -118,7 +118,7 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """A kind of record. Along a lineage, the positions of the records of each kind only grow."""
+    """A kind of record. In a lineage, the positions of each kind's records only grow."""
 
     STEP = "step"
     EVALUATION = "evaluation"
@@ -128,7 +128,7 @@ class RecordKind(StrEnum):
 
 
 Place = tuple[int, int, int]
-"""Position of a record in its kind: term, step, and an evaluation's number at that step."""
+"""Position of a record among those of its kind: term, step, and an evaluation's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class StoredRecord:
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
     """Return the surviving records after these positions, in the order in which they were made.
 
-    places: by kind; all records are returned of a kind without a position.
+    places: the positions by kind; of a kind without a position, all records are returned.
     """
 
     def read(connection: Connection) -> list[StoredRecord]:
@@ -179,7 +179,7 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Select step, number and record of the span's rows after the position (step, number)."""
+    """Return a query for a span's rows after a position: their step, number and record."""
     if kind is RecordKind.STEP:
         columns = tables.steps.c
         query = select(columns.step, literal(0), columns.record).where(columns.step > step)
@@ -194,7 +194,7 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """Return the records of the newest surviving step and scheduled evaluation; None if missing."""
+    """Return the newest surviving records of a step and of a scheduled evaluation, each or None."""
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
@@ -231,7 +231,7 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Return whether `name`, a directory or a step's number, may mean this checkpoint."""
+    """Return whether `name`, a directory or a step's number, may refer to this checkpoint."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
@@ -242,7 +242,7 @@ def stored_totals(store: Readable) -> RunTotals:
 
 
 def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
-    """Count the events that the run ever stored, superseded ones included, by kind and reason."""
+    """Return the counts of all events ever stored, superseded ones included, by kind and reason."""
 
     def read(connection: Connection) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
         rows = connection.execute(select(tables.event_totals))
@@ -258,7 +258,7 @@ def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason 
 
 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
-    """Return the totals of a lineage up to a checkpoint that the run can go back to."""
+    """Return the totals of a lineage up to a checkpoint to which the run can return."""
     columns = tables.checkpoints.c
     query = select(columns.totals).where(columns.id == checkpoint.id)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
@@ -304,9 +304,10 @@ def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints that a run can go back to, newest first, each directory once.
 
     These are the checkpoints in the lineage of the newest one whose queue snapshot `retention`
-    keeps. If a later term went back to a checkpoint of a term, that term's checkpoints after it are
-    left out: always if an operator requested the return, otherwise once the later term has
-    committed a checkpoint. Until then a checkpoint that could not be read may still be used.
+    keeps. If a later term continued from an earlier checkpoint, the checkpoints after that one are
+    left out. If an operator requested the return, they are left out at once. Otherwise they are
+    left out when the later term has committed a checkpoint; until then, a checkpoint that could not
+    be read may still be used.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -361,7 +362,8 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the terms that it continued from, newest first.
 
-    Returns: each term with its checkpoint from which the later term continued; None for `term`.
+    Returns: each term with the checkpoint of it from which the later term continued; None for
+    `term`.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
@@ -380,7 +382,7 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """Return, for each term of any lineage, the policy version from which it continued.
+    """Return the policy version from which each term of any lineage continued.
 
     The version is 0 if the term did not start from a checkpoint.
     """

@@ -1,10 +1,10 @@
 """The steps that move a stored run from an older format to the current one.
 
-Invariants: a step takes format N to N + 1 and is never edited after its release; it uses only the
-connection, so that it may be run again after a rollback; no step changes the tables `format`,
-`leases` and `checkpoints`, which are read before the run is moved. `RunStore` runs the steps in the
-transaction that takes the lease, so that two processes never run them at once, and a run is never
-between two formats.
+Invariants: a step converts format N to N + 1 and is never edited after its release. A step uses
+only the connection, so that it can be run again after a rollback. No step changes the tables
+`format`, `leases` and `checkpoints`, which are read before the run is moved. `RunStore` runs the
+steps in the transaction that takes the lease, so that two processes never run them at once, and a
+run is never between two formats.
 
 A step describes the tables as they were in its format, with its own `MetaData`, because those of
 `tables.py` change. Every step gets its own test in `tests/store/test_migrations.py`, which also
@@ -99,6 +99,6 @@ def newest_format(steps: Mapping[int, Step] = STEPS) -> int:
 
 
 def move_forward(connection: Connection, number: int, steps: Mapping[int, Step] = STEPS) -> None:
-    """Run every step from format `number` on, in the caller's transaction."""
+    """Run every step from format `number` to the newest format, in the caller's transaction."""
     for start in range(number, newest_format(steps)):
         steps[start](connection)

@@ -1,10 +1,10 @@
-"""Copy a run's rows to another database, of either kind, and move a run there.
+"""Copy a run's rows to another SQLite or PostgreSQL database, and move a run there.
 
-Invariants: the copy is one transaction (SQLite: one rename), so that a new database has all rows or
-does not exist; the old database refuses every write before the first row is read, so that the copy
-misses nothing; the record in the run's directory, which names its database, is replaced last. If a
-move is killed, the run therefore stays in the old database, and the same move again completes it.
-Called by the commands `move`, `backup` and `restore`.
+Invariants: the copy is one transaction (in SQLite, one rename), so that a new database has all rows
+or does not exist; the old database refuses every write before the first row is read, so that the
+copy misses nothing; the record in the run's directory, which names its database, is replaced last.
+If a move is killed, the run therefore stays in the old database, and a second move completes it.
+The commands `move`, `backup` and `restore` call this module.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
 def _is_copied(source: ReadOnlyStore, url: str) -> bool:
     """Return whether the database at `url` has the run with its newest term.
 
-    If the database is an SQLite file whose run was moved away, rename it to make room.
+    If the database is an SQLite file whose run was moved away, the file is renamed to make room.
     Raises: StoreError if the database has another run.
     """
     file = sqlite_file(url)
@@ -175,7 +175,7 @@ def _stored(kind: Any) -> Any:
 
 
 def _last_number(connection: Connection, name: str, column: str) -> int:
-    """Return the highest number that a row of the table has, or a deleted row had."""
+    """Return the highest number that a row of the table has or had."""
     table = _plain(name)
     newest = int(connection.scalar(select(func.max(table.c[column]))) or 0)
     if connection.dialect.name != "sqlite":
@@ -188,7 +188,7 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Select the last number that PostgreSQL's sequence gave to a column; null if it gave none."""
+    """Return a query for the last number of a column's sequence in PostgreSQL; null if unused."""
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 
@@ -200,7 +200,7 @@ def _sequence_name(connection: Connection, name: str, column: str) -> Any:
 
 
 def _continue_numbers(connection: Connection, name: str, column: str, last: int) -> None:
-    """Make the database number new rows from `last` + 1 on."""
+    """Make the database number new rows from `last` + 1 upwards."""
     if last == 0:
         return
     if connection.dialect.name != "sqlite":
@@ -213,7 +213,7 @@ def _continue_numbers(connection: Connection, name: str, column: str, last: int)
 
 @contextmanager
 def _removed(part: Path) -> Iterator[None]:
-    """Remove an unfinished SQLite database's files before and after the body of the `with`."""
+    """Remove the files of an unfinished SQLite database before and after the block."""
     names = [part.with_name(part.name + end) for end in ("", "-wal", "-shm", "-journal")]
     try:
         for each in names:

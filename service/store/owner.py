@@ -11,14 +11,14 @@ import psutil
 
 
 def own_name() -> str:
-    """Return the name of this process for its lease: HOST:PID."""
+    """Return the name of this process in its lease, HOST:PID."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def process_of(owner: str) -> str:
     """Return a text that identifies the owner's process, even among processes with the same PID.
 
-    It does not depend on a clock that may be set. Returns: "" if no such process runs on this
+    The text does not depend on a clock that can be set. It is empty if no such process runs on this
     machine.
     """
     host, _, pid = owner.rpartition(":")
@@ -34,7 +34,7 @@ def is_alive_here(owner: str, process: str) -> bool | None:
     """
     host, _, pid = owner.rpartition(":")
     if not pid.isdigit():
-        # A name without a PID is that of no process.
+        # A name without a PID is not the name of a process.
         return False
     if host != socket.gethostname() or not process.startswith(f"{_machine()} "):
         return None
@@ -49,7 +49,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Return a name of the scope in which PIDs are unique: a boot of the kernel and a container."""
+    """Return a name of the scope in which PIDs are unique: a kernel's boot and a container."""
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,11 +1,11 @@
 """The location of a run's database, as a URL without a password, chosen and recorded at its start.
 
 sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN: each run has
-its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again, whose server, user,
-password and TLS options take the place of the recorded ones; or it reads the password from the
-sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no file, log, message or
-process title of ours contains a password. RAYLOOM_DATABASE_URL_FILE names a file with the URL
-instead, which is read again for new connections (`service.store.database`).
+its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again; its server, user,
+password and TLS options replace the recorded ones. Without this variable, the process reads the
+password from the sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no file,
+log, message or process title of Rayloom contains a password. RAYLOOM_DATABASE_URL_FILE names a file
+with the URL instead, which is read again for new connections (`service.store.database`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class StoreOptions:
     state_dir: Path | None = None
     """The directory of rayloom.db; if None, the run directory."""
     database_url: str | None = None
-    """URL of a PostgreSQL database; None: the environment's, if it has one and there is no
-    state_dir.
+    """URL of a PostgreSQL database.
+
+    If it is None and there is no state_dir, the environment's URL is used if it has one.
     """
 
     def check(self) -> None:
@@ -97,7 +98,8 @@ def schema_name(run_id: str) -> str:
 def record(file: Path, url: str) -> None:
     """Write the URL into the run directory, unless that directory contains the database.
 
-    Without a record, a run directory that contains its database can be moved. Raises: OSError.
+    A run directory that contains its database needs no record, and can therefore be moved. Raises:
+    OSError.
     """
     if url == sqlite_url(file.parent):
         file.unlink(missing_ok=True)
@@ -110,7 +112,7 @@ def record(file: Path, url: str) -> None:
 def recorded_url(file: Path) -> str:
     """Return the URL of the run's store.
 
-    Without a record it is that of a database in the run directory. Raises: StoreError for a record
+    If there is no record, the database is in the run directory. Raises: StoreError for a record
     that cannot be read.
     """
     try:
@@ -129,14 +131,14 @@ def recorded_url(file: Path) -> str:
 
 
 def sqlite_file(url: str | URL) -> Path | None:
-    """Return the file of an SQLite database; None for another one."""
+    """Return the file of an SQLite database; None for another database."""
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite" and parsed.database
     return Path(parsed.database) if is_sqlite and parsed.database else None
 
 
 def shown(url: str | URL) -> str:
-    """Return a URL's location without its password: SQLite's file, or the rest of the URL."""
+    """Return a database's location for people: SQLite's file, or the URL without its password."""
     if (file := sqlite_file(url)) is not None:
         return str(file)
     return _without_password(make_url(url)).render_as_string(hide_password=True)
@@ -154,7 +156,7 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL to connect with: the environment's if it names the same database, or `url`.
+    """Return the environment's URL if it names the same database as `url`; otherwise return `url`.
 
     The server, its port, the user, the password and the TLS options may change between two starts;
     the name of the database and the schema are the run's. The environment's password is only sent
@@ -193,7 +195,7 @@ def _at_server_of(own: URL, url: URL) -> URL:
 
 
 def url_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file that has the URL; None if the environment names none."""
+    """Return the file that contains the URL; None if the environment names none."""
     named = environ.get(FILE_VARIABLE)
     return Path(named) if named else None
 

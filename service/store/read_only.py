@@ -23,7 +23,7 @@ from service.store.owner import is_alive_here
 from service.store.place import sqlite_file
 from service.store.tables import RunKind
 
-# Most seconds of the search for damage, which would read the whole database.
+# Longest time in seconds of the search for damage, which would read the whole database.
 CHECK_LIMIT_S = 2.0
 Result = TypeVar("Result")
 
@@ -50,10 +50,11 @@ class ReadOnlyStore:
         """Open a store.
 
         Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
-        accept an older format unchanged, because the caller reads only tables that no migration
-        changes (`service.store.migrations`). any_format: accept every format unchanged, even one
-        that this version cannot read; the caller handles the errors. steps: the migrations by the
-        format that each starts from. patience_s, count_failure: as for `Database`.
+        whether to accept an older format unchanged, because the caller reads only tables that no
+        migration changes (`service.store.migrations`). any_format: whether to accept every format
+        unchanged, even one that this version cannot read; the caller handles the errors. steps: the
+        migrations by the format that each starts from. patience_s, count_failure: as for
+        `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(
@@ -81,12 +82,12 @@ class ReadOnlyStore:
         return self._database.location
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Call `body` in a transaction that only reads, as `Database.read` does."""
+        """Return the result of `body` in a transaction that only reads, as `Database.read` does."""
         return self._database.read(body)
 
     @property
     def away_s(self) -> float:
-        """Return for how many seconds the database has not answered."""
+        """Return the seconds for which the database has not answered."""
         return self._database.away_s
 
     def newest_term(self) -> int:
@@ -109,7 +110,7 @@ class ReadOnlyStore:
         return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints that the run can go back to, newest first, each directory once."""
+        """Return the checkpoints to which the run can return, newest first, each directory once."""
 
         def find(connection: Connection) -> list[Checkpoint]:
             is_blank = not self._database.has_tables(connection)
@@ -118,9 +119,7 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Return how many samples may still be trained: the stored turns of sessions, and the
-        uploads.
-        """
+        """Return the number of samples that may still be trained: sessions' turns, and uploads."""
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -142,8 +141,8 @@ class ReadOnlyStore:
     def check(self) -> None:
         """Search for damage that opening does not find, for at most two seconds.
 
-        In this time some hundred MiB are read. Damage in the rest of a larger database is found
-        when that part is used. Raises: StoreError.
+        The check reads some hundred MiB in this time. In a larger database, damage in the other
+        parts is found only when they are used. Raises: StoreError.
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:

@@ -1,7 +1,8 @@
 """Remove the rows of a run that no resume, report, API call or `inspect` needs any more.
 
-Called after each committed checkpoint, in one fenced transaction. Sums are kept incrementally
-(`service.telemetry.totals`), so that no sum changes when rows leave.
+The supervisor calls `forget` after each committed checkpoint; it is one transaction, which only the
+newest term can commit. Sums are kept incrementally (`service.telemetry.totals`), so that no sum
+changes when rows leave.
 
 - Superseded rows are removed at once.
 - Queue snapshots are kept of the newest `run.keep_checkpoints` checkpoints, of the best
@@ -27,7 +28,7 @@ from service.store.lineage import Checkpoint, Span, surviving_spans, within
 from service.store.run_store import RunStore
 from service.telemetry.summary import AVERAGED_STEPS
 
-# Most steps after which a collapse of the reward is detected.
+# Maximum number of steps after which a collapse of the reward is detected.
 MILESTONE_STEPS = 20
 # A fall of the reward may begin this number of steps before the first step that is detected.
 SLOW_STEPS = 10
@@ -140,7 +141,10 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Remove the lineage's events up to the last event of `last_step`; numbers have no gaps."""
+    """Remove the lineage's events up to the last event of `last_step`.
+
+    Events have numbers without gaps, so the events to remove are those up to one number.
+    """
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
     if last_seq is not None:

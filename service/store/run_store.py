@@ -1,4 +1,4 @@
-"""Store the state that survives a crash of a run, in SQLite or in PostgreSQL, under a lease.
+"""Store the state of a run that survives a crash, in SQLite or in PostgreSQL, under a lease.
 
 Invariants: terms only grow; only the writer with the newest term writes; one transaction checks the
 lease and stores a checkpoint with the ledger that it commits; one transaction checks a lease's
@@ -67,9 +67,9 @@ class RunStore(ReadOnlyStore):
     ) -> None:
         """Open a store for writing.
 
-        Args: may_be_older: accept an older format, which is otherwise refused. Before the caller
-        takes the lease or moves the database forward, it uses only tables that no step changes.
-        count_failure: as for `Database`.
+        Args: may_be_older: whether to accept an older format, which is otherwise refused. Before
+        the caller takes the lease or moves the database forward, it uses only tables that no step
+        changes. count_failure: as for `Database`.
         """
         check_local(url)
         super().__init__(
@@ -82,7 +82,7 @@ class RunStore(ReadOnlyStore):
         )
 
     def close(self) -> None:
-        """End all connections; an SQLite database is then whole in its own file."""
+        """End all connections; all data of an SQLite database is then in its own file."""
         self._database.close()
 
     def acquire_lease(
@@ -102,10 +102,10 @@ class RunStore(ReadOnlyStore):
         The term continues from the newest checkpoint whose directory is not one of `passed_over`.
         An older format is moved forward in the same transaction (`move_forward`).
         Args: owner: HOST:PID of the caller. directory: the run directory. follows: the caller's own
-        term, which must still be the newest. unless_held: refuse if the run's owner is alive.
-        replaces: HOST:PID of an owner that is known to be dead. returns_to: the directory of the
-        checkpoint to continue from; everything committed after that checkpoint is undone. If the
-        run can no longer go back to it, the newest checkpoint is taken.
+        term, which must still be the newest. unless_held: whether to refuse if the run's owner is
+        alive. replaces: HOST:PID of an owner that is known to be dead. returns_to: the directory of
+        the checkpoint to continue from; everything committed after that checkpoint is undone. If
+        the run can no longer go back to it, the newest checkpoint is taken.
         Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
             and for a run of another kind.
         """
@@ -186,9 +186,9 @@ class RunStore(ReadOnlyStore):
     def _log_move(self, number: int) -> None:
         if number == self._format:
             return
-        copy = "no copy was made before; a dump of yours, if any, has the old format"
+        copy = "no copy was made before; if you have a dump, it has the old format"
         if self._file is not None:
-            copy = f"the copy from before is {self._copy_of(self._file, number)}"
+            copy = f"the copy in the old format is {self._copy_of(self._file, number)}"
         log.warning(
             "the database %s was moved forward from format %d to %d by Rayloom %s; %s",
             *(self.location, number, self._format, VERSION, copy),
@@ -237,7 +237,7 @@ class RunStore(ReadOnlyStore):
         self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
-        """Check that `term` is the newest, and call `body`, in one transaction that commits once.
+        """Check that `term` is the newest, call `body`, and return its result, in one transaction.
 
         Args: body: may be called again after a failure, so it may only use the connection.
         Raises: LeaseLost, StoreError.
@@ -250,7 +250,7 @@ class RunStore(ReadOnlyStore):
         return self._database.write(fenced)
 
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
-        """Call `body` in a transaction for rows that belong to no term; any process may do so.
+        """Return the result of `body`, called in a transaction for rows that belong to no term.
 
         Raises: StoreError.
         """

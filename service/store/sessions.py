@@ -46,14 +46,14 @@ from service.store.feed import add_entries
 from service.store.lineage import first_versions
 from service.store.run_store import RunStore
 
-# Most ids in one statement, because databases limit the number of its values.
+# Maximum number of ids in one statement, because databases limit the number of its values.
 MAX_IDS = 10_000
 _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
 _INTENT_FIELDS = tuple(field.name for field in fields(SessionIntent))
 
 
 class SessionStore:
-    """Tables `sessions`, `session_turns` and `session_intents` of a run's database."""
+    """The tables `sessions`, `session_turns` and `session_intents` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -61,7 +61,7 @@ class SessionStore:
     def load(
         self, session_id: str
     ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
-        """Return a session, its turns in order, and its intents that have no turn; None if unknown.
+        """Return a session, its turns in order, and its intents without a turn; None if unknown.
 
         The turns' arrays are read-only. Policy versions that a recovery has undone are marked in
         the turns' version_spans (`actors.policy_age`). Raises: StoreError.
@@ -93,13 +93,13 @@ class SessionStore:
         return self._store.read(load)
 
     def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
-        """Return these sessions by id, without the unknown ones. Raises: StoreError."""
+        """Return the known ones of these sessions, by id. Raises: StoreError."""
         query = _session_query(session_ids)
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}
 
     def ends(self, session_ids: Sequence[str]) -> dict[str, SessionEnd]:
-        """Return the ends of these sessions by id, without the open ones. Raises: StoreError."""
+        """Return the ends of the sessions that have ended, by id. Raises: StoreError."""
         sessions = tables.sessions.c
         query = select(sessions.id, sessions.end).where(sessions.end.is_not(None))
 
@@ -165,7 +165,7 @@ class SessionStore:
 
 
 def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, why: str) -> None:
-    """Discard the open sessions of submissions that will not be played any more."""
+    """Discard the open sessions of submissions that will no longer be played."""
     sessions, now = tables.sessions.c, time.time()
     found = connection.execute(
         select(sessions.id, sessions.submission_id, sessions.member)
@@ -204,7 +204,7 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """Applies changes to the stored state of their sessions, and collects the rows to write."""
+    """The rows to write for changes that are applied to the stored state of their sessions."""
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
@@ -304,7 +304,7 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Make turns from rows, and mark their undone versions.
+    """Return the turns in rows, with their undone versions marked.
 
     rows: a term and `_TURN_FIELDS` each. first: the result of `first_versions`.
     """

@@ -1,4 +1,4 @@
-"""The stored submissions of clients: stored before they are answered, bound before they are played.
+"""The submissions of clients, stored before they are answered and bound before they are played.
 
 Every write has the term of the lease. Reads return only rows of the surviving lineage. When a
 submission is over, its task, bindings, results and sessions' turns are deleted. Its id, digest and
@@ -59,14 +59,14 @@ def packed(request: RolloutRequest) -> PackedRequest:
 
 
 def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
-    """Make an offer from the arguments of `SubmissionQueue.submit`."""
+    """Return an offer made from the arguments of `SubmissionQueue.submit`."""
     return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 
 class SubmissionStore:
-    """Tables `submissions`, `bindings` and `results` of a run's database.
+    """The tables `submissions`, `bindings` and `results` of a run's database.
 
-    It also inserts and deletes rows of `sessions`, and adds entries about acceptances and
+    This class also inserts and deletes rows of `sessions`, and adds entries about acceptances and
     cancellations to `feed`.
     """
 
@@ -80,7 +80,7 @@ class SubmissionStore:
         term: int,
         request_keys: Mapping[str, tuple[str, str]] = NO_KEYS,
     ) -> list[Submission]:
-        """Accept all requests in one transaction; they are durable when this returns.
+        """Accept all requests in one transaction, and return the durable submissions.
 
         Args: request_keys: for tasks of a request with an Idempotency-Key, by the task's id: the
         columns `request_key` and `request_digest`.
@@ -244,7 +244,7 @@ class SubmissionStore:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the digests of the ended submissions, by id, and of the requests, by key.
 
-        Submissions and requests that are not kept are left out. Raises: StoreError.
+        Submissions and requests that are no longer kept are left out. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest).where(

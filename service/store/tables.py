@@ -64,7 +64,10 @@ class Pausable(StrEnum):
 
 
 class RunKind(StrEnum):
-    """The source of a run's tasks, which never changes; the values are the command names."""
+    """The kind of a run: the source of its tasks, which never changes.
+
+    The values are the names of commands.
+    """
 
     TRAIN = "train"
     SERVE = "serve"
@@ -111,7 +114,10 @@ class AsJson(TypeDecorator[Any]):
 
 
 class AsWord(TypeDecorator[Any]):
-    """A column of an enum, stored as its value. Raises: Damaged if a stored value is unknown."""
+    """A column of an enum's members, stored as their values.
+
+    Raises: Damaged if a stored value is unknown.
+    """
 
     impl = String
     cache_ok = True
@@ -159,7 +165,7 @@ class AsCut(TypeDecorator[Cut]):
 
 
 class AsColumn(TypeDecorator[NDArray[Any]]):
-    """A column of arrays [T], token ids or a number for each token, as little-endian bytes.
+    """A column of arrays [T] as little-endian bytes: token ids, or a number for each token.
 
     Arrays that are read are read-only. Raises: Damaged if a stored value cannot be read.
     """
@@ -226,7 +232,7 @@ def _array_of(stored: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def word_of(kind: type[Word], value: str) -> Word:
-    """Return the member of an enum by its value. Raises: Damaged if there is none."""
+    """Return the member of an enum that has a value. Raises: Damaged if there is none."""
     try:
         return kind(value)
     except ValueError as error:
@@ -249,9 +255,9 @@ leases = Table(
     Column("term", Integer, primary_key=True, autoincrement=False),
     # HOST:PID of the supervisor.
     Column("owner", String, nullable=False),
-    # Distinguishes the owner's process from a later process with its PID; empty: not known.
+    # Distinguishes the owner's process from a later process with its PID; empty if unknown.
     Column("process", String, nullable=False),
-    # The path of the run directory that the owner used; empty: not known.
+    # The path of the run directory that the owner used; empty if unknown.
     Column("directory", String, nullable=False),
     # The run's kind, equal in all its terms.
     Column("kind", AsWord(RunKind), nullable=False),
@@ -353,11 +359,11 @@ submissions = Table(
     Column("num_bytes", Integer, nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("environment", String, nullable=False),
-    # The owner; empty: the run itself.
+    # The owner; empty if the run itself owns it.
     Column("tenant", String, nullable=False, index=True),
     # The name of the key that it was accepted with; empty: the first key, or none.
     Column("key_name", String, nullable=False),
-    # The client's name for a batch of tasks; empty: none.
+    # The client's name for a batch of tasks; empty without one.
     Column("batch", String, nullable=False, index=True),
     # SHA-256 of the Idempotency-Key of the request that submitted the task, and the digest of the
     # request's content; null without such a key.
@@ -403,7 +409,7 @@ feed = Table(
     Column("reason", AsWord(EvictionReason), nullable=True),
     Column("session_status", AsWord(SessionStatus), nullable=True),
     Column("void_after", Integer, nullable=True),
-    # The tenant to which the entry is shown; empty: it is shown only to admins.
+    # The tenant to which the entry is shown; empty if it is shown only to admins.
     Column("tenant", String, nullable=False, default=""),
     # 1, 2, 3, … in the tenant's own feed; null without a tenant.
     Column("own_number", Integer, nullable=True),
@@ -542,8 +548,7 @@ keys = Table(
     Column("revoked_at", Float, nullable=True),
 )
 
-# The parts that an operator has paused; no row: none. They belong to no term: only a resume ends a
-# pause.
+# The paused parts, one row for each. A pause belongs to no term: only a resume ends it.
 pauses = Table(
     "pauses",
     metadata,
@@ -558,7 +563,7 @@ admin_calls = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("at", Float, nullable=False),
-    # The name of the key; empty: the run has no keys.
+    # The name of the key; empty if the run has no keys.
     Column("caller", String, nullable=False),
     # Such as "POST /api/v1/control/training/pause".
     Column("call", String, nullable=False),

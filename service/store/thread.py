@@ -1,4 +1,4 @@
-"""Call a run's store in a thread, so that the process's event loop waits for no disk.
+"""Call a run's store in a thread, so that the process's event loop does not wait for a disk.
 
 Invariants: calls run one after the other, in the order in which they were made; work that was begun
 by `finish` is completed even if its caller is cancelled meanwhile. So the state in memory agrees
@@ -35,11 +35,14 @@ class StoreThread:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Answer:
-        """Call a function in the thread, after all earlier calls."""
+        """Call a function in the thread after all earlier calls, and return its answer."""
         return await self.finish(self._call(partial(function, *arguments, **named)))
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await work that calls the store; complete the work even if the caller is cancelled."""
+        """Return the answer of work that calls the store.
+
+        The work is completed even if the caller is cancelled.
+        """
         task = self._begun.begin(work)
         try:
             return await asyncio.shield(task)

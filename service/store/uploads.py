@@ -1,7 +1,7 @@
 """The stored uploads of trajectories, kept until they cannot be delivered any more.
 
 Invariants: an id has one content; a closed group has `num_members` members, numbered from 0, and
-gets no more. The rows of a group are deleted, at the latest, with its submission
+gets no more. The rows of a group are deleted with its submission at the latest
 (`service.store.submissions`).
 """
 
@@ -46,12 +46,14 @@ class StoredUpload:
     content: bytes
     """The trajectory's content, in the form of `Upload.content`."""
     kept_version: int | None
-    """Newest policy version that a recovery after the upload kept; later ones are undone. None:
-    there was no recovery."""
+    """Newest policy version that a recovery after the upload kept; later versions are undone.
+
+    None if there was no recovery.
+    """
 
 
 class UploadStore:
-    """Tables `uploads` and `upload_groups` of a run's database."""
+    """The tables `uploads` and `upload_groups` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -64,7 +66,7 @@ class UploadStore:
         term: int,
         limits: UploadLimits,
     ) -> UploadReply:
-        """Store the acceptable uploads; they are durable when this returns.
+        """Store the acceptable uploads durably, and return the result.
 
         Args: policies: at most one for each group.
         Returns: the result of each upload, and the state of each group.
@@ -154,7 +156,7 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
 
 @dataclass(slots=True, kw_only=True)
 class _Intake:
-    """Checks the uploads of a request against the stored state, and collects the result."""
+    """The check of a request's uploads against the stored state, with its result."""
 
     limits: UploadLimits
     digests: dict[str, str]
@@ -163,7 +165,7 @@ class _Intake:
     """The groups as they were stored before this request, by id."""
     groups: dict[str, UploadGroup]
     named: tuple[str, ...]
-    """Ids of the request's groups, first the groups with a policy."""
+    """Ids of the request's groups; the groups with a policy come first."""
     taken_ids: frozenset[str]
     """Ids among `named` that belong to submissions of other kinds."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -179,7 +181,10 @@ class _Intake:
         policies: Sequence[GroupPolicy],
         limits: UploadLimits,
     ) -> _Intake:
-        """Read the stored state, and check the request. Raises: UploadsFull; GroupDiffers."""
+        """Read the stored state, check the request, and return the result.
+
+        Raises: UploadsFull; GroupDiffers.
+        """
         named = tuple(dict.fromkeys([*(each.id for each in policies), *_group_ids(uploads)]))
         known, groups = tables.uploads.c, _groups(connection, named)
         ids = [upload.id for upload in uploads]
@@ -256,7 +261,7 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Check a group's policy against the stored one. Raises: GroupDiffers."""
+        """Check that a group's policy agrees with the stored one. Raises: GroupDiffers."""
         wanted = policy.num_members
         group = self.groups.get(policy.id) or _new_group(policy.id)
         if wanted is None or policy.id in self.taken_ids or group.num_members == wanted:
