@@ -1,6 +1,6 @@
 """Read the completions of a step from the run's journal, as rows of a tracker's table.
 
-The thread of a tracker reads and decodes them, so that a step does not wait.
+A tracker's thread reads and decodes the completions, so that a step does not wait for this.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The thread reads the records that it has not written yet from the run's database, so that no queue
 in memory is needed, and stores its progress in a file. Invariants: each stored record is written at
 least once, even if the tracker was unavailable or this process was killed, as long as the database
-has the record; a failing tracker delays nothing else. Owned by `trackers.Trackers`.
+has the record; a failing tracker delays nothing else. `trackers.Trackers` owns the followers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Target:
     """A tracker and the place to which it writes."""
 
     name: str
-    """Name of the tracker's setting."""
+    """Name of the setting that turns the tracker on."""
     address: str
     """The run's location in the tracker; it stays the same after --resume."""
     make: Callable[[], Tracker]
-    """Creates the tracker; the follower's thread calls it until it succeeds."""
+    """Function that creates the tracker; the follower's thread calls it until it succeeds."""
     completions: Completions | None = None
-    """Reads the completions of a step for its point; None: points have no completions."""
+    """Reader of the completions of a step for its point; None if points have no completions."""
 
 
 class Follower(threading.Thread):
@@ -73,7 +73,7 @@ class Follower(threading.Thread):
     def end(self, *, writes_rest: bool = True) -> None:
         """Make the thread write the stored records, close the tracker and end, even after errors.
 
-        writes_rest: whether to write the remaining records.
+        writes_rest: whether to write the records that are not written yet.
         """
         self._writes_rest = writes_rest
         self._ending.set()
@@ -109,7 +109,8 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records after the stored progress.
 
-        is_last: whether the thread ends afterwards. Without new records it then makes no tracker.
+        is_last: whether the thread ends afterwards. In that case no tracker is made if there are no
+        new records.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
@@ -174,7 +175,10 @@ class Follower(threading.Thread):
 
 
 def _call(method: Callable[..., object], *arguments: object, **named: object) -> None:
-    """Call a method of a tracker. Raises: TypeError if its body has not run; any error of it."""
+    """Call a method of a tracker.
+
+    Raises: TypeError if the method's body has not run; any error of the method.
+    """
     found = method(*arguments, **named)
     if inspect.iscoroutine(found):
         # Python would warn that it was never awaited.

@@ -1,4 +1,4 @@
-"""A JSON line for each point, in a file that only grows."""
+"""A tracker that appends each point as a JSON line to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.trackers.tracker import Point, completion_row
 
-# More than a point needs with its texts: 256 completions of 4,000 characters.
+# Larger than any point with its texts, which are 256 completions of 4,000 characters.
 MAX_LINE_BYTES = 2**23
 
 

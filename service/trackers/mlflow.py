@@ -22,7 +22,7 @@ class Mlflow:
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
         """Find the run on the server, or create it. Raises: httpx.HTTPError; MlflowRefused."""
-        # A tenth of a second of imports, only for runs with this tracker.
+        # Imported here, because it takes a tenth of a second and only this tracker uses it.
         import httpx
 
         token = os.environ.get(TOKEN_VARIABLE)
@@ -42,7 +42,7 @@ class Mlflow:
         self._ask("POST", "runs/log-batch", {"run_id": self._run_id, "metrics": metrics})
 
     def flush(self) -> None:
-        """Do nothing: `write` waits for the server's answer."""
+        """Do nothing, because `write` waits for the server's answer."""
 
     def close(self, *, is_ended: bool) -> None:
         """Mark the run as finished if it has ended. Raises: httpx.HTTPError; MlflowRefused."""

@@ -1,7 +1,7 @@
 """Write TensorBoard's event files with tensorboardX, which needs neither torch nor TensorFlow.
 
-A term that continues from a checkpoint begins with a restart mark: TensorBoard then drops older
-values for that step and later steps.
+A term that continues from a checkpoint begins with a restart mark, so that TensorBoard drops the
+older values for the term's first step and later steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 def _markdown(sample: EvaluationSample) -> str:
-    """Format a sample; its texts are indented, so that TensorBoard shows them unchanged."""
+    """Return a sample as Markdown; its texts are indented, so that they are shown unchanged."""
     parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
     shown = [
         f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())

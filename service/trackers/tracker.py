@@ -13,7 +13,7 @@ from service.telemetry.records import EvaluationSample, StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A trajectory of a training step as a row of a table; the middle of long texts is left out."""
+    """A trajectory of a training step as a row of a table, without the middle of long texts."""
 
     task_id: str
     rollout_id: str
@@ -70,16 +70,22 @@ class Point:
 
 
 class Tracker(Protocol):
-    """Writes points, in one thread. Its methods may take long, and may raise anything."""
+    """A writer of points, which one thread calls.
+
+    Its methods may take long and may raise any error.
+    """
 
     def write(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Return once everything that was written would survive the end of this process."""
+        """Return once everything that was written is safe if this process ends."""
         ...
 
     def close(self, *, is_ended: bool) -> None:
-        """Release all resources. is_ended: False if another process has continued the run."""
+        """Release all resources.
+
+        is_ended: whether the run has ended; False if another process continues it.
+        """
         ...
 
 

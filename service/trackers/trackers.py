@@ -1,4 +1,4 @@
-"""The trackers of a run: each has a thread that follows the records that the recorder stores."""
+"""The trackers of a run; each has a thread that writes the records that the recorder has stored."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class Trackers:
     def close(self, *, writes_rest: bool = True, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Write the remaining records and close the trackers. Blocks for at most `limit_s` seconds.
 
-        writes_rest: whether to write the remaining records; False if another process has the run.
+        writes_rest: whether to write the remaining records; False if another process has taken over
+        the run.
         """
         for follower in self._followers:
             follower.end(writes_rest=writes_rest)
@@ -141,7 +142,10 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
 def _own_tracker(
     settings: OwnTrackerSettings, *, run_id: str, name: str, config: dict[str, Any], directory: Path
 ) -> Tracker:
-    """Make the user's tracker. Raises: BadName; anything that its constructor raises."""
+    """Create and return the user's own tracker.
+
+    Raises: BadName; anything that its constructor raises.
+    """
     made: Tracker = find(settings.use, what="trackers.own.use")(
         run_id=run_id, name=name, config=config, directory=directory, **settings.options
     )

@@ -22,7 +22,10 @@ DIRECTORY_VARIABLE = "TRACKIO_DIR"
 
 
 class Trackio:
-    """Writes a row for each point, under the run's id, so that --resume continues the same run."""
+    """A tracker that writes a row for each point.
+
+    The rows have the run's id, so that --resume continues the same run.
+    """
 
     def __init__(
         self, settings: TrackioSettings, *, run_id: str, name: str, config: Mapping[str, Any]
@@ -88,13 +91,13 @@ class Trackio:
         self._config = None
 
     def flush(self) -> None:
-        """Do nothing: `write` commits each point."""
+        """Do nothing, because `write` commits each point."""
 
     def close(self, *, is_ended: bool) -> None:
-        """Do nothing: `write` opens the database and closes it again."""
+        """Do nothing, because `write` opens the database and closes it again."""
 
     def _id_of(self, point: Point) -> str:
-        """Return an id that depends only on run and point: a repeated write has the same id."""
+        """Return an id that depends only on run and point, so that a repeat has the same id."""
         content = [self._run_id, point.kind, point.term, point.step, point.wall_time]
         written = json.dumps([*content, sorted(point.curves.items())])
         return blake2b(written.encode(), digest_size=16).hexdigest()

@@ -90,7 +90,7 @@ class Wandb:
         self._run.log(row)
 
     def flush(self) -> None:
-        """Wait until the wandb process has written everything; wandb has no call for a flush."""
+        """Wait for the time in which wandb's process writes everything; wandb has no flush."""
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
