@@ -8,7 +8,8 @@
         print(client.wait("task-1").reward)
 
 Every request may be repeated, because its ids identify it. The client therefore repeats a request
-that got no answer, after growing pauses with jitter. Used by `rayloom submit`, and by users.
+that got no answer, after growing pauses with jitter. `rayloom submit` uses this module, and so may
+any program.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ class ApiError(Exception):
 
 
 class NoAnswer(Exception):
-    """The service did not answer within the client's patience, or sent an unknown answer."""
+    """The service did not answer within the client's patience, or its answer could not be read."""
 
 
 class Client:
-    """A client of the API at one address. Close it, or use it in a `with` statement.
+    """A client of the API at one address. Close the client, or use it in a `with` statement.
 
     Every method may raise ApiError and NoAnswer.
 
@@ -153,7 +154,9 @@ class Client:
         idempotency_key: str | None = None,
         waits_for_room: bool = True,
     ) -> SubmitAnswer:
-        """Submit tasks: all are accepted, or none. A task that was accepted before is not repeated.
+        """Submit tasks, of which all are accepted or none, and return the answer.
+
+        A task that was accepted before is not repeated.
 
         waits_for_room: whether to wait without a limit until a full backlog has room; otherwise
         raise ApiError.
@@ -189,7 +192,7 @@ class Client:
             yield from page.rollouts
 
     def wait(self, task_id: str, *, limit_s: float | None = None) -> RolloutAnswer:
-        """Wait until a task has ended.
+        """Wait until a task has ended, and return its state.
 
         Raises: TimeoutError after `limit_s` seconds; None sets no limit.
         """
@@ -203,7 +206,7 @@ class Client:
                 raise TimeoutError(f"task {task_id} is {found.status} after {limit_s:g} s")
 
     def cancel(self, task_id: str) -> RolloutAnswer:
-        """Cancel a task, if no training step has taken it."""
+        """Cancel a task if no training step has taken it, and return its state."""
         return self._ask("POST", f"{PREFIX}/rollouts/{task_id}/cancel", RolloutAnswer)
 
     # -- the run ------------------------------------------------------------------------------
@@ -230,7 +233,10 @@ class Client:
         return self._ask("GET", f"{PREFIX}/environments", EnvironmentsAnswer).environments
 
     def ready(self) -> ReadyAnswer:
-        """Return whether the run plays and trains on rollouts now. This call is not repeated."""
+        """Return whether the run plays and trains on rollouts now.
+
+        This request is never repeated.
+        """
         try:
             answer = self._http.get("/readyz")
         except httpx.TransportError as error:
@@ -240,7 +246,7 @@ class Client:
         raise ApiError(answer.status_code, _json_of(answer))
 
     def stop(self, *, grace_s: float | None = None) -> StopAnswer:
-        """Stop the run after the current step, or after `grace_s` seconds without the step."""
+        """Stop the run after the current step, or abandon the step after `grace_s` seconds."""
         return self._ask("POST", f"{PREFIX}/stop", StopAnswer, body={"grace_seconds": grace_s})
 
     # -- sessions -----------------------------------------------------------------------------
@@ -248,7 +254,7 @@ class Client:
     def create_sessions(
         self, body: SessionsBody, *, idempotency_key: str | None = None
     ) -> SessionsAnswer:
-        """Create a group of sessions; if the same body is sent again, return the same sessions."""
+        """Create and return a group of sessions; a repeated body returns the same sessions."""
         headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
         return self._ask("POST", f"{PREFIX}/sessions", SessionsAnswer, body=body, headers=headers)
 
@@ -267,7 +273,7 @@ class Client:
             yield from page.sessions
 
     def finish(self, session_id: str, body: FinishBody, *, reward_key: str) -> SessionAnswer:
-        """End a session."""
+        """End a session, and return its state."""
         return self._ask(
             "POST",
             f"{PREFIX}/sessions/{session_id}/finish",
@@ -277,7 +283,7 @@ class Client:
         )
 
     def give_reward(self, session_id: str, body: RewardBody, *, reward_key: str) -> SessionAnswer:
-        """Give a finished session its pending reward."""
+        """Give a finished session its pending reward, and return its state."""
         return self._ask(
             "PUT",
             f"{PREFIX}/sessions/{session_id}/reward",
@@ -287,7 +293,7 @@ class Client:
         )
 
     def discard(self, session_id: str) -> SessionAnswer:
-        """End a session without training on it."""
+        """End a session without training on it, and return its state."""
         return self._ask("DELETE", f"{PREFIX}/sessions/{session_id}", SessionAnswer)
 
     # -- requests -----------------------------------------------------------------------------
@@ -357,7 +363,7 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return an answer's JSON object; an empty one if the body is not JSON, as a proxy's page."""
+    """Return an answer's JSON object; an empty one if the body is not JSON, as a proxy's is."""
     try:
         found = answer.json()
     except ValueError:
@@ -366,7 +372,7 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
-    """Read an answer; ignore fields that a newer service has added. Raises: NoAnswer."""
+    """Return a parsed answer, without fields that a newer service has added. Raises: NoAnswer."""
     try:
         return kind.model_validate_json(answer.content, extra="ignore")
     except ValidationError as error:

@@ -1,9 +1,9 @@
-"""Find out whether Ray Serve receives HTTP through HAProxy, as users may choose, or its own proxy.
+"""Find out whether Ray Serve receives HTTP through HAProxy or through its own proxy.
 
-HAProxy sends requests directly to the replicas of an application's ingress, which listen at their
-own ports on every interface of their nodes. Whoever reaches the node can therefore reach the
-replicas, whatever `service.host` is. With HAProxy, Serve refuses an ingress that has a router of
-its own.
+Users choose one of them. HAProxy sends requests directly to the replicas of an application's
+ingress, which listen at their own ports on every interface of their nodes. Everyone who can connect
+to a node can therefore connect to its replicas, even if `service.host` is a local address. With
+HAProxy, Serve refuses an ingress that has a router of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Call the actors of a run: one namespace for their names, and a deadline for each call."""
+"""Call the actors of a run, with one namespace for their names and a deadline for each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMESPACE = "rayloom"
 
 
 async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
-    """Await a Ray call; raise an error of the callee unchanged.
+    """Return the answer of a Ray call; an error of the callee is raised unchanged.
 
     Raises: ActorLost if the actor has died or does not answer in time.
     """

@@ -111,20 +111,18 @@ class RemoteDirectory:
         )
 
     def read(self) -> Marker | None:
-        """Read the marker; return None if the directory is not complete."""
+        """Return the marker; None if the directory is not complete."""
         return self._read(MARKER)
 
     def read_unfinished(self) -> Marker | None:
-        """Read the files that an unfinished upload has sent, and its note.
-
-        Return None if no upload is unfinished.
-        """
+        """Return the files and the note of an unfinished upload; None if there is no upload."""
         return self._read(_PROGRESS)
 
     def upload(self, files: Mapping[str, Path], *, note: Mapping[str, Any]) -> int:
         """Make this directory contain exactly these files; return the number of bytes sent.
 
-        files: local files by their paths in the directory. note: stored in the marker.
+        files: local files by their paths in the directory. note: information that is stored in the
+        marker.
         Raises: OSError if a local file cannot be read.
         """
         wanted = {name: measured(path) for name, path in sorted(files.items())}
@@ -152,7 +150,7 @@ class RemoteDirectory:
         return num_sent
 
     def download(self, directory: Path) -> Marker:
-        """Write the files into a local directory, and compare each with the marker.
+        """Write the files into a local directory, compare each with the marker, and return it.
 
         Raises: OSError if a local file cannot be written.
         """
@@ -176,7 +174,7 @@ class RemoteDirectory:
         return marker
 
     def listing(self) -> dict[str, str]:
-        """Return a fingerprint of each file, by its path in the directory; needs no marker.
+        """Return a fingerprint of each file, by its path in the directory, even without a marker.
 
         A fingerprint is the size, with the entity tag or the time if the file system has one.
         """
@@ -296,7 +294,7 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that the path of a local address probably means."""
+    """Return the absolute path that was probably meant by the path of a local address."""
     first, _, rest = path.partition("/")
     if first == "localhost":
         return f"/{rest}"

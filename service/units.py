@@ -1,4 +1,4 @@
-"""Format numbers for people: durations, counts, small values. Pure.
+"""Format durations, counts and other numbers for people. Pure.
 
 The log line, the live display and the report all use these functions. An unknown value is shown as
 an en dash, never as zero.
@@ -12,7 +12,7 @@ UNKNOWN = "–"  # noqa: RUF001
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds. Example: 252.4 -> '4 min 12 s'; 0.25 -> '0.25 s'; None -> '–'."""  # noqa: RUF002
+    """Return seconds as text. Example: 252.4 -> '4 min 12 s'; 0.25 -> '0.25 s'; None -> '–'."""  # noqa: RUF002
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 9.95:
@@ -28,7 +28,10 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds with colons, rounded down. Example: 252.4 -> '4:12'; 3700 -> '1:01:40'."""
+    """Return seconds as text with colons, rounded down.
+
+    Example: 252.4 -> '4:12'; 3700 -> '1:01:40'.
+    """
     whole = max(0, int(seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -36,7 +39,7 @@ def clock(seconds: float) -> str:
 
 
 def short_count(value: float | None) -> str:
-    """Shorten a count to three digits. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
+    """Return a count with three digits. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -46,19 +49,19 @@ def short_count(value: float | None) -> str:
 
 
 def full_count(value: int) -> str:
-    """Write a narrow no-break space between thousands. Example: 30720 -> '30 720'."""
+    """Return a count with narrow no-break spaces between thousands. Example: 30720 -> '30 720'."""
     return f"{value:,}".replace(",", "\u202f")
 
 
 def gibibytes(num_bytes: int | None) -> str:
-    """Format bytes in GiB. Example: 6_657_199_309 -> '6.2 GiB'; None -> '–'."""  # noqa: RUF002
+    """Return bytes as text in GiB. Example: 6_657_199_309 -> '6.2 GiB'; None -> '–'."""  # noqa: RUF002
     return UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def significant(value: float | None, *, digits: int = 3) -> str:
-    """Format a number; round its decimals to `digits` significant digits.
+    """Return a number as text, its decimals rounded to `digits` significant digits.
 
-    A size below 1e-4 or from 1e6 has an exponent, and at most two digits.
+    A number whose size is below 1e-4, or is 1e6 or more, has an exponent and at most two digits.
     Example: 0.98765 -> '0.988'; 123456.7 -> '123457'; 2e-9 -> '2e-9'.
     """
     if value is None or not math.isfinite(value):
@@ -75,12 +78,12 @@ def significant(value: float | None, *, digits: int = 3) -> str:
 
 
 def reward(value: float | None) -> str:
-    """Format a reward in two decimals. Example: 0.3712 -> '0.37'; 1e300 -> '1e300'."""
+    """Return a reward as text with two decimals. Example: 0.3712 -> '0.37'; 1e300 -> '1e300'."""
     return fixed(value, decimals=2)
 
 
 def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
-    """Format a number with `decimals` decimals below a million, otherwise with an exponent.
+    """Return a number below a million with `decimals` decimals, and a greater one with an exponent.
 
     sign: '+' to begin numbers that are not negative with a plus sign.
     """
@@ -92,7 +95,7 @@ def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share, 0 to 1, in percent. Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'."""
+    """Return a share, 0 to 1, in percent. Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'."""
     if share is None or not math.isfinite(share):
         return UNKNOWN
     if 0 < share < 0.001:
@@ -101,5 +104,5 @@ def percent(share: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Format a count and its noun. Example: (1, 'step') -> '1 step'; (2, 'step') -> '2 steps'."""
+    """Return a count with its noun. Example: (1, 'step') -> '1 step'; (2, 'step') -> '2 steps'."""
     return f"{full_count(count)} {noun}" if count == 1 else f"{full_count(count)} {noun}s"
