@@ -11,7 +11,7 @@ EXIT_REFUSED = 2
 
 
 def main() -> None:
-    """Run the command line, unless the current directory hides one of Rayloom's packages."""
+    """Run the command line, or exit if the current directory hides one of Rayloom's packages."""
     try:
         # The command line imports the user's modules from the current directory.
         check_names([os.getcwd()])

@@ -3,9 +3,9 @@
 The run has a separate process. It is not affected by a running event loop, a Ray that the caller
 has initialised or an earlier run, and its memory is freed when it ends.
 
-Functions are passed by name if their module can be imported, and by value otherwise: a function
-from a notebook or from the script itself is stored in the run's directory with its source, and a
-resumed run uses the stored function.
+Functions are passed by name if their module can be imported. A function from a notebook or from the
+script itself is passed by value: it is stored in the run's directory with its source, and a resumed
+run uses the stored function.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Named = str | Callable[..., Any]
 
 
 class TrainingFailed(Exception):
-    """The run or the evaluation ended with an error; the text is the last lines that it printed."""
+    """The run or the evaluation ended with an error; the text has the last lines of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +380,7 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
-    """Return the name of a data set; first write rows to a file in the run's directory.
+    """Return the name of a data set; rows are first written to a file in the run's directory.
 
     Raises: ConfigError if a row cannot be written as JSON.
     """
@@ -418,7 +418,7 @@ def _name_of(function: Named, store: Path, *, what: str) -> str:
 
 
 def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
-    """Write a function by value to a module of the run's directory; return its name.
+    """Store a function by value in a module of the run's directory, and return its name.
 
     Raises: ConfigError if the function refers to an object that cannot be pickled, such as an
     open file.
@@ -451,7 +451,10 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
-    """Start `rayloom` with arguments in a new session; it gets SIGTERM if the caller dies."""
+    """Start `rayloom` with arguments in a new session, and return the process.
+
+    The process gets SIGTERM if the caller dies.
+    """
     # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
@@ -472,7 +475,7 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def _run(*arguments: str) -> deque[str]:
-    """Run `rayloom` with arguments to its end, and print its output except lines of JSON.
+    """Run `rayloom` with arguments to its end, and print its output, except for lines of JSON.
 
     Returns: the last lines of the output. Raises: ConfigError, TrainingFailed, KeyboardInterrupt.
     """
@@ -497,7 +500,10 @@ def _run(*arguments: str) -> deque[str]:
 
 
 def _check(code: int, last: Iterable[str]) -> None:
-    """Raise the error that an exit code means, if any. last: the command's last printed lines."""
+    """Raise the error of an exit code, if the code means one.
+
+    last: the command's last printed lines.
+    """
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     text = "".join(last)
@@ -509,7 +515,7 @@ def _check(code: int, last: Iterable[str]) -> None:
 
 
 def _own_paths() -> list[str]:
-    """Return the caller's import paths, without those of installed packages."""
+    """Return the caller's import paths, except those of installed packages."""
     installed = Path(sys.prefix).resolve()
     base = Path(sys.base_prefix).resolve()
     places = [Path(each).resolve() for each in sys.path if each]
