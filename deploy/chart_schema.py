@@ -4,7 +4,7 @@ helm/values.schema.json is written by hand except for two parts: `properties.con
 schema of the configuration tree, so that helm refuses a key that Rayloom does not know; and the
 definitions `io.k8s.…`, which are Kubernetes' strict definitions, so that helm refuses a typo inside
 an affinity or a volume. helm/files/config-defaults.yaml has the defaults of the tree that the
-templates read. Tests compare each file with its source. Needs the development tools.
+templates read. Tests compare each file with its source. This module needs the development tools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
 def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the chart's schema with its generated parts updated."""
+    """Return the chart's schema with new versions of its generated parts."""
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
     # helm allows an empty section, which is the default; the templates report missing keys.

@@ -92,7 +92,7 @@ def _rows(prefix: str, section: Schema, sections: Schema) -> Iterator[str]:
 
 
 def _resolved(setting: Schema, sections: Schema) -> tuple[Schema, str]:
-    """Return the schema that a setting refers to (or its own), and its description in one line."""
+    """Return the schema that a setting refers to, or its own, and its description in one line."""
     options = (setting, *setting.get("anyOf", ()), setting.get("items", {}))
     names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
     target = sections[names[0]] if names else setting
@@ -135,7 +135,7 @@ def _code(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape the characters that end a cell of a table or begin a tag."""
+    """Return text with the characters escaped that end a cell of a table or begin a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

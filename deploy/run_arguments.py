@@ -17,11 +17,11 @@ class RunArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: dict[str, Any] | Path = Field(
-        description="the tree itself, or a YAML file on every node that may import this"
+        description="the configuration itself, or a YAML file on every node that may import this"
     )
     run_dir: Path = Field(description="on storage that every node sees; a run in it is resumed")
     state_dir: Path | None = Field(
-        None, description="where rayloom.db is to lie, on a local disk of the head node"
+        None, description="directory for rayloom.db, on a local disk of the head node"
     )
     overrides: tuple[str, ...] = Field((), description="such as run.steps=1000")
 

@@ -6,8 +6,9 @@ applications:
     route_prefix: /
     args: {config: {model: ..., tasks: ...}, run_dir: /var/lib/rayloom/runs/demo}
 
-The database of a new run is stored in the PostgreSQL that RAYLOOM_DATABASE_URL names on the head
-node (usually from a Secret), else in state_dir, else in run_dir.
+The database of a new run is stored in the PostgreSQL database that RAYLOOM_DATABASE_URL names on
+the head node (usually from a Secret). Without this variable it is stored in state_dir, and without
+a state_dir in run_dir.
 """
 
 from __future__ import annotations

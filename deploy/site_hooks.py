@@ -22,7 +22,10 @@ _CODE = re.compile(r"`[^`]*`")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README as the first page, the changelog, the reference and the notebooks."""
+    """Return the site's files with the README as the first page, and with other added pages.
+
+    These are the changelog, the reference and the notebooks.
+    """
     pages = {"index.md": _read("README.md"), "reference/changelog.md": _read("CHANGELOG.md")}
     pages |= {f"reference/{file.name}": file.read_text("utf-8") for file in GENERATED.glob("*.md")}
     for file in (GENERATED / "examples").glob("*.md"):
@@ -35,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
 # Runs before plugins add their generated text.
 @event_priority(100)  # type: ignore[untyped-decorator]
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
-    """Turn the names of pages into links, outside of blocks of code.
+    """Return a page with the names of other pages as links, except in blocks of code.
 
     Raises: PluginError if a row of a table has another number of cells than its header.
     """

@@ -15,7 +15,7 @@ END = "<!-- The end of what is written. -->\n"
 
 
 def statistics_table() -> str:
-    """Return the statistics as a Markdown table; those with one meaning share a row."""
+    """Return the statistics as a Markdown table; statistics with the same meaning share a row."""
     rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for each in STATISTICS:
         key = each.group, each.unit, each.help
@@ -35,7 +35,7 @@ def with_statistics(document: str) -> str:
 
 
 def dashboards() -> dict[str, str]:
-    """Return the JSON of each of the chart's dashboards by file name."""
+    """Return each of the chart's dashboards as JSON, by file name."""
     return {dashboard.file_name: to_json(dashboard) for dashboard in load_dashboards()}
 
 

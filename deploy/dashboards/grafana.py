@@ -1,8 +1,8 @@
 """Convert a dashboard's YAML file to the JSON that Grafana imports, with Grafana's own types.
 
-A file has a dashboard's sections and their panels with PromQL; `Panel` describes the keys.
-Positions, ids, variables, alerts as annotations, and links to the other dashboards and to the
-runbooks are made here. Needs the development tools.
+A file has a dashboard's sections and their panels with PromQL; `Panel` describes the keys. This
+module adds positions, ids, variables, alerts as annotations, and links to the other dashboards and
+to the runbooks. It needs the development tools.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Panel:
     """Lower end of the axis; None for the smallest value, or for 0 if the panel is stacked."""
     max: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """The smallest value of each colour, in ascending order; the first is -.inf."""
+    """The smallest value of each colour, in ascending order; that of the first colour is -.inf."""
     runbooks: tuple[str, ...] = ()
     """Names of the alerts that concern the panel's values."""
 
@@ -207,7 +207,7 @@ def _of_newest_step(statistic: str) -> str:
 
 
 def _with_window(query: str) -> str:
-    """Replace [$several_steps] in a query by the window that fits the newest step's seconds."""
+    """Return a query with [$several_steps] replaced by the window for the newest step's time."""
     if "$several_steps" not in query:
         return query
     return "\nor ".join(
@@ -217,7 +217,7 @@ def _with_window(query: str) -> str:
 
 
 def load_dashboards() -> tuple[Dashboard, ...]:
-    """Load all dashboards, in the order of their files.
+    """Return all dashboards, in the order of their files.
 
     Raises: pydantic.ValidationError for an unknown key; KeyError for an unknown statistic.
     """
@@ -233,7 +233,7 @@ def to_json(dashboard: Dashboard) -> str:
 
 
 def _mend(tree: dict[str, Any]) -> None:
-    """Remove, in place, keys that the SDK writes and the current Grafana does not allow."""
+    """Remove the keys that the SDK writes and the current Grafana refuses from the tree itself."""
     del tree["style"]
     tree["annotations"]["list"] = [_ALERTS]
     for variable in tree["templating"]["list"]:
@@ -245,7 +245,7 @@ def _mend(tree: dict[str, Any]) -> None:
 
 
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
-    """Remove nulls, which the SDK writes for unset fields and Grafana's types refuse.
+    """Return the tree without nulls, which the SDK writes for unset fields and Grafana refuses.
 
     keeps: whether to keep nulls, as in a threshold's step, where null is the smallest number.
     """
@@ -327,7 +327,7 @@ def _place_variables() -> list[sdk.QueryVariable]:
 
 
 def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:
-    """Return a variable of one or several values, of which all are chosen at first."""
+    """Return a variable with one or several chosen values; at first, all values are chosen."""
     return (
         _query(name, label, query)
         .multi(True)
@@ -380,7 +380,7 @@ P = TypeVar("P", stat.Panel, timeseries.Panel, heatmap.Panel)
 
 
 def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
-    """Set the options that panels of every look have."""
+    """Return the builder with the options that panels of every look have."""
     builder = (
         builder.id(number)
         .grid_pos(place)

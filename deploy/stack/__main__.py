@@ -1,7 +1,7 @@
 """`python -m deploy.stack up|status|down`: a service with its monitoring, in the background.
 
 Everything is stored in one directory, build/stack by default: the run, the output of each process,
-and processes.json with the process ids and start times, with which `down` ends exactly these
+and processes.json with the process ids and start times, so that `down` ends exactly these
 processes. A second `up` continues the run in the directory.
 """
 
@@ -140,7 +140,7 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Return the stack's running processes by name, without other processes that reuse an id."""
+    """Return the stack's running processes by name, but no other process that has reused an id."""
     found = {}
     for name, process in _processes(directory).items():
         try:
@@ -171,8 +171,8 @@ def prometheus_config(
 ) -> str:
     """Return the configuration of Prometheus.
 
-    targets, alertmanager: host:port. every: time between two scrapes and between two evaluations of
-    the rules.
+    targets, alertmanager: addresses as host:port. every: time between two scrapes and between two
+    evaluations of the rules.
     """
     config: dict[str, Any] = {
         "global": {"scrape_interval": every, "evaluation_interval": every},
