@@ -5,8 +5,8 @@ checksum: the index of the step's trajectories, and the step itself, compressed.
 under a temporary name and renamed. A step that is played again in a later term gets another file;
 `service.store.lineage` decides which of them belongs to the run. A failure to write is reported
 once and never ends a run, because training and resuming do not read the journal: its oldest files
-may be removed at any time. Written by the merge actor, read by `rayloom inspect` and `rayloom
-explain`.
+may be removed at any time. The merge actor writes the journal; `rayloom inspect` and `rayloom
+explain` read it.
 
 A trajectory's samples are those that were packed for the trainer, with every sampled token's
 log-probability and version. The record also holds the advantages of the trained tokens.
@@ -50,7 +50,7 @@ class TrajectoryEntry:
 
     @property
     def num_trained(self) -> int:
-        """The number of its tokens that were trained."""
+        """The number of the trajectory's tokens that were trained."""
         return sum(int(each.shape[0]) for each in self.advantages)
 
 
@@ -86,13 +86,13 @@ class JournalStep:
 FORMAT = 2
 _FIRST_WORDS = b"rayloom journal "
 _SECTION = struct.Struct("<QI")
-# The fastest level, because the training step waits for the compression.
+# Use the fastest level, because the training step waits for the compression.
 _COMPRESSION = 1
 _NAME = re.compile(r"step-([0-9]+)-term-([0-9]+)\.journal")
 
 
 class JournalDamaged(ValueError):
-    """The bytes are not a journal step of this format; the message says why."""
+    """Raised if bytes are not a journal step of this format; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ _STEPS, _INDICES = decoder_of(JournalStep), decoder_of(StepIndex)
 
 
 def write_step(file: IO[bytes], step: JournalStep) -> None:
-    """Write a step. Raises: OSError."""
+    """Write a step to an open file. Raises: OSError if that fails."""
     index = StepIndex(
         step=step.step,
         term=step.term,
@@ -122,7 +122,7 @@ def write_step(file: IO[bytes], step: JournalStep) -> None:
 
 
 def read_step(file: IO[bytes]) -> JournalStep:
-    """Read a step. Raises: JournalDamaged; OSError."""
+    """Return the step in an open file. Raises: JournalDamaged; OSError if reading fails."""
     _check_format(file)
     _read_section(file)
     body = _read_section(file)
@@ -135,7 +135,10 @@ def read_step(file: IO[bytes]) -> JournalStep:
 
 
 def read_index(file: IO[bytes]) -> StepIndex:
-    """Read the ids of a step's trajectories. Raises: JournalDamaged; OSError."""
+    """Return the ids of the trajectories of a step in an open file, without reading the step.
+
+    Raises: JournalDamaged; OSError if reading fails.
+    """
     _check_format(file)
     try:
         index: StepIndex = _INDICES.decode(_read_section(file))
@@ -191,7 +194,7 @@ def file_name(step: int, *, term: int) -> str:
 
 
 def named_file(path: Path) -> JournalFile | None:
-    """Read step and term from a journal file's name; return None for another name."""
+    """Return the step and term in a journal file's name; None for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return None
@@ -199,7 +202,7 @@ def named_file(path: Path) -> JournalFile | None:
 
 
 def list_files(directory: Path) -> list[JournalFile]:
-    """List the journal's files by step, then term; the list is empty if there is no directory."""
+    """Return the journal's files in order of step and term; an empty list without a directory."""
     found = [file for path in directory.glob("step-*.journal") if (file := named_file(path))]
     return sorted(found, key=lambda file: (file.step, file.term))
 
@@ -207,15 +210,15 @@ def list_files(directory: Path) -> list[JournalFile]:
 def write_file(directory: Path, step: JournalStep) -> Path:
     """Write a step under a temporary name and rename the file; return its path.
 
-    Raises: OSError; then the temporary file is removed.
+    Raises: OSError if that fails, after removing the temporary file.
     """
-    # Parents are not created: if the run's directory is not visible on this machine, creating
-    # it would hide that.
+    # Do not create parents: if the run's directory is not visible on this machine, creating it
+    # would hide that.
     directory.mkdir(exist_ok=True)
     path = directory / file_name(step.step, term=step.term)
     aside = directory / f".{path.name}.{os.getpid()}.tmp"
     try:
-        # Not synced to the disk: a power failure may damage a file, and reading the file detects
+        # The file is not synced to the disk: a power failure may damage it, and reading it detects
         # the damage.
         with aside.open("wb") as file:
             write_step(file, step)
@@ -228,9 +231,10 @@ def write_file(directory: Path, step: JournalStep) -> Path:
 
 
 def prune(directory: Path, *, newest: int, keep_steps: int, keep_bytes: int) -> None:
-    """Remove the files of steps up to newest - keep_steps, and the oldest above `keep_bytes`.
+    """Remove the oldest files: steps up to newest - keep_steps, and files beyond `keep_bytes`.
 
-    The files of the step `newest` are kept, however large they are. Raises: OSError.
+    The files of the step `newest` are kept, however large they are. Raises: OSError if a file
+    cannot be removed.
     """
     num_bytes = 0
     for file in reversed(list_files(directory)):

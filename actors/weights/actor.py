@@ -1,4 +1,4 @@
-"""The weight board as a Ray actor: replicas pull from it, the trainer publishes to it.
+"""The weight board as a Ray actor, to which the trainer publishes and from which replicas pull.
 
     board = start_board()                                               # the run's supervisor
     await board.publish.remote(term, version, groups)                  # the trainer's rank 0
@@ -81,8 +81,8 @@ class WeightBoard:
     ) -> None:
         """Create the board.
 
-        Args: keeping: None for a board that ends with the process that started it. clock: returns
-        seconds.
+        Args: keeping: settings of a detached board; None for a board that ends with the process
+        that started it. clock: returns seconds.
         """
         self._clock = clock
         self._board = Board(now=self._clock())
@@ -103,21 +103,21 @@ class WeightBoard:
     # Methods for the trainer and the supervisor
 
     async def open_term(self, term: int) -> Any:
-        """Announce a new term of the run; older terms are refused from now on.
+        """Announce a new term of the run, and return `Keeping.deployment`.
 
-        Returns: `Keeping.deployment`.
-        Raises: StaleTerm.
+        From now on, older terms are refused. Raises: StaleTerm if a newer term is known.
         """
         self._board.check_term(term)
         self._seen_at = self._clock()
         return None if self._keeping is None else self._keeping.deployment
 
     async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
-        """Make (term, version) current and wake the replicas; return before they have loaded it.
+        """Make (term, version) current and wake the replicas, without waiting for their loading.
 
         Args: groups: the packed weights; each `buffer` is an object reference to [num_bytes] uint8
             that the caller has put, or None if the caller broadcasts it.
-        Raises: StaleTerm, StaleVersion; TimeoutError if a buffer cannot be fetched.
+        Raises: StaleTerm if a newer term is known; StaleVersion if the term has published a later
+            version; TimeoutError if a buffer cannot be fetched.
         """
         self._board.check_term(term)
         own = tuple([await self._adopt(group) for group in groups])
@@ -126,11 +126,11 @@ class WeightBoard:
         self._wake()
 
     async def set_check(self, check: CheckText | None) -> None:
-        """Set the text that engines score after loading, from the next publication on."""
+        """Set the text that engines score after they have loaded a later publication."""
         self._check = check
 
     async def num_moved(self) -> int:
-        """Return a number that grows when a publish has fetched or copied a buffer."""
+        """Return how often `publish` has fetched or copied a buffer; growth shows progress."""
         return self._num_moved
 
     async def wait_published(
@@ -139,7 +139,7 @@ class WeightBoard:
         """Wait until all live replicas, and at least min_replicas, hold the current publication.
 
         Returns: the status after the wait, which ends after timeout_s at the latest.
-        Raises: NotPublished if `version` is not the current one.
+        Raises: NotPublished if `version` is not the current version.
         """
         deadline = self._clock() + timeout_s
         while True:
@@ -157,7 +157,7 @@ class WeightBoard:
             await self._drop_dead(self._board.laggards())
 
     async def hold(self, is_held: bool) -> None:
-        """Order every replica to hold its turns, so that it samples nothing, or to resume them."""
+        """Order every replica to hold its turns, so that it samples nothing, or to resume turns."""
         self._board.hold(is_held)
         self._wake()
 
@@ -178,9 +178,9 @@ class WeightBoard:
         All these replicas get a seat, or only some if broadcasts have failed (`Board.seat`); the
         others wait.
 
-        Args: store: the address of the store at which the caller, rank 0, meets them.
-        Returns: the caller's own seat; None if no replica asked for one within timeout_s.
-        Raises: StaleTerm.
+        Args: store: address of the store at which the caller, which has rank 0, meets the replicas.
+        Returns: the caller's own seat; None if no replica requested a seat within timeout_s.
+        Raises: StaleTerm if a newer term is known.
         """
         self._board.check_term(term)
         deadline = self._clock() + timeout_s
@@ -232,11 +232,11 @@ class WeightBoard:
         num_workers: int = 1,
         is_held: bool = False,
     ) -> Publication | HoldOrder | None:
-        """Record that a replica is alive and holds (term, version); wait for its next work.
+        """Record that a replica is alive and has (term, version), and return its next work.
 
         Args: num_workers: number of its engine's processes that take part in a broadcast. is_held:
-            whether it holds its turns.
-        Returns: a publication to load or an order; None if there was none within timeout_s.
+            whether it holds its turns. timeout_s: longest time to wait for work.
+        Returns: a publication to load, or an order; None if there was neither in time.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s
@@ -258,7 +258,7 @@ class WeightBoard:
         return work
 
     async def take_seat(self, replica_id: str, timeout_s: float) -> Seat | None:
-        """Wait for a seat in a broadcast of the current publication.
+        """Wait for a seat in a broadcast of the current publication, and return it.
 
         Returns: the seat; None if no group was formed within timeout_s, after which the replica
             must poll again.
@@ -336,7 +336,7 @@ class WeightBoard:
             return group
         buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
         self._num_moved += 1
-        # In a thread: copying gigabytes would block every heartbeat.
+        # Use a thread, because copying gigabytes would block every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
         self._num_moved += 1
         return replace(group, buffer=own)
@@ -368,7 +368,7 @@ class WeightBoard:
 
 
 def start_board(keeping: Keeping | None = None, *, strategy: Any = "DEFAULT") -> ActorHandle:
-    """Start a board.
+    """Start a board, and return its handle.
 
     Args: keeping: settings of a run's board, which outlives its supervisor; None for a board that
         ends with this process. strategy: Ray's scheduling strategy for the actor.

@@ -1,4 +1,4 @@
-"""The weight board's state machine: the publication, the replicas that hold it, broadcast seats.
+"""The weight board's state: the publication, the replicas that have it, and seats in broadcasts.
 
     board.publish(Publication(term=1, version=7, groups=groups), now=0.0)    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
@@ -6,10 +6,10 @@
     board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
-Pure: times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Invariants: a
-publication's (term, version) never decreases, and a term older than the newest known one is
+Times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Invariants: a
+publication's (term, version) never decreases, and a term older than the newest known term is
 refused; a replica is live while its lease lasts, and only live replicas are waited for; a replica
-holds a version after it has reported that it loaded it, for either kind of transfer.
+holds a version after it has reported that the version was loaded, by either kind of transfer.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ MAX_RETIRED = 256
 
 
 class WeightError(Exception):
-    """Base class of this package's errors; the message is the only argument, so that Ray can
-    pickle it.
-    """
+    """Base class of this package's errors, with the message as only argument for Ray's pickling."""
 
 
 class StaleTerm(WeightError):
-    """An older term of the run called the board; it has been replaced and must stop."""
+    """Raised if an older term of the run calls the board; that term was replaced and must stop."""
 
 
 class StaleVersion(WeightError):
-    """A term tried to publish a version that is older than its current one."""
+    """Raised if a term publishes a version that is older than its current version."""
 
 
 class NotPublished(WeightError):
-    """A caller waited for a version that is not the current publication."""
+    """Raised if a caller waits for a version that is not the current publication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +184,7 @@ class BoardStatus:
 
 
 def check_tokens(vocab_size: int) -> Int32s:
-    """Return the text that an engine scores if its publication has none, [17] int32.
+    """Return the text that an engine scores if its publication has no text, [17] int32.
 
     The text is fixed, with ids spread over the beginning of any vocabulary. The scores are
     log-probabilities of the plain softmax (temperature 1), in nats.
@@ -195,11 +193,11 @@ def check_tokens(vocab_size: int) -> Int32s:
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return the largest number of engines that may share a broadcast with an engine that failed
-    before.
+    """Return how many engines may share a broadcast with an engine whose last broadcasts failed.
 
-    num_waiting: engines that wait for a seat. num_failed: consecutive failures of that engine. The
-    first retry still has all engines, because a member that died no longer waits for a seat.
+    num_waiting: number of engines that wait for a seat. num_failed: number of that engine's
+    consecutive failures. The first retry still has all engines, because a member that died no
+    longer waits for a seat.
     Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
@@ -229,7 +227,7 @@ class Board:
     # Publications
 
     def check_term(self, term: int) -> None:
-        """Record a term. Raises: StaleTerm if a newer one is known."""
+        """Record a term. Raises: StaleTerm if a newer term is known."""
         if self._newest_term is not None and term < self._newest_term:
             raise StaleTerm(
                 f"board: got term {term}, expected at least {self._newest_term}; this run was "
@@ -240,7 +238,8 @@ class Board:
     def publish(self, publication: Publication, *, now: float) -> None:
         """Make a publication the current one.
 
-        Raises: StaleTerm; StaleVersion if the same term has already published a later version.
+        Raises: StaleTerm if a newer term is known; StaleVersion if the same term has already
+            published a later version.
         """
         self.check_term(publication.term)
         current = self._current
@@ -277,7 +276,7 @@ class Board:
             self._furthest_start, self._moved_at = work, now
 
     def started(self, replica_id: str, stages: StartStages) -> None:
-        """Record that a replica has started; it joins with its first poll."""
+        """Record that a replica has started; the replica counts from its first poll on."""
         self._stages[replica_id] = stages
 
     def heartbeat(
@@ -291,9 +290,7 @@ class Board:
         lease_s: float,
         now: float,
     ) -> None:
-        """Record a replica's poll, which also adds a new replica; it is live for lease_s +
-        POLL_GRACE_S.
-        """
+        """Record a replica's poll; the replica is then live for lease_s + POLL_GRACE_S."""
         known = self._replicas.get(replica_id) or ReplicaReport(
             replica_id=replica_id,
             num_workers=num_workers,
@@ -311,12 +308,14 @@ class Board:
             self._get_on(num_loaded, now=now)
 
     def hold(self, is_held: bool) -> None:
-        """Order all replicas, also those that join later, to hold their turns or to resume them."""
+        """Order all current and later replicas to hold their turns, or to resume them."""
         self._is_held = is_held
 
     def next_for(self, replica_id: str) -> Publication | HoldOrder | None:
-        """Return the current publication if a replica lacks it, else a `HoldOrder` if it must hold
-        or resume its turns, else None.
+        """Return the next work of a replica: the current publication, an order to hold, or None.
+
+        It is the publication if the replica lacks it, otherwise an order if the replica must hold
+        or resume its turns, otherwise None.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -354,7 +353,7 @@ class Board:
         self._settle(now)
 
     def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
-        """Remove a replica, so that nothing waits for it and later broadcasts leave it out.
+        """Remove a replica, so that nobody waits for it and later broadcasts leave it out.
 
         is_in_order: whether the replica was asked to end.
         """
@@ -366,7 +365,7 @@ class Board:
         self._num_failed.pop(replica_id, None)
 
     def forget_silent(self, *, now: float) -> tuple[str, ...]:
-        """Remove the replicas whose lease has expired; return their names."""
+        """Remove the replicas whose lease has expired, and return their names."""
         silent = tuple(name for name, lease_end in self._lease_ends.items() if lease_end < now)
         for replica_id in silent:
             self.leave(replica_id)
@@ -401,9 +400,9 @@ class Board:
     def _settle(self, now: float) -> None:
         """Reset the measure of progress.
 
-        Afterwards only a start or a load that gets further than all others counts as progress. A
-        replica that crashes in each start or load returns with another name; without this rule the
-        board would wait for it without a limit.
+        From then on, only a start or a load that gets further than all others counts as progress.
+        A replica that crashes in each start or load returns with another name; without this rule
+        the board would wait for such replicas without a limit.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
@@ -427,11 +426,11 @@ class Board:
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
-        """Return seats in a new group, by name, for the members that still wait; {} if none waits.
+        """Return seats in a new group for the members that still wait, by the replica's name.
 
-        After failed broadcasts not all members get a seat at once. An engine that cannot take part
-        makes its whole group fail, so groups become smaller until this engine is in a group without
-        other engines, fails and ends.
+        The result is empty if none waits. After failed broadcasts not all members get a seat at
+        once. An engine that cannot take part makes its whole group fail, so groups become smaller
+        until this engine is in a group without other engines, fails and ends.
         """
         waiting = self.waiting()
         present = [name for name in members if name in waiting]

@@ -2,8 +2,8 @@
 
 A group of named tensors is packed into one contiguous byte buffer with a manifest of the tensors'
 positions. So a group needs one object in the object store, one copy and one checksum. Packing the
-same tensors gives the same bytes and the same checksum; unpacking makes views and no copies. Called
-by the trainer (pack) and by the engine's weight-transfer backend (unpack).
+same tensors gives the same bytes and the same checksum; unpacking makes views and no copies. The
+trainer packs, and the engine's weight-transfer backend unpacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:
-    """Copy tensors, on any device, into one buffer.
+    """Return a group with tensors of any device copied into one buffer.
 
     Args: named: full (unsharded) tensors under their Hugging Face names, in load order.
     Raises: ValueError if a name repeats.
@@ -34,7 +34,7 @@ def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"weights: names repeat in one group: {repeated}; expected each once")
     offsets, num_bytes = _offsets([tensor for _, tensor in named])
-    # Zeros, because the gaps between tensors are part of the checksum.
+    # Begin with zeros, because the gaps between tensors are part of the checksum.
     buffer = np.zeros(num_bytes, dtype=np.uint8)
     flat = torch.from_numpy(buffer)
     for offset, (_, tensor) in zip(offsets, named, strict=True):
@@ -73,7 +73,7 @@ def buffer_checksum(buffer: Bytes) -> str:
 
 
 def layer_groups(names: Sequence[str]) -> list[list[str]]:
-    """Partition parameter names into those before the layers, of each layer, and after the layers.
+    """Return groups of parameter names: before the layers, of each layer, and after the layers.
 
     A layer is identified by the first number in the name, so that a layer's experts stay together.
     Each group keeps the given order.

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 def meet(
     store: dist.Store, seat: Seat, *, rank: int, device: torch.device, address: str
 ) -> dist.ProcessGroup:
-    """Form a group with the other members.
+    """Form a group with the other members of a broadcast, and return it.
 
     Args: address: the address at which other members reach this node.
     Raises: RuntimeError (torch) if a member does not join within STALL_S.
@@ -52,7 +52,7 @@ def meet(
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        # Without this, NCCL waits for its members without a limit.
+        # Without this call, NCCL would wait for its members without a limit.
         _wait_for_all(own, "here", rank=rank, size=seat.size)
         with raising_timeouts():
             return dist.ProcessGroupNCCL(own, rank, seat.size, nccl)
@@ -64,7 +64,7 @@ def meet(
 
 @contextmanager
 def raising_timeouts() -> Iterator[None]:
-    """Make the NCCL groups that are created in this context raise an error at a timeout.
+    """Make NCCL groups that are created in the block raise an error at a timeout.
 
     ProcessGroupNCCL reads an environment variable when it is created. Without the variable, `wait`
     returns before the work is done, and a watchdog thread ends the process at a timeout. With the
@@ -92,7 +92,7 @@ def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, *, device: torch.d
 
 
 def connect(address: str) -> dist.TCPStore:
-    """Connect to rank 0's store. address: HOST:PORT."""
+    """Connect to rank 0's store, and return the connection. address: HOST:PORT."""
     host, _, port = address.rpartition(":")
     timeout = timedelta(seconds=STALL_S)
     return dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
@@ -141,7 +141,7 @@ class Reception:
         self._seat, self._rank, self._device, self._address = seat, rank, device, address
         self._checksums = tuple(checksums)
         self._progress = progress
-        # Before the thread starts, so that a reader of the progress finds the file.
+        # Create the file before the thread starts, so that a reader of the progress finds it.
         progress.touch()
         threading.Thread(target=self._run, daemon=True, name=f"weights-{seat.name}").start()
 
@@ -208,7 +208,7 @@ class Sender:
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
     def offer(self, offer: Offer | None) -> None:
-        """Broadcast this offer from now on, also to engines that start later; None to stop.
+        """Broadcast this offer from now on, also to engines that start later; if None, stop.
 
         Raises: RuntimeError if the thread has ended.
         """
@@ -260,6 +260,6 @@ class Sender:
 
 
 def open_store(address: str) -> dist.TCPStore:
-    """Open a store for one group, on a port that the system chooses."""
+    """Open and return a store for one group, on a port that the system chooses."""
     timeout = timedelta(seconds=STALL_S)
     return dist.TCPStore(address, 0, None, True, timeout=timeout, wait_for_workers=False)

@@ -1,12 +1,12 @@
-"""The log-probability check: compares the trainer's and the engines' scores of the same text.
+"""The log-probability check, which compares the trainer's and the engines' scores of a text.
 
     text = CheckText(token_ids=join_prompts(prompts, num_tokens=4032, vocab_size=vocab_size))
     own = ...                          # the trainer's scores of `text_row(text)`, [T - 1], nats
     found = LogprobCheck(num_tokens=4032, dtype=dtype, comparisons=(compare("alone", own, engine),))
     found.is_beyond                    # whether they differ by more than BOUNDS allows
 
-Pure: needs only NumPy. The engines report their scores to the weight board after each load;
-`service.run.engines.Publisher` asks the trainer and compares.
+This module is pure, and needs only NumPy. The engines report their scores to the weight board after
+each load; `service.run.engines.Publisher` gets the trainer's scores and compares them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class Bounds:
     """Bound of a single token; None if it may differ by any amount."""
 
 
-# Constants of the project, not measured by a run: larger than the effect of the order of sums if
-# trainer and engine compute the same function, and far smaller than the 0.5 to 6 nats of model
-# families that they compute differently. In bfloat16 a single unlikely token may differ by more
-# than 0.1.
+# No run measures these bounds. They are larger than the effect of the order of sums if trainer and
+# engine compute the same function, and far smaller than the 0.5 to 6 nats of model families that
+# they compute differently. In bfloat16 a single unlikely token may differ by more than 0.1.
 BOUNDS: Mapping[Dtype, Bounds] = {
     Dtype.FLOAT32: Bounds(mean=1e-4, largest=1e-2),
     Dtype.BFLOAT16: Bounds(mean=0.02, largest=None),
@@ -131,11 +130,11 @@ def start_text(
 
 
 def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
-    """Join pieces of the prompts, in a fixed order: [num_tokens] int32.
+    """Return joined pieces of the prompts, the same in each call: [num_tokens] int32.
 
     Pieces are used instead of whole prompts, because a model can copy a text that repeats itself,
-    and almost certain tokens show no difference. Without prompts the tokens are drawn from the
-    vocabulary.
+    and almost certain tokens show no difference. If there are no prompts, the tokens are drawn from
+    the vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
@@ -153,7 +152,7 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 
 
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
-    """Return the text of the check after a publication: `start` and an engine's continuation of it.
+    """Return the text of the check after a publication, which is `start` with a continuation.
 
     most: the largest number of tokens that an engine accepts as a prompt.
     """
@@ -162,9 +161,7 @@ def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: in
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the text with only its last FAR_TOKENS tokens scored; a text without more scored
-    tokens is unchanged.
-    """
+    """Return the text with at most its last FAR_TOKENS tokens scored."""
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
@@ -176,21 +173,19 @@ def short(text: CheckText) -> CheckText:
 
 
 def text_row(text: CheckText) -> MicroBatch:
-    """Return a row with only the text; its targets are the tokens whose scores are compared."""
+    """Return a packed row of only the text; the targets are the tokens with compared scores."""
     return _row([text.token_ids], [-1], text, begin=0)
 
 
 def packed_row(text: CheckText) -> MicroBatch:
-    """Return a row of the text between two other samples, which are parts of the text."""
+    """Return a packed row of the text between two other samples, which are parts of the text."""
     quarter = max(1, text.token_ids.size // 4)
     before, after = text.token_ids[:quarter], text.token_ids[quarter : 2 * quarter]
     return _row([before, text.token_ids, after], [-1, -1, -1], text, begin=quarter)
 
 
 def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
-    """Return a row of the text and its continuations; the targets are the continuations' tokens, in
-    their order.
-    """
+    """Return a packed row of the text and its continuations, whose tokens are the targets."""
     length = text.token_ids.size
     starts = list(accumulate((each.token_ids.size for each in samples), initial=length))
     positions = [
@@ -262,7 +257,7 @@ class Comparison:
     """The means over the first, the middle and the last quarter of the tokens."""
 
     def ratio(self, bounds: Bounds) -> float:
-        """Return the difference divided by its bound; rounding does not explain values above 1."""
+        """Return the difference as a multiple of its bound; rounding explains at most 1."""
         means = [self.mean]
         if self.num_scores >= 4 * _MIN_QUARTER:
             means += self.quarters
@@ -333,8 +328,9 @@ class LogprobCheck:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the text is long enough to judge; the fixed text of 17 tokens is not, because its
-        mean is not reliable in bfloat16.
+        """Whether the text is long enough to judge the difference.
+
+        The fixed text of 17 tokens is not, because its mean is not reliable in bfloat16.
         """
         return self.num_tokens >= MIN_JUDGED_TOKENS
 
@@ -364,7 +360,7 @@ class LogprobCheck:
         )
 
     def __str__(self) -> str:
-        """Return the worst difference, the bounds, and the likely causes."""
+        """Return a sentence with the differences beyond the bounds, and with likely causes."""
         bounds = self.bounds
         allowed = f"a mean of at most {_nats(bounds.mean)}"
         if bounds.largest is not None:
@@ -377,7 +373,7 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """Describe the largest difference of each series beyond its bound, worst series first."""
+        """Return a description of each series beyond its bound, the worst series first."""
         found: dict[str, Comparison] = {}
         bounds = self.bounds
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
