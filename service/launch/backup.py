@@ -31,7 +31,10 @@ _NAMES = {
 
 
 def back_up(run_dir: RunDir, directory: Path) -> str:
-    """Write a backup of a run, which may be running; return a sentence. Raises: ConfigError."""
+    """Write a backup of a run, which may still train, and return a sentence about it.
+
+    Raises: ConfigError.
+    """
     with _refused("backup"), _new_directory(directory, command="backup") as part:
         if not run_dir.config_file.is_file() or not run_dir.has_run():
             raise ConfigError(f"backup: got {run_dir.path}, which has no run; name a run directory")
@@ -52,9 +55,9 @@ def back_up(run_dir: RunDir, directory: Path) -> str:
 
 
 def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
-    """Make a run directory from a backup; return a sentence. Raises: ConfigError.
+    """Make a run directory from a backup, and return a sentence about it.
 
-    options: location of the run's database, as at a start.
+    Raises: ConfigError. options: location of the run's database, as at a start.
     """
     with _refused("restore"), _new_directory(run_dir.path, command="restore") as part:
         if not backup.config_file.is_file() or not backup.database_file.is_file():
@@ -83,9 +86,9 @@ def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
 
 
 def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> list[str]:
-    """Copy checkpoints, newest first, and compare them with their digests; return their names.
+    """Copy checkpoints, newest first, compare them with their digests, and return their names.
 
-    Checkpoints that are missing, incomplete or changed are left out.
+    Checkpoints that are missing, incomplete or changed are not copied.
     """
     copied = []
     target.mkdir()

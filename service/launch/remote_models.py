@@ -1,7 +1,7 @@
 """Model directories at fsspec addresses, downloaded once into the user's cache directory.
 
-Invariant: a directory in the cache is complete, because it gets its name last, and the name changes
-with the content of the address.
+Invariant: a directory in the cache is complete, because it gets its final name after the download.
+The name depends on the content of the address, so that changed content is downloaded again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
     """Download a model directory, unless the cache has its content; return the local directory.
 
     The files of a complete upload, such as an export, are compared with their digests. Of other
-    directories only the sizes are compared.
+    directories, only the sizes of the files are compared.
     Args: key: the setting that names the address, for messages. tell: called with a sentence before
         a download. Raises: ConfigError.
     """

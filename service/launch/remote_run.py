@@ -1,10 +1,10 @@
 """The copies of a run's checkpoints at its `run.checkpoint_url`, and a run's return from there.
 
 Each copy is a complete directory (`service.remote_files`) with the content of a backup: one
-checkpoint, the database at the time of the upload, and the run's small files. Invariants: a copy of
-another run, or of this run after another process continued it elsewhere, is never replaced or
-removed; a copy is removed only once the newest checkpoint is complete there. Called by the
-command line, and by `service.run.checkpoint_uploads` in its thread.
+checkpoint, the database at the time of the upload, and the run's small files. Invariants: this run
+never replaces or removes a copy that another run has made, or that another process has made after
+it continued this run elsewhere. A copy is removed only after the newest checkpoint is complete at
+the address. Called by the command line, and by `service.run.checkpoint_uploads` in its thread.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def upload_next(
     keep_best: int,
     begin: Callable[[str], None] = lambda directory: None,
 ) -> Upload | None:
-    """Copy the newest kept checkpoint that the address lacks, and remove the ones not kept.
+    """Copy the newest kept checkpoint that the address lacks, and remove the copies not kept.
 
     Args: keep, keep_best: as for `kept_commits`. begin: called with the checkpoint's name before
         its files are read.
-    Returns: None if nothing is missing.
+    Returns: the upload; None if the address lacks no kept checkpoint.
     Raises: RemoteError; NotThisRun; StoreError; CheckpointError; OSError for a local file.
     """
     remote = RemoteDirectory(url)
@@ -113,9 +113,10 @@ def check_address(config: Config, run_dir: RunDir | None = None) -> None:
 
 
 def fetch_missing(config: Config, run_dir: RunDir, *, tell: Callable[[str], None]) -> None:
-    """Make a run directory that is missing or empty from `run.checkpoint_url`, if that is set.
+    """Make a missing or empty run directory from the copies at `run.checkpoint_url`.
 
-    tell: called with a sentence about what was done. Raises: ConfigError.
+    Do nothing if the setting is not given. tell: called with a sentence about what was done.
+    Raises: ConfigError.
     """
     url = config.run.checkpoint_url
     if url is None or (run_dir.path.exists() and any(run_dir.path.iterdir())):
@@ -127,7 +128,7 @@ def fetch_missing(config: Config, run_dir: RunDir, *, tell: Callable[[str], None
 def fetch_run(
     url: str, run_dir: RunDir, options: StoreOptions, *, tell: Callable[[str], None]
 ) -> str:
-    """Make a run directory from the newest complete copy; return a sentence.
+    """Make a run directory from the newest complete copy, and return a sentence about it.
 
     Args: url: a run's address, or that of one copy. run_dir: must not exist, or be empty. options:
         location of the run's database, as at a start. tell: called with a sentence for each copy
@@ -199,7 +200,7 @@ def _newest_first(remote: RemoteDirectory) -> list[RemoteDirectory]:
 def _check_own(
     remote: RemoteDirectory, copies: Mapping[str, Marker], leases: Mapping[int, str]
 ) -> None:
-    """Check that this run has made all copies. Raises: NotThisRun."""
+    """Check that all copies are of this run. Raises: NotThisRun."""
     for name, marker in copies.items():
         if not _is_own(marker, leases):
             note = marker.note
@@ -213,7 +214,7 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory without an upload of this run that was interrupted."""
+    """Return the name of a directory that is not an interrupted upload of this run, if any."""
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()
         if unfinished is None or not _is_own(unfinished, leases):
@@ -227,7 +228,7 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether the address has the checkpoint, or this machine lacks it."""
+    """Return whether the address has the checkpoint; True too if this machine lacks it."""
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

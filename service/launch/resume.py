@@ -1,6 +1,7 @@
 """Check whether a stored run can resume: whether its lease is free, and which checkpoint to read.
 
-Called before anything starts, and again by the supervisor at the start of each term.
+The command calls this module before anything starts, and the supervisor calls it again at the start
+of each term.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def check_lease_free(run_dir: RunDir) -> None:
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
-    """Check the commits, newest first, until one can be read.
+    """Check the commits, newest first, until one can be read; return why the earlier ones cannot.
 
     Returns: a sentence for each commit that cannot be used, by its directory's name.
     """
@@ -100,7 +101,7 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
 
 
 def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
-    """Return the checkpoint to go back to, by its directory name or the number of its step.
+    """Return the checkpoint with a directory name or a step number, to resume from it.
 
     Raises: ConfigError if the run has no such checkpoint or it cannot be read.
     """

@@ -83,7 +83,7 @@ class RunDir:
 
     @property
     def database_file(self) -> Path:
-        """File of the database unless another location is recorded."""
+        """File of the database, unless `store_file` records another location."""
         return self.path / DATABASE
 
     def has_run(self) -> bool:
@@ -130,7 +130,7 @@ class RunDir:
 
     @property
     def functions(self) -> Path:
-        """Directory of the functions and rows that `rayloom.train` stores by value."""
+        """Directory of the functions and rows that `rayloom.train` writes with their content."""
         return self.path / "functions"
 
     @property

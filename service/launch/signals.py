@@ -58,7 +58,7 @@ class StopSignals:
         self.check()
 
     def ignore(self) -> None:
-        """Ignore all signals from now on; for the time in which the run's parts are ended."""
+        """Ignore all signals from now on, while the run's parts are ended."""
         self._mode = "ignore"
 
     def install(self) -> None:
@@ -78,9 +78,10 @@ class StopSignals:
 
 @contextmanager
 def signals_noted() -> Iterator[set[int]]:
-    """Collect the numbers of the signals that arrive within the block, for any handlers.
+    """Yield a set that receives the numbers of the signals that arrive within the block.
 
-    The set is filled at the end of the block. In a thread other than the main one it stays empty.
+    The handlers of the signals are not changed. The set is filled at the end of the block; in a
+    thread other than the main one it stays empty.
     """
     noted: set[int] = set()
     if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,8 @@
 """Record the tasks and the user's own modules that a run was started with.
 
 Both are found by names that may refer to other files later, in another directory or after a change;
-`sources.json` in the run's directory records the files. Called before a start.
+`sources.json` in the run's directory records the files. `service.launch.run_dir` calls this module
+before a start.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def sources_of(config: Config) -> Sources:
 
 
 def user_modules(config: Config) -> list[str]:
-    """Return the modules of the environments, of their options, a shadow verifier and a tracker."""
+    """Return the modules of environments, their options, a shadow verifier and a tracker."""
     shadow, tracker = config.audit.shadow, config.trackers.own
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
     if tracker is not None:
@@ -56,7 +57,7 @@ def user_modules(config: Config) -> list[str]:
 
 
 def user_scripts(config: Config) -> list[Path]:
-    """Return the files that the commands of MCP servers name, as written there.
+    """Return the files that the commands of MCP servers name, by the paths in these commands.
 
     Raises: ConfigError.
     """
@@ -107,8 +108,8 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 def _is_own(file: Path) -> bool:
     """Return whether a file is the user's own.
 
-    Files of installed packages are not, nor are those of a working directory that Ray has unpacked,
-    which has another path on each cluster.
+    Files of installed packages are not the user's own. Files in a working directory that Ray has
+    unpacked do not count either, because its path is another one on each cluster.
     """
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves

@@ -11,10 +11,10 @@ from service.launch.gguf_models import models_directory
 
 
 def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
-    """Put the tiny model into the directory if it is not there yet. Raises: ConfigError.
+    """Put the tiny model into the directory if it is not there yet; return a phrase on where it is.
 
-    It is built once, in the user's cache directory, and copied from there. Returns: a phrase with
-    the location of the model.
+    The model is built once, in the user's cache directory, and copied from there. Raises:
+    ConfigError.
     """
     warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
     cached = models_directory() / build_name(
@@ -42,7 +42,7 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
 
 
 def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model in the cache; return whether the cache now has it."""
+    """Build the tiny model in the cache, and return whether the cache now has it."""
     try:
         _built(cached, settings, warmup_steps)
     except OSError:
@@ -52,7 +52,10 @@ def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> b
 
 
 def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> TinyModelReport:
-    """Build the tiny model. Raises: FileExistsError if the directory has other files; OSError."""
+    """Build the tiny model, and return its report.
+
+    Raises: FileExistsError if the directory has other files; OSError.
+    """
     # Imported here, because a copy does not need these two seconds of imports.
     from safetensors import SafetensorError
     from transformers.utils import logging
