@@ -117,7 +117,7 @@ class ActorPool:
         return tuple(member.actor for member in self._members)
 
     async def watch(self) -> None:
-        """Run every actor and replace dead ones; never returns.
+        """Run every actor and replace dead ones; never return.
 
         Raises: ActorLost when actors die again and again right after their start, or the queue is
             lost.

@@ -1,8 +1,8 @@
 """Copy committed checkpoints to `run.checkpoint_url`, in a thread.
 
 Invariants: only the end of a run waits for an upload, and only for a limited time; an upload that
-fails causes a notice, is counted, and never ends the run; the newest checkpoint is copied first, so
-that older ones are not copied if copying is slower than the run. The recorder owns the thread.
+fails is counted and causes a notice, but never ends the run; the newest checkpoint is copied first,
+so that a run that is faster than the copies skips older checkpoints. The recorder owns the thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CheckpointUploads:
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Copy the committed checkpoints, then end the thread; block for at most `limit_s` seconds.
 
-        writes_rest: whether to copy; False if another process has taken over the run.
+        writes_rest: whether to copy them; False if another process has taken over the run.
         """
         if not writes_rest:
             self._is_lost.set()

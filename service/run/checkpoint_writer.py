@@ -34,7 +34,10 @@ class Commit:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a term, and commits each with the queue's state after its step."""
+    """The writer of a term's checkpoints.
+
+    It commits each checkpoint with the queue's state after the checkpoint's step.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class CheckpointWriter:
 
     @property
     def is_written(self) -> bool:
-        """Whether the last checkpoint is written, but not joined yet."""
+        """Whether the ranks have written the last checkpoint, but it is not committed yet."""
         return self._writing is not None and self._writing.done()
 
     @property
@@ -93,10 +96,11 @@ class CheckpointWriter:
             await self._save(done)
 
     def is_due(self, done: int, begun_at: float) -> bool:
-        """Return whether a waiting service must commit its evictions, by their number or the time.
+        """Return whether a waiting service must commit its evictions now.
 
-        Clients may submit any number of rollouts that are evicted; in other runs the failure limits
-        end the run. begun_at: time at which the loop began to wait.
+        Clients may submit any number of rollouts that are evicted, so a service commits them after
+        a number of evictions or after a time. Other runs need no such commit, because the failure
+        limits end them. begun_at: time at which the loop began to wait.
         """
         if self._writing is not None or not self._settings.has_clients:
             return False
@@ -119,7 +123,7 @@ class CheckpointWriter:
             await self._save(done)
 
     async def begin(self, step: int) -> None:
-        """Have the ranks copy their state, after the previous checkpoint is committed."""
+        """Wait until the previous checkpoint is committed, then have the ranks copy their state."""
         await self.join()
         self._begun_at = time.monotonic()
         begin_save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)

@@ -66,7 +66,7 @@ _KEPT_BY = "run.keep_checkpoints, run.keep_best"
 OVER = frozenset({Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
 
 Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
-"""Returns the operation with its result."""
+"""A function that carries out an operation and returns the operation with its result."""
 
 
 class Control(ControlPort):
@@ -157,7 +157,7 @@ class Control(ControlPort):
         )
 
     async def pause(self, part: Pausable, reason: str) -> ControlAnswer:
-        """Pause a part; do nothing if it is paused.
+        """Pause a part, unless it is paused already, and return the state of the pauses.
 
         Raises: ControlRefused, LeaseLost, StoreError.
         """
@@ -178,7 +178,10 @@ class Control(ControlPort):
         return await self.view()
 
     async def resume(self, part: Pausable) -> ControlAnswer:
-        """Resume a part; do nothing if it is not paused. Raises the same errors as `pause`."""
+        """Resume a part, unless it is not paused, and return the state of the pauses.
+
+        Raises the same errors as `pause`.
+        """
         self._check_is_running()
         async with self._changing:
             if self.pauses.find(part) is not None:
@@ -251,7 +254,10 @@ class Control(ControlPort):
         )
 
     async def checkpoint(self) -> OperationAnswer:
-        """Begin a checkpoint of the last finished step. Raises: ControlRefused."""
+        """Begin a checkpoint of the last finished step, and return the operation.
+
+        Raises: ControlRefused.
+        """
         term = self._training_term("a checkpoint")
 
         async def work(operation: OperationAnswer) -> OperationAnswer:
@@ -262,7 +268,7 @@ class Control(ControlPort):
         return self._begin("checkpoint", work, detail="after the current step")
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer:
-        """End the term, and continue from this checkpoint in the next term.
+        """End the term, have the next term continue from a checkpoint, and return the operation.
 
         checkpoint_id: the checkpoint's id or its step. Raises: ControlRefused, StoreError.
         """
@@ -296,7 +302,10 @@ class Control(ControlPort):
     # -- evaluations ----------------------------------------------------------------------------
 
     async def evaluate(self, request: EvaluationRequest) -> OperationAnswer:
-        """Begin to play held-out tasks during training. Raises: ControlRefused."""
+        """Begin to play held-out tasks during training, and return the operation.
+
+        Raises: ControlRefused.
+        """
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
             raise ControlRefused(
@@ -338,7 +347,10 @@ class Control(ControlPort):
     async def _play(
         self, term: Term, tasks: Sequence[Task], sampling: Sampling, *, operation_id: str
     ) -> EvaluationRecord:
-        """Play an evaluation and record it. Raises: ActorLost, LeaseLost, StoreError."""
+        """Play an evaluation, record it, and return the record.
+
+        Raises: ActorLost, LeaseLost, StoreError.
+        """
         recorder = self._recorder
         step, version = recorder.last_step, recorder.policy_version
         summaries = await term.evaluate(
@@ -462,7 +474,7 @@ class Control(ControlPort):
         return None
 
     def _check_is_running(self) -> None:
-        """Raise ControlRefused if the run has not started yet or is about to end."""
+        """Raise ControlRefused if the run has not started yet or is ending."""
         phase = self._recorder.current_phase
         if phase in OVER:
             raise ControlRefused(

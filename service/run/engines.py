@@ -179,7 +179,7 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Take over the board and engines of an earlier term; return whether there were any."""
+        """Take over the board and engines of an earlier term; return whether there are any."""
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
@@ -273,8 +273,9 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """Publishes the trainer's weights to the engines, and compares the log-probabilities that
-    trainer and engines compute.
+    """The publisher of the trainer's weights.
+
+    It also compares the log-probabilities that trainer and engines compute.
 
     The first publication of a term runs the full check (`check_start`): the trainer scores the text
     by itself and packed with other rows, and then scores the engines' continuations. Each later
@@ -383,7 +384,7 @@ class Publisher:
     async def check_start(self, version: int) -> LogprobCheck | None:
         """Wait as `wait_until_loaded` does, and run the full check.
 
-        The comparison is also joined with that of the next check.
+        The result of the next check includes this comparison.
 
         Returns: the comparison; None if no engine answered.
         Raises: the errors of `wait_until_loaded`.
@@ -438,7 +439,7 @@ class Publisher:
         return check.after(earlier)
 
     def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
-        """Compare the engines' scores of the text with the trainer's.
+        """Return the comparison of the engines' scores of the text with the trainer's scores.
 
         In the first check the trainer scores the text twice: by itself, and packed with other rows.
         """
@@ -489,7 +490,7 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Compare scores of sampled tokens.
+    """Return the comparison of both sides' scores of sampled tokens, for each sample.
 
     own: the trainer's scores of all samples, in the order of the samples.
     """
@@ -501,7 +502,7 @@ def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comp
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:
-    """Run a blocking call in a thread; log its error even if no one awaits the call."""
+    """Return the future of a blocking call in a thread; its error is logged if no one awaits it."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *arguments, **named))
     work.add_done_callback(_log_error)
     return work

@@ -66,7 +66,7 @@ class EnvironmentPool(ActorPool):
         file: str,
         slots_share: float = 1.0,
     ) -> list[TrajectorySummary]:
-        """Play tasks, as `play` does, and store their rollouts under the name `file`."""
+        """Play tasks as `play` does, store their rollouts as `file`, and return summaries."""
         keeps_tokens = self._files.keep > 0
         settings = PlaySettings(
             sampling=sampling,
@@ -90,7 +90,7 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Call `EnvironmentActor.opening_prompts` of one actor; return () if it does not answer."""
+        """Return what one actor's `opening_prompts` returns; () if the actor does not answer."""
         for actor in self.actors[:1]:
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S
@@ -110,7 +110,7 @@ def start_environment_actor(
     queue: ActorHandle | None,
     resources: Mapping[str, float],
 ) -> ActorHandle:
-    """Start an environment actor.
+    """Start an environment actor, and return its handle.
 
     model: the model whose tokenizer it uses. queue: the source of its rollouts; None for an actor
     that only plays evaluations.
@@ -139,6 +139,9 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Return the longest time in which an episode ends, in seconds, unless its actor is frozen."""
+    """Return the seconds without an ended rollout after which an evaluation is abandoned.
+
+    The time is enough for the longest episode and for the replacement of a frozen actor.
+    """
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

@@ -48,7 +48,9 @@ async def play(
     *,
     notice: Callable[[str], None],
 ) -> list[Played]:
-    """Divide the plays among the actors, and play them. notice: called for each lost share.
+    """Divide the plays among the actors, play them, and return the results.
+
+    notice: called for each lost share.
 
     Returns: a result for each play of the shares that were not lost, in the order of the plays.
     """
@@ -76,7 +78,7 @@ async def play(
 async def _play_share(
     member: Member, share: Sequence[Play], settings: PlaySettings
 ) -> list[Played]:
-    """Play a share on an actor.
+    """Play a share on an actor, and return its results.
 
     Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
     """
@@ -111,10 +113,10 @@ class EvaluationFiles:
     """The newest evaluations of a run, each in a file of JSON lines."""
 
     def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
-        """Store the settings; only `write` writes.
+        """Store the settings, without writing a file.
 
-        keep: number of newest files to keep; 0 writes none. notice: called once if a file cannot be
-        written.
+        keep: number of newest files to keep; if it is 0, no file is written. notice: called once if
+        a file cannot be written.
         """
         self._directory = directory
         self.keep = keep

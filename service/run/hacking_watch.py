@@ -42,7 +42,10 @@ SHADOW_START_S = 120.0
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
 Ask = Callable[[str], Verdicts]
-"""Returns the verdicts on the journal file with the given path. Raises: RayError, ConfigError."""
+"""A function that returns the verdicts on the journal file with the given path.
+
+Raises: RayError, ConfigError.
+"""
 
 
 class HackingWatch:
@@ -81,7 +84,10 @@ class HackingWatch:
         self._todo.put((term, step))
 
     def close(self, *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Check what is stored, then end the thread. Blocks for at most `limit_s` seconds."""
+        """Check the steps that are stored, then end the thread.
+
+        Block for at most `limit_s` seconds.
+        """
         self._todo.put(None)
         if self._thread.is_alive():
             self._thread.join(limit_s)

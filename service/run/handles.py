@@ -59,7 +59,7 @@ class Handles:
     pauses: Pauses
 
     prune_checkpoints: Callable[[], Awaitable[None]]
-    """Removes the oldest checkpoints; called after a newer one is committed."""
+    """Function that removes the oldest checkpoints; called after a newer one is committed."""
 
     curriculum: Curriculum | None = None
     """The curriculum of `tasks`; it learns from each step, and each checkpoint stores it."""

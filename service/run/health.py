@@ -1,8 +1,8 @@
 """The status and the readiness of a run, and the rules that decide whether it has failed. Pure.
 
-Used by the supervisor and its loop. The command line reads a RunStatus twice a second for its
-display. Records, evaluations and notices are lists that only grow. A RunStatus has only the items
-after the caller's cursor, if they are still kept.
+The supervisor and its loop use this module. The command line reads a RunStatus twice a second for
+its display. Records, evaluations and notices are lists that only grow. A RunStatus has only the
+items after the caller's cursor, if they are still kept.
 """
 
 from __future__ import annotations
@@ -240,7 +240,9 @@ class EngineChange:
 
 
 class EngineWatch:
-    """Counts lost and new engines, and measures how long an engine has lacked the current version.
+    """A counter of lost and new engines.
+
+    It also measures how long an engine has lacked the current version.
 
     An engine counts from the time at which it first has the current version. It is not lost if it
     lacks a version that was just published, or if it was stopped because fewer engines were
@@ -297,7 +299,7 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 class WeightsMoved(Exception):
-    """Raised if restarted ranks have other weights: publish `version` before any other call."""
+    """Raised if restarted ranks have other weights; publish `version` before any other call."""
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
@@ -315,7 +317,7 @@ class RunFailed(Exception):
 
 
 class FaultCount:
-    """Counts the faults since the run last made progress, but only those of the last day.
+    """A count of the faults since the run last made progress, without faults older than a day.
 
     The limit of a day is for runs that wait for submissions: such a run makes no progress, and its
     faults may be weeks apart.
@@ -341,8 +343,9 @@ class FaultCount:
 
 
 class FailureWatch:
-    """Ends a run that makes no progress. The loop of each term calls it while it waits for a step
-    and after each step.
+    """The checks that end a run that makes no progress.
+
+    The loop of each term calls it while it waits for a step and after each step.
 
     A run with submissions calls it only after each step, because untrainable groups of clients are
     not a failure of the run. A run fails in three cases. First, the last `max_failed_groups` groups
@@ -422,7 +425,10 @@ class FailureWatch:
         return self._last_unequal
 
     def check_logprobs(self) -> None:
-        """Raise RunFailed if too many checks exceeded the bound. Called between two steps."""
+        """Raise RunFailed if too many checks exceeded the bound.
+
+        The loop calls this between two steps.
+        """
         limit = self._config.trainer.logprob_check_failures
         if limit and self._num_unequal >= limit:
             raise RunFailed(
@@ -434,7 +440,7 @@ class FailureWatch:
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
         """Raise RunFailed if too many steps in a row had only misaligned trajectories.
 
-        Args: notices: of the merge actor; the error quotes the first.
+        Args: notices: the merge actor's notices; the error quotes the first.
         """
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
@@ -448,7 +454,10 @@ class FailureWatch:
             )
 
     def check_step(self, step: int, *, was_trained: bool) -> None:
-        """Raise RunFailed after too many skipped steps. was_trained: an update was finite."""
+        """Raise RunFailed after too many skipped steps.
+
+        was_trained: whether an update was finite.
+        """
         self._num_skipped = 0 if was_trained else self._num_skipped + 1
         if self._num_skipped >= self._config.trainer.max_skipped_steps:
             raise RunFailed(
@@ -495,7 +504,7 @@ class FailureWatch:
 
 
 def _percent(share: float | None) -> str:
-    """Format a share with an ordinary space, because displays escape a non-breaking one."""
+    """Return a share as text with an ordinary space, because displays escape a non-breaking one."""
     return units.percent(share).replace("\u00a0", " ")
 
 

@@ -126,7 +126,7 @@ class Loop:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def checkpoint(self) -> Commit:
-        """Have the loop write a checkpoint after the current step, and wait until it is committed.
+        """Have the loop write a checkpoint after the current step; await and return the commit.
 
         The checkpoint is of the last finished step; if that step is committed already, nothing is
         written. If another checkpoint is being written, it is finished first. If a checkpoint fails
@@ -310,7 +310,7 @@ class Loop:
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await a call that may be cancelled before it is finished.
+        """Return the answer of a call, which may be abandoned before it is finished.
 
         Raises: StepAbandoned if the grace of a stop ends first.
         """
@@ -330,7 +330,10 @@ class Loop:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Call the trainer; if it was replaced and has other weights, publish these first."""
+        """Return the trainer's answer to a call.
+
+        If the trainer was replaced and has other weights, publish these first.
+        """
         while True:
             try:
                 return await call()

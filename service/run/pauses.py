@@ -16,7 +16,7 @@ from service.store.tables import Pausable
 
 
 class Gate:
-    """An open or closed gate. Closing it does not interrupt blocks of code that have passed it."""
+    """An open or closed gate; closing it does not interrupt code that has passed it."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
@@ -95,7 +95,7 @@ class Pauses:
         self._gates[part].open()
 
     def __str__(self) -> str:
-        """Format the pauses. Example: admission (the disk is full), training"""
+        """Return the pauses as text. Example: admission (the disk is full), training"""
         return ", ".join(
             f"{pause.part} ({pause.reason})" if pause.reason else pause.part.value
             for pause in self.paused

@@ -223,7 +223,7 @@ class RunRecorder:
             log.warning("%s", text)
 
     def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
-        """Record that a part died or froze and was replaced, and whether memory is short."""
+        """Record that a part died or froze and was replaced, with a hint if memory is short."""
         self._metrics.parts.replacements.labels(part=part.value).inc(count)
         self.notice("; ".join(filter(None, (text, memory_shortage()))))
 
@@ -324,7 +324,7 @@ class RunRecorder:
     async def close_trackers(self, *, is_taken_over: bool) -> None:
         """Have the trackers write the stored records within a time limit.
 
-        is_taken_over: another process has the run and writes them instead.
+        is_taken_over: whether another process has taken over the run, and writes them instead.
         """
         if self._trackers is not None:
             await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
@@ -337,7 +337,7 @@ class RunRecorder:
     async def close_uploads(self, *, is_taken_over: bool) -> None:
         """Copy the newest checkpoints within a time limit.
 
-        is_taken_over: another process has the run and copies them instead.
+        is_taken_over: whether another process has taken over the run, and copies them instead.
         """
         if self._uploads is not None:
             await asyncio.to_thread(self._uploads.close, writes_rest=not is_taken_over)
@@ -410,7 +410,7 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Count the seconds of this block as a phase of a publication; if it fails, a failure."""
+        """Count the seconds of this block as a phase of a publication, or count its failure."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield

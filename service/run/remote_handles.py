@@ -47,10 +47,10 @@ Actor = TypeVar("Actor")
 async def in_another_process(
     function: Callable[..., Answer], *arguments: Any, name: str, deadline_s: float
 ) -> Answer:
-    """Run a function in another process on this node; raise its own errors unchanged.
+    """Return the result of a function that runs in another process on this node.
 
-    name: name of the function in errors. Raises: ActorLost if the process dies or exceeds the
-    deadline.
+    The function's own errors are raised unchanged. name: name of the function in errors. Raises:
+    ActorLost if the process dies or exceeds the deadline.
     """
     task = ray.remote(function).options(
         num_cpus=0, max_retries=0, scheduling_strategy=on_this_node()

@@ -3,7 +3,7 @@
 Plans and batches depend only on the arguments of the call, so no state must be transferred.
 Invariant: the result of a call outlives the actor that made it. Ray frees the objects that a dead
 process owned, so this process puts the shards into the object store again and is then their owner.
-Used by the loop; each term has one.
+Each term's loop uses one such actor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RestartableMerge:
         self._actor = start_actor()
 
     async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
-        """Plan a step, as `MergeActor.plan` does."""
+        """Return the plans of a step, as `MergeActor.plan` does."""
 
         async def plan() -> tuple[Any, ...]:
             return await _own(await self._ask("plan", step_input, version))
@@ -57,7 +57,7 @@ class RestartableMerge:
         scores: Sequence[Any],
         republished: Sequence[int],
     ) -> BuiltStep:
-        """Build a step, as `MergeActor.build` does."""
+        """Build and return a step, as `MergeActor.build` does."""
 
         async def build() -> BuiltStep:
             built = await self._ask("build", step_input, version, scores, republished)
@@ -86,7 +86,10 @@ class RestartableMerge:
 
 
 async def _own(references: Sequence[Any]) -> tuple[Any, ...]:
-    """Copy objects, so that this process owns them. Raises: ActorLost if their owner has died."""
+    """Return copies of objects that this process owns.
+
+    Raises: ActorLost if the owner of an object has died.
+    """
     try:
         return await asyncio.to_thread(_put_again, list(references))
     except RayError as error:

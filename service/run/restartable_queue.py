@@ -145,7 +145,7 @@ class RestartableQueue:
     async def _change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
     ) -> Any:
-        """Make a call that returns a cut, or a value and a cut, and process the cut.
+        """Make a call that returns a cut or a value and a cut; process it and return the value.
 
         The call completes even if the caller is cancelled, because every later cut waits for this
         one. admitted: groups that this call adds to the queue.
@@ -164,7 +164,7 @@ class RestartableQueue:
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Make a call, and repeat it for each new queue if a queue dies during the call."""
+        """Return the answer to a call, which is repeated for each new queue if queues die."""
         while True:
             opening = self._cuts.opening
             try:
@@ -233,7 +233,7 @@ class _Arrival:
 
 
 class CutsInOrder:
-    """Keeps the cuts of the current opening of the queue in order; belongs to one event loop."""
+    """A buffer that keeps the cuts of the queue's current opening in order, in one event loop."""
 
     def __init__(self, keep: Keep) -> None:
         """Accept the cuts of opening 0.
@@ -261,7 +261,8 @@ class CutsInOrder:
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
         """Wait until the cut and all earlier cuts are kept.
 
-        Returns: False if the cut is from a queue that has died, so that its call had no effect.
+        Returns: True if the cut is kept; False if it is from a queue that has died, so that its
+        call had no effect.
         """
         arrival = _Arrival(cut=cut, admitted=admitted)
         async with self._news:

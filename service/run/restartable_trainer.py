@@ -6,8 +6,8 @@ this time: nothing is published and no rollout is played again. Invariants: a st
 all ranks have answered with its statistics and a fingerprint of their state; the weights of a
 version that engines may have never change. If the new ranks have another fingerprint (which can
 happen on CUDA, or with another number of threads), their weights become the next version, and every
-call except `publish` raises `WeightsMoved` until they are published. Used by the loop; each term
-has one.
+call except `publish` raises `WeightsMoved` until they are published. Each term's loop uses one such
+trainer.
 """
 
 from __future__ import annotations
@@ -193,7 +193,10 @@ class RestartableTrainer:
             self._must_publish = False
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Call `TrainerGroup.check_logprobs` after a publication. Raises as `step` does."""
+        """Return the result of `TrainerGroup.check_logprobs` after a publication.
+
+        Raises the errors of `step`.
+        """
 
         async def check(group: TrainerGroup) -> Float32s:
             return await group.check_logprobs(rows)
@@ -235,7 +238,7 @@ class RestartableTrainer:
     async def _ask(
         self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
     ) -> _Result:
-        """Make a call; if a rank is lost, repeat it with the next group."""
+        """Return a group's answer to a call; repeat it with a new group if a rank is lost."""
         while True:
             if self._must_publish and not is_publish:
                 raise WeightsMoved(self.version)
@@ -306,7 +309,7 @@ class RestartableTrainer:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks with the lost ones; if weights differ, give them a new version."""
+        """Compare the new ranks with the lost ones; if their weights differ, raise the version."""
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:

@@ -213,7 +213,10 @@ class RunView:
         return self._history[1]
 
     async def read_journal(self, read: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Read the journal in another process. Raises: StoreError for a damaged file; ActorLost."""
+        """Return the answer of a function that reads the journal in another process.
+
+        Raises: StoreError for a damaged file; ActorLost.
+        """
         try:
             return await in_another_process(
                 read,

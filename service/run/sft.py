@@ -4,7 +4,7 @@ The training uses the same ranks, checkpoints and replacement of lost ranks as e
 directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a resumed
 training continues from the newest one. Invariants: a step depends only on the chats, the seed and
 its number, so a training that was killed has the same losses after it resumes; `metrics.jsonl` has
-each step once. Called by `service.cli.sft`.
+each step once. `service.cli.sft` calls this module.
 """
 
 from __future__ import annotations
@@ -232,7 +232,10 @@ class SftRun:
         return record
 
     async def _save(self, trainer: RestartableTrainer, step: int) -> Path:
-        """Write a checkpoint, repeatedly if ranks are lost, and remove the oldest checkpoints."""
+        """Write a checkpoint, remove the oldest checkpoints, and return the new one's directory.
+
+        The write is repeated if ranks are lost.
+        """
         path: Path | None = None
         while path is None:
             await trainer.begin_save(step, term=self._term)

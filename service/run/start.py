@@ -79,9 +79,9 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` until it returns an actor, because Ray frees a dead actor's name with a delay.
+    """Call `start` until it succeeds, because Ray frees a dead actor's name late.
 
-    Raises: TimeoutError.
+    Returns: the actor. Raises: TimeoutError.
     """
 
     def attempt() -> Any:
@@ -100,8 +100,9 @@ def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_L
 def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
     """Return Ray's options for the supervisor's node.
 
-    If the database is a file, this is the current node; otherwise a node that offers the
-    supervisor's role, or the cluster's head node, at which a Kubernetes Service finds the metrics.
+    If the database is a file, this is the current node. Otherwise it is a node that offers the
+    supervisor's role; if no node does, it is the cluster's head node, at which a Kubernetes Service
+    finds the metrics.
     """
     if sqlite_file(run_dir.database_url) is not None:
         # The database is on this machine's disk, and the command that starts the run reads it too.
@@ -125,8 +126,8 @@ def start_supervisor(
 ) -> Any:
     """Start the supervisor as an actor named after the run; it ends with the calling process.
 
-    If an earlier start of this run left an actor with the same name, end that actor, unless
-    `when_held` is to wait for the run's owner.
+    If an earlier start of this run left an actor with the same name, this function ends that actor.
+    If `when_held` is WAIT, it waits instead until that actor ends.
 
     endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint to return to;
     empty for the newest. root_process: see `Supervisor`. lost: this process's dead supervisor,

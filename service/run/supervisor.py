@@ -98,13 +98,13 @@ class Supervisor:
     ) -> None:
         """Open the run's database and prepare its parts.
 
-        Args: endpoint: the actor of the run's metrics. is_service: train on submissions of clients
-        instead of the configuration's tasks. when_held: what to do if a live process owns the run.
-        replaces: HOST:PID of the owner that this process is known to replace; empty if there is
-        none. returns_to: directory of the checkpoint to return to first; empty for the newest.
-        notice: first notice of the run; empty for none. root_process: the process that started the
-        run's own Ray; its memory and that of its descendants is measured. None if the run uses a
-        cluster.
+        Args: endpoint: the actor of the run's metrics. is_service: whether to train on submissions
+        of clients instead of the configuration's tasks. when_held: what to do if a live process
+        owns the run. replaces: HOST:PID of the owner that this process is known to replace; empty
+        if there is none. returns_to: directory of the checkpoint to return to first; empty for the
+        newest. notice: first notice of the run; empty for none. root_process: the process that
+        started the run's own Ray; the memory of it and its descendants is measured. None if the run
+        uses a cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -262,7 +262,10 @@ class Supervisor:
             term.request_stop(grace_s=grace_s)
 
     async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
-        """Accept submissions, as `SubmissionQueue.submit_packed` does. Raises: LeaseLost."""
+        """Accept submissions and return the replies, as `SubmissionQueue.submit_packed` does.
+
+        Raises: LeaseLost.
+        """
         return await self._own_submissions.submit_packed(offers)
 
     async def submission(
@@ -308,7 +311,10 @@ class Supervisor:
         return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission that no step has taken. Raises: LeaseLost, StoreError."""
+        """Cancel a submission that no step has taken, and return its state.
+
+        Raises: LeaseLost, StoreError.
+        """
         return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
 
     async def keys(self) -> tuple[NamedKey, ...]:
@@ -332,7 +338,10 @@ class Supervisor:
         return None if term is None else term.gateway
 
     async def control(self, call: str, *arguments: Any) -> Any:
-        """Call a method of `Control` by its name. Raises: ControlRefused, LeaseLost, StoreError."""
+        """Call a method of `Control` by its name, and return its answer.
+
+        Raises: ControlRefused, LeaseLost, StoreError.
+        """
         self._check_owned()
         return await getattr(self._control, call)(*arguments)
 

@@ -26,7 +26,7 @@ def task_index(slot: OpenSlot) -> int:
 
 
 class Curriculum:
-    """Chooses tasks by the results of their newest groups, and keeps these results.
+    """The choice of tasks by the results of their newest groups, which this object keeps.
 
     Each task that the run can play more than once has its own results; tasks made from seeds share
     the results of their environment. Choices depend on earlier training, so a run that continues
@@ -51,7 +51,7 @@ class Curriculum:
         return dict(self._results)
 
     def task(self, slot: OpenSlot) -> Task:
-        """Choose the task of an open slot."""
+        """Return the task chosen for an open slot."""
         index = task_index(slot)
         choices = (self._source.task(index + other) for other in _OTHERS)
         return choose(
@@ -131,7 +131,8 @@ def choose(
     If there is no such task, return the first of `choices`.
 
     Args: choices: one or more tasks, each with the key of its results. results: shares of passed
-    samples in the newest groups, by key, oldest first. slot: determines the chance, with the key.
+    samples in the newest groups, by key, oldest first. slot: a number from which, with the key, the
+    chance is drawn.
     """
     first: Task | None = None
     for task, key in choices:

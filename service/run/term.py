@@ -400,7 +400,7 @@ class Term:
             )
 
     async def _open_tasks(self) -> TaskSource:
-        """Open the run's tasks, once for all callers."""
+        """Return the run's tasks, which the first call opens for all callers."""
         if self._opening_tasks is None:
             self._opening_tasks = asyncio.create_task(
                 asyncio.to_thread(
@@ -435,7 +435,10 @@ class Term:
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:
-        """Start a gateway on this node, because the run's database may be a file."""
+        """Start a gateway and return its handle.
+
+        It is placed on this node, because the run's database may be a file.
+        """
         config = self._config
         actor_class = ray.remote(Gateway).options(
             num_cpus=0,
@@ -464,7 +467,10 @@ class Term:
         )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Start a merge actor. Call this after the trainer's start, for the model's shape."""
+        """Start a merge actor, and return its handle.
+
+        Call this after the trainer's start, because the actor needs the model's shape.
+        """
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(
             num_cpus=0, scheduling_strategy=on_this_node()

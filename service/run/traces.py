@@ -5,7 +5,7 @@ receives in any case, so actors pass no trace context. A rollout's times are exa
 the queue. The stages of its step follow each other without a gap, and the last one ends when the
 rollout leaves. A thread sends the traces over OTLP; traces that a collector does not accept in time
 are dropped. If a supervisor dies, the traces of the rollouts in flight begin when its successor
-starts. Called by `RunRecorder`.
+starts. `RunRecorder` calls this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Rollout:
 
 
 class RolloutTraces:
-    """Keeps the rollouts in flight, and writes the spans of each rollout that leaves the ledger."""
+    """The rollouts in flight, with a writer of the spans of each rollout that leaves the ledger."""
 
     def __init__(
         self,
