@@ -1,9 +1,9 @@
 """The feed: events of tasks, rollouts and sessions, in the order in which they were stored.
 
-Entries are appended and never changed. Each is written in the transaction that makes its event
-durable: for an acceptance, a cancellation or a change of a session, that is at once; for an
-admission or the end of a rollout, it is when the checkpoint that makes it final is committed. So a
-crash undoes no entry, unless the newest checkpoint cannot be read.
+Entries are appended and never changed. Each entry is written in the transaction that makes its
+event durable. For an acceptance, a cancellation or a change of a session, this is the transaction
+of the event itself. For an admission or the end of a rollout, it is the commit of the checkpoint
+that makes the event final. So a crash undoes no entry, unless the newest checkpoint cannot be read.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class FeedKind(StrEnum):
     SESSION_REWARDED = "session_rewarded"
     """An ended session got its pending reward, or its deadline passed without one."""
     WENT_BACK = "went_back"
-    """The run continues from an older checkpoint, since the newest could not be read."""
+    """The run continues from an older checkpoint, because the newest one could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedEntry:
-    """One entry of the feed. Fields that its kind does not use are None."""
+    """One entry of the feed. A field that the entry's kind does not use is None."""
 
     number: int = 0
     """Number of the entry; numbers ascend from 1 and may have gaps. 0 before it is stored."""
@@ -60,15 +60,19 @@ class FeedEntry:
     reason: EvictionReason | None = None
     session_status: SessionStatus | None = None
     void_after: int | None = None
-    """For `went_back`: entries after this number that report an admission, or the end of a rollout,
-    are void; these events are reported again when they happen again.
+    """Number after which entries that report an admission or the end of a rollout are void.
+
+    Only `went_back` has it. If a void event happens again, it gets a new entry.
     """
 
     @classmethod
     def of_event(
         cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
     ) -> FeedEntry:
-        """Make the entry of an event. result: of the rollout's newest ended attempt, or None."""
+        """Return the entry of an event.
+
+        result: the result of the rollout's newest ended attempt, or None.
+        """
         if event.kind is LedgerEventKind.ADMITTED:
             return cls(at=at, kind=FeedKind.ADMITTED, task=task)
         is_trained = event.kind is LedgerEventKind.TRAINED

@@ -1,4 +1,4 @@
-"""Sessions, the rollouts that external agents play over HTTP: their request, state and end.
+"""Sessions, which are rollouts that external agents play over HTTP: their request, state and end.
 
 A session is one rollout, with the number `member`, of a submission (`service.intake.submission`)
 whose task has the environment `SESSION`. Its turns are in `service.intake.turns`.
@@ -31,13 +31,15 @@ class SessionSpec:
     shows_tokens: bool = False
     """Whether answers contain the sampled token ids and their log-probabilities."""
     join_s: float | None = None
-    """Seconds from the admission within which agents claim sessions one by one; unclaimed ones end
-    untrained. None: the client has all sessions from the start."""
+    """Seconds from the admission within which agents claim sessions one by one.
+
+    Unclaimed sessions end untrained. If it is None, the client has all sessions from the start.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKeys:
-    """SHA-256 of a session's keys, hexadecimal: the keys themselves are not stored."""
+    """The SHA-256 digests of a session's keys in hexadecimal; the keys are not stored."""
 
     agent: str
     reward: str
@@ -140,15 +142,17 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A request that was refused for a limit, or for a full context.
+    """A request that was refused because of a limit or a full context.
 
     The refusal decides the session's outcome if no trained turn of its conversation came later.
     """
 
     outcome: Outcome
     num_turns: int | None = None
-    """Number of turns that were stored or in progress at the refusal; turns with this number or a
-    higher one came later. None: not known."""
+    """Number of turns that were stored or in progress at the refusal; None if unknown.
+
+    Turns with this number or a higher one came later.
+    """
     follows: int | None = None
     """Number of the newest turn that the request continued or whose reply it contained, or None."""
 
@@ -163,8 +167,10 @@ class StoredSession:
     spec: SessionSpec
     keys: SessionKeys
     key_name: str = ""
-    """Name of the client's key from which the session's keys are derived; empty: the first admin
-    key, or no key."""
+    """Name of the client's key from which the session's keys are derived.
+
+    Empty for the first admin key, or without a key.
+    """
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None
@@ -173,7 +179,7 @@ class StoredSession:
     """Name that the claiming client gave; empty if the session is unclaimed or needs no claim."""
     claimed_at: float | None = None
     cut: Cut | None = None
-    """The newest request that was refused for a limit, or for a full context."""
+    """The newest request that was refused because of a limit or a full context, if any."""
     end: SessionEnd | None = None
     """The session's end, or None if it has not ended."""
 
@@ -189,7 +195,7 @@ class StoredSession:
 
     @property
     def begun_at(self) -> float | None:
-        """The time when an agent could first use the session; None if none can use it yet."""
+        """The time from which an agent could use the session; None if no agent can use it yet."""
         if self.opened_at is None or not self.is_taken:
             return None
         return max(self.opened_at, self.claimed_at or self.opened_at)

@@ -1,4 +1,4 @@
-"""A client's submission, and the replies to it. Plain values, no HTTP, no Ray.
+"""A client's submission, and the replies to it, as plain values without HTTP or Ray.
 
 A submission is one task with the requested number of rollouts; the client chooses its id. A
 submission has a position in the backlog; when a group number is free, the group of its rollouts is
@@ -45,19 +45,19 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One task of a request, before it has a position."""
+    """One task of a request, before the task has a position."""
 
     task: Task
     num_samples: int
     """Number of rollouts of the task."""
     min_usable_samples: int | None = None
-    """Number of usable rollouts that are enough to train; None: the group waits for all."""
+    """Number of usable rollouts that are enough to train; None if the group waits for all."""
     digest: str
     """Digest of the request; equal for a repeated request, different for a changed one."""
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""
-    """Name of the key with which the request was sent; empty: the first admin key, or no key."""
+    """Name of the key with which the request was sent; empty for the first admin key or none."""
     batch: str = ""
     """The client's name for a batch of tasks; empty if it gave none."""
     sessions: SessionRequest | None = None
@@ -75,12 +75,13 @@ class RolloutRequest:
         batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
-        """Make a request. asked_samples: the number of samples that the client requests; None uses
-        the run's default.
+        """Make a request.
 
-        The digest covers what the client sent: a resumed run may have other defaults. It includes
-        only the first session's keys, because all are derived from one key of the client.
-        Raises: ValueError if there is not one session for each sample.
+        asked_samples: the number of samples that the client requests; None uses the run's default.
+
+        The digest covers what the client sent, because a resumed run may have other defaults. It
+        includes only the first session's keys, because all keys are derived from one key of the
+        client. Raises: ValueError if there is not one session for each sample.
         """
         num_samples = asked_samples or default_samples
         sent_task = {name: getattr(task, name) for name in _TASK_FIELDS}
@@ -114,7 +115,8 @@ class RolloutRequest:
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A `RolloutRequest` on its way to the store; only the store reads its task.
 
-    Requests are many, and a Struct is made and sent several times faster than a dataclass.
+    It is a Struct, because there are many requests, and a Struct is made and sent several times
+    faster than a dataclass.
     """
 
     id: str
@@ -139,7 +141,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     tasks: tuple[PackedRequest, ...]
     key: str = ""
-    """The digest of the request's Idempotency-Key and its tenant; empty: it has no such key."""
+    """The digest of the request's Idempotency-Key and its tenant; empty without such a key."""
     limits: KeyLimits = NO_LIMITS
     """Limits of the request's API key."""
 
@@ -203,8 +205,10 @@ class StoredSubmissions:
     submissions: tuple[Submission, ...]
     """Submissions that are not over, in the order of acceptance."""
     bindings: Mapping[str, str]
-    """Ids of submissions, by the id of the group that plays them; if two terms bound a group, the
-    binding of the newer one."""
+    """Ids of submissions, by the id of the group that plays them.
+
+    If two terms bound a group, the newer term's binding is used.
+    """
     results: tuple[RolloutResult, ...]
     events: tuple[LedgerEvent, ...]
 
@@ -256,12 +260,12 @@ class PlaceAnswer:
 
     id: str
     place: int
-    """1, 2, 3, … in the order of acceptance"""
+    """position in the order of acceptance: 1, 2, 3, …"""
     ahead: int
-    """tasks that will be played before it; 0 once it is admitted"""
+    """number of tasks that will be played before this one; 0 once it is admitted"""
     status: Status
     is_new: bool
-    """false: this task was accepted before"""
+    """whether the task is new; false if it was accepted before"""
     num_samples: int
 
 

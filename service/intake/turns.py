@@ -1,4 +1,4 @@
-"""The records of a session: its turns, the intents to sample a turn, and the changes of both.
+"""The records of a session: its turns, the intents to sample a turn, and the session's changes.
 
 The store has these records (`service.store.sessions`), and a session's tree is built from them.
 """
@@ -21,9 +21,9 @@ class SessionTurn:
     """One sampled turn. It has only the messages and ids that the turn added, not its history."""
 
     number: int
-    """0, 1, 2, … in the order in which the session's turns were stored."""
+    """Number of the turn (0, 1, 2, …) in the order in which the session's turns were stored."""
     parent: int | None
-    """The number of the turn that this turn continues; None: it begins a conversation."""
+    """The number of the turn that this turn continues; None if the turn begins a conversation."""
     tools: tuple[ToolSchema, ...]
     """Tools of the conversation; empty if the turn has a parent, whose tools then apply."""
     new_messages: tuple[Message, ...]
@@ -34,9 +34,9 @@ class SessionTurn:
     """Whether the prompt begins with all ids of the parent; False if the chat was rendered again,
     or if there is no parent."""
     new_token_ids: TokenIds
-    """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
+    """[N] int32; the ids after the parent's if `extends_parent`, else those of the whole prompt."""
     sampled_token_ids: TokenIds
-    """[A] int32."""
+    """[A] int32; the ids that the engine sampled."""
     logprobs: LogProbs
     """[A] float32, nats."""
     version_spans: tuple[VersionSpan, ...]
@@ -55,20 +55,22 @@ class SessionTurn:
     cache_salt: str = ""
     replica: str = ""
     request_id: str = ""
-    """Id of the HTTP request that it answers; the id stays if a replica sends the request again."""
+    """Id of the HTTP request that the turn answers; a repeat of the request has the same id."""
     request_digest: str = ""
     """Digest of the request; equal for an equal request at the same place in the conversation."""
     idempotency_key: str = ""
     created_at: float = 0.0
     """Seconds since 1970."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the chat template that the client gave; empty with a parent, whose options
-    apply."""
+    """Options of the chat template that the client gave; empty if the turn has a parent.
+
+    The parent's options then apply.
+    """
     is_instructed: bool = False
     """Whether the first message of the conversation came as a request's instructions, which later
     instructions replace. All turns of a conversation have the value of its first turn."""
     stop_string: str = ""
-    """The stop string before which the reply's text was cut; empty: it was not cut."""
+    """The stop string before which the reply's text was cut; empty if it was not cut."""
     ignored: tuple[str, ...] = ()
     """Names of the parameters that the client sent and that were ignored."""
 
@@ -89,7 +91,7 @@ class SessionIntent:
     request_id: str
     request_digest: str
     parent: int | None
-    """Number of the turn that the request continues; None: it begins a conversation."""
+    """Number of the turn that the request continues; None if the request begins a conversation."""
     policy_version: int | None
     """The policy version that was loaded when the engine was called; None if unknown."""
     created_at: float
@@ -98,7 +100,7 @@ class SessionIntent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntentAdded:
-    """An intent was stored; a second one for the same request replaces the first."""
+    """An intent was stored; a second intent for the same request replaces the first."""
 
     session_id: str
     intent: SessionIntent
@@ -106,7 +108,7 @@ class IntentAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntentDropped:
-    """An intent was removed, since no turn was sampled for its request."""
+    """An intent was removed, because no turn was sampled for its request."""
 
     session_id: str
     request_id: str
@@ -169,7 +171,10 @@ class SessionCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """The session ended; a second change may follow with a reward that was pending."""
+    """The session ended.
+
+    If its reward was pending, a second such change may follow with the reward.
+    """
 
     session_id: str
     end: SessionEnd

@@ -1,4 +1,4 @@
-"""Uploaded trajectories, which were sampled elsewhere, and their groups. Plain values.
+"""Uploaded trajectories, which were sampled elsewhere, and their groups, as plain values.
 
 Trajectories wait in groups that the client names. A complete group becomes a submission of the same
 id (`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers
@@ -38,7 +38,7 @@ class Upload:
     """A trajectory that has been checked."""
 
     id: str
-    """Unique in the run."""
+    """The trajectory's id, which is unique in the run."""
     group: str
     digest: str
     """Digest of the trajectory, its group's id and its metadata; equal in JSON and MessagePack."""
@@ -58,7 +58,7 @@ class GroupPolicy:
     num_members: int | None = None
     """Number of members that completes the group; None if the client states none."""
     closes: bool = False
-    """Whether to complete the group now, with the members that it then has."""
+    """Whether to complete the group after this upload, with the members that it then has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class UploadLimits:
     min_members: int
     max_members: int
     max_waiting_bytes: int
-    """Limit of the bytes of all trajectories whose group is not in the window."""
+    """Limit for the total bytes of the trajectories whose group is not in the window."""
 
 
 class UploadRefusal(StrEnum):
@@ -85,7 +85,7 @@ class UploadRefusal(StrEnum):
     GROUP_CLOSED = "group-closed"
     GROUP_FULL = "group-full"
     GROUP_CONFLICT = "group-conflict"
-    """A task of another kind has the group's id."""
+    """A task that is not an upload group has the group's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,10 @@ class UploadGroup:
     num_members: int | None
     """Number of members that completes the group; if None, the client closes it."""
     is_closed: bool
-    """Whether the group is complete: it can be submitted, and accepts no more members."""
+    """Whether the group is complete, so that it can be submitted and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """Make the submission of a closed group; equal at each call.
+        """Return the submission of a closed group, which is equal at each call.
 
         key_name: name of the key of the client that closed the group.
         """
@@ -123,7 +123,7 @@ class UploadGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadReply:
-    """The reply to an upload; its accepted trajectories are stored."""
+    """The reply to an upload; the accepted trajectories are stored before it is sent."""
 
     accepted: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
