@@ -4,11 +4,11 @@
 
 Each node is a Ray in its own namespaces (`tests/worlds/servers/nodes.py`; needs root). On each node
 one real environment actor plays with a scripted policy, and one reader takes each published version
-from the weight board, as an engine does. The queue and the board are real. A feed in a separate
+from the weight board, as an engine does. Queue and board are those of a run. A feed in a separate
 process sends the queue the requests that a supervisor sends in a step. There is no model, trainer,
-store or merge, so only the central parts are measured. Prints one JSON line for each number of
-nodes: processor seconds of each process for a rollout or a publication, and bytes and packets at
-the head.
+store or merge, so only the central parts are measured. The benchmark prints one JSON line for each
+number of nodes: processor seconds of each process for a rollout or a publication, and bytes and
+packets at the head.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Feed:
 
 
 def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, Any]:
-    """Measure the running cluster with its number of nodes; called on the cluster's head."""
+    """Return measurements of the running cluster; called on the cluster's head."""
     ray.init("auto", log_to_driver=False, logging_level="error")
     others = [node for node in alive_nodes() if "rayloom_environments" in node.resources]
     algorithm = AlgorithmSettings(groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_lag=0)

@@ -6,10 +6,11 @@
 Both sides have the same model directory, data set, prompts (compared token by token), reward
 functions, class of tools, samples a step, limits, optimiser and objective (the clip, token mean, no
 KL, returns minus their group's mean), and both cores; both shuffle the prompts. The tiny model is
-trained in float32 on both sides. Our side is `rayloom train` as a user starts it, with lag 0 and 1,
-measured from its run directory. TRL's side is `peers/trl_end_to_end.py`. The sides run one after
-the other, once for each seed. Memory is the largest of all processes of a side together; shared
-pages count once. Prints one line of JSON for each family; exits with 1 if a goal is missed.
+trained in float32 on both sides. Our side is `rayloom train` as a user starts it, with lag 0 and
+with lag 1; it is measured from its run directory. TRL's side is `peers/trl_end_to_end.py`. The
+sides run one after the other, once for each seed. Memory is the largest of all processes of a side
+together; shared pages count once. The benchmark prints one line of JSON for each family, and exits
+with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers"
 GROUPS = 16
 WARM_STEPS = 4
-"""Number of first steps that the steady rate leaves out; half of the steps if there are fewer than
-eight."""
+"""Number of first steps that are not part of the steady rate.
+
+If there are fewer than eight steps, half of them are not part of it.
+"""
 LAST_STEPS = 5
 """Number of last steps over which rewards are compared."""
 LIMIT_S = 1800.0
@@ -55,7 +58,7 @@ T95 = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The steps of one training, from the training's own reports."""
+    """The steps of one training, as the training itself has reported them."""
 
     times: Sequence[float]
     """Unix seconds at the end of each step."""
@@ -109,7 +112,7 @@ class Trained:
 def train_ours(
     model: Path, dataset: Path, family: Family, *, steps: int, seed: int, lag: int, place: Path
 ) -> Trained:
-    """Run `rayloom train` to its end."""
+    """Run `rayloom train` to its end, and return what it reported."""
     settings: dict[str, Any] = {
         "run.steps": steps,
         "run.seed": seed,
@@ -158,7 +161,7 @@ def train_ours(
 def train_trl(
     model: Path, dataset: Path, family: Family, options: argparse.Namespace, seed: int, place: Path
 ) -> Trained:
-    """Run TRL's trainer to its end."""
+    """Run TRL's trainer to its end, and return what it reported."""
     place.mkdir()
     command = [options.peer_python, str(PEERS / "trl_end_to_end.py"), str(model), str(dataset)]
     command += [str(PEERS / "end_to_end_tasks.py"), family.reward, "--engine", options.peer_engine]
@@ -188,7 +191,7 @@ def train_trl(
 
 
 def check_prompts(model: Path, dataset: Path, theirs: Sequence[Sequence[int]]) -> None:
-    """Compare the other side's prompts with ours. Raises: SystemExit at the first difference."""
+    """Check that the other side's prompts are ours. Raises: SystemExit at the first difference."""
     renderer = load_renderer(str(model), template_options={}, history=History.APPENDED)
     rows = [json.loads(line) for line in dataset.read_text().splitlines()]
     for row, prompt in zip(rows, theirs, strict=True):
@@ -203,7 +206,7 @@ def check_prompts(model: Path, dataset: Path, theirs: Sequence[Sequence[int]]) -
 def _run(
     command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
 ) -> tuple[float, float]:
-    """Run a side to its end.
+    """Run a side to its end, and return its start and memory.
 
     Returns: Unix seconds of the start, and the largest memory of the side's processes in GiB.
     Raises: SystemExit with the end of the side's log.
@@ -236,7 +239,7 @@ def _run(
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Return the mean of ours minus the mean of theirs, and half of the difference's 95 % interval.
 
-    The interval is Student's with pooled variances; there is none with one seed.
+    The interval is Student's with pooled variances. With one seed there is no interval.
     """
     degrees = len(ours) + len(theirs) - 2
     if not degrees:
@@ -254,7 +257,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
 def summarise(
     trained: Mapping[str, Sequence[Trained]], *, goals: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return each side's rates, rewards and ratios to TRL of the same round, and missed goals."""
+    """Return each side's rates, rewards and ratios to TRL in the same round, and missed goals."""
     theirs = trained["trl"]
     sides, missed = {}, []
     for name, runs in trained.items():
@@ -284,7 +287,7 @@ def summarise(
 
 
 def compare(name: str, folder: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train every side once for each seed, in changing order."""
+    """Train every side once for each seed, in changing order, and return the summary."""
     family = FAMILIES[name]
     dataset = folder / f"{name}.jsonl"
     family.write(dataset)
@@ -324,7 +327,7 @@ def compare(name: str, folder: Path, model: Path, options: argparse.Namespace) -
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print the results, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--peer-engine", choices=("generate", "paged", "vllm"), default="generate")

@@ -1,4 +1,4 @@
-"""The inputs of `end_to_end`: a model that knows the form of the answers, data sets, settings.
+"""The inputs of `end_to_end`: a model that knows the form of the answers, data sets and settings.
 
 The model is the tiny one (`actors/trainer/tiny`), warmed up on conversations with random answers
 and guesses; `sums` trains SmolLM2-135M-Instruct. `benchmarks/peers/end_to_end_tasks.py` has every
@@ -120,7 +120,7 @@ FAMILIES = {
 
 
 def build_model(directory: Path) -> Path:
-    """Build the initial policy of all sides and all families."""
+    """Build the initial policy of all sides and families, and return its directory."""
     kinds = (_after, _count, _game_of(load_tools([f"{TASKS}:Game"]).schemas))
 
     def conversation(dice: random.Random) -> Conversation:

@@ -1,4 +1,4 @@
-"""Describe the machine and the versions of a measurement, for a benchmark's line of JSON."""
+"""Describe the machine and the software versions for a benchmark's line of JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measure what the audit for reward hacking costs for a step.
 
-The cost is that of reading the step's journal file, describing it, and comparing it with the
-hundred steps before.
+The audit reads the step's journal file, describes the step, and compares it with the hundred steps
+before.
 
     PYTHONPATH=.:tests python -m benchmarks.hacking_cost --trajectories 1000 --turns 1 --tokens 8000
 """
@@ -35,7 +35,9 @@ _Result = TypeVar("_Result")
 
 
 def played(rng: np.random.Generator, group: int, turns: int, tokens: int) -> Iterator[Trajectory]:
-    """Yield the trajectories of a group. group: its number. turns: turns of each trajectory.
+    """Yield the trajectories of a group.
+
+    group: number of the group. turns: number of turns of each trajectory.
 
     tokens: sampled tokens of each turn, after NUM_OBSERVED other tokens.
     """

@@ -1,7 +1,7 @@
 """Make a long run's directory without training, with the code by which a run writes.
 
 Every rollout is evicted as masked, so its journal needs no tokens; checkpoints, retention and the
-journal are those of a run. Used by `long_history` and, at a small scale, by a test.
+journal are those of a run. `long_history` uses this module, and so does a test at a small scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Send HTTP/1.1 requests on one connection, with little code: the server has the same cores."""
+"""Send HTTP/1.1 requests on one connection with little code, as the server has the same cores."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class HttpConnection:
             await self._writer.wait_closed()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Send a GET request. Returns: the status and the body."""
+        """Send a GET request, and return the status and the body."""
         return await self._ask("GET", path, b"", {})
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Send a POST request. body: JSON. Returns: the status and the body."""
+        """Send a POST request with a JSON body, and return the status and the body."""
         return await self._ask("POST", path, body, {**headers, "Content-Type": "application/json"})
 
     async def _ask(

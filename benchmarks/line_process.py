@@ -1,7 +1,7 @@
 """Run a child process that answers each line with a line.
 
-A benchmark thus runs code in another Python environment. The child's standard output contains only
-answers. While the child waits it uses no processor time.
+A benchmark can thus run code in another Python environment. The child's standard output contains
+only answers. A child that waits uses no processor time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LineProcess:
         self._errors.close()
 
     def ask(self, command: str) -> str:
-        """Send one line and wait for the answer. Raises: SystemExit if the process ends."""
+        """Send one line, and return the answer. Raises: SystemExit if the process ends."""
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()

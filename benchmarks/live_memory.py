@@ -1,7 +1,7 @@
 """Count the bytes of all tensors that are alive at once; the result is the same in every run.
 
-While the mode is active, each storage that one of torch's operators makes counts until it is freed,
-also in backward passes of the same thread. Memory that a kernel allocates internally is not
+While the counter is active, each storage that one of torch's operators makes counts until it is
+freed, also in backward passes of the same thread. Memory that a kernel allocates internally is not
 counted.
 """
 

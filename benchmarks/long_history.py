@@ -2,9 +2,10 @@
 
     python -m benchmarks.long_history [--steps 100000] [--rollouts 200] [--keep DIRECTORY]
 
-Makes the directory of a short run and of a long one (`history_inputs`). Then measures each part in
-a separate process, alternating the two runs: seconds without the imports, and the process's largest
-memory beyond that after the imports. Making the long run takes minutes; --keep makes it only once.
+The benchmark makes the directory of a short run and of a long one (`history_inputs`). Then it
+measures each part in a separate process, for the two runs in turn: the seconds without the imports,
+and the growth of the process's memory after the imports. It takes minutes to make the long run;
+with --keep this is done only once.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _compare(part: str, runs: list[Path]) -> None:
 
 
 def _measure(part: Callable[[RunDir], None], run_dir: RunDir) -> tuple[float, float]:
-    """Return the seconds of a part, and the MiB that it needs beyond those of the imports."""
+    """Return a part's seconds, and its MiB above the memory after the imports."""
     before = psutil.Process().memory_info().rss
     began = time.monotonic()
     part(run_dir)

@@ -1,11 +1,11 @@
 """Measure the peak memory of the loss at a large vocabulary: `python -m benchmarks.loss_memory`.
 
-Measures log-probabilities and entropies of 8,192 trained tokens from their hidden states, the
-policy loss, and its backward pass to the hidden states and the output head, once without and once
-with an entropy bonus, each in a separate process. The peak is the maximum growth of the process
-(VmHWM minus VmRSS before), including the gradients; the memory counted in tensors is also shown.
-Both are given as a share of the full logits in float32. Prints one line of JSON; exits with 1 if
-the share exceeds a quarter.
+The benchmark computes the log-probabilities and entropies of 8,192 trained tokens from their hidden
+states, the policy loss, and its backward pass to the hidden states and the output head. It does so
+once without and once with an entropy bonus, each in a separate process. The peak is the maximum
+growth of the process (VmHWM minus VmRSS before), including the gradients; the memory counted in
+tensors is also shown. Both are given as a share of the full logits in float32. The benchmark prints
+one line of JSON, and exits with 1 if the share exceeds a quarter.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def backward_of_loss(
 
 
 def measure_here(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one loss in this process, which has done nothing else."""
+    """Measure one loss in this process, which has done nothing else, and return the numbers."""
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     settings = LossSettings(entropy_coefficient=0.01 if options.entropy else 0.0)
@@ -100,7 +100,7 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def status_bytes(name: str) -> int:
-    """Return the value of a line of /proc/self/status in bytes; the file has kibibytes."""
+    """Return the value of a line of /proc/self/status in bytes; in the file it is in kibibytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -108,7 +108,7 @@ def status_bytes(name: str) -> int:
 
 
 def main() -> int:
-    """Measure both losses, each in a separate process, and print."""
+    """Measure both losses, each in a separate process, print, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--vocabulary", type=int, default=150_000)
     parser.add_argument("--tokens", type=int, default=8192, help="trained tokens")

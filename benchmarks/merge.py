@@ -4,11 +4,12 @@
 
 Both sides make rows of the same trajectories in one run, alternately (ours, theirs, ours, ...),
 each from its own form of input: Rayloom from turns with int32 arrays, SkyRL from lists of ints that
-share their objects, as its own generator makes them. *Run*: a turn loop's turns, each known to
-continue the last one, pass through the sample builder, the codec and back. *Comparison*: the same,
-without the information which sample a turn extends. *Obvious*: the rule in plain loops over
-Python's lists, without the codec. Times are CPU seconds of one thread. Prints one JSON line; exits
-with 1 if the upper quartile of a ratio misses its goal.
+share their objects, as its own generator makes them. In *run*, the turns of a turn loop, each of
+which is known to continue the last one, pass through the sample builder and the codec, and are
+decoded again. *Comparison* is the same without the information which sample a turn extends.
+*Obvious* is the rule in plain loops over Python's lists, without the codec. Times are CPU seconds
+of one thread. The benchmark prints one JSON line, and exits with 1 if the upper quartile of a ratio
+misses its goal.
 """
 
 from __future__ import annotations
@@ -74,12 +75,15 @@ class Peer(LineProcess):
         )
 
     def seconds(self, passes: int) -> float:
-        """Return the CPU seconds of one pass of the peer, measured over this number of passes."""
+        """Return the peer's CPU seconds for one pass, measured over a number of passes."""
         return float(self.ask(f"time {passes}"))
 
 
 def as_a_run_does(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Append turns to the samples they are known to extend; encode and decode the result."""
+    """Return samples made as in a run: each turn says which sample it extends.
+
+    The samples are encoded and decoded.
+    """
     trajectories = []
     for number, turns in enumerate(plays):
         builder = SampleBuilder(str(number))
@@ -91,7 +95,10 @@ def as_a_run_does(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Find the sample that each turn extends; encode and decode the trajectories."""
+    """Return samples made by finding the sample that each turn extends.
+
+    The samples are encoded and decoded.
+    """
     block = encode(
         [
             as_trajectory(build_samples(turns, trajectory_id=str(number)), number=number)
@@ -102,7 +109,7 @@ def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def by_the_rule(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Merge turns with the plain loops of the merge rule, without the codec."""
+    """Return samples made with the plain loops of the merge rule, without the codec."""
     return [sample for turns in plays for sample in merge_turns(turns)]
 
 
@@ -138,7 +145,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def measure(
     num_turns: int, shape: Shape, peer: Peer, folder: Path, *, pairs: int
 ) -> dict[str, Any]:
-    """Measure times and ratios at one number of turns."""
+    """Return times and ratios at one number of turns."""
     number = BATCHES[num_turns]
     plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
     recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
@@ -178,7 +185,7 @@ def measure(
 def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
     """Return whether both sides give the same rows of the same trajectories, in the same order.
 
-    Compares prompt, response, mask, log-probabilities and the reward of each token.
+    Compare prompt, response, mask, log-probabilities and the reward of each token.
     """
     recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
     write_for_peer(list(plays), folder / "plays.npz")
@@ -202,7 +209,7 @@ def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
 
 
 def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
-    """Compare the rows of trajectories that branch.
+    """Return the comparison of both sides' rows of trajectories that branch.
 
     Rewritten histories give equal rows. If a conversation continues after a turn of another one,
     SkyRL gives more rows than Rayloom, because it keeps one sample open.
@@ -228,7 +235,7 @@ def share_one_core() -> None:
 
 
 def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
-    """Return x for seconds that grow as tokens ** x, fitted to the rows of 16 turns or more."""
+    """Return x if seconds grow as tokens ** x, fitted to the rows of 16 turns or more."""
     chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
     counts = [row[tokens] for row in chosen]
     medians = [row["us"][way]["median"] for row in chosen]
@@ -247,7 +254,7 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Measure, print one JSON line, and report the missed goals."""
+    """Measure, print one JSON line, report the missed goals, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)

@@ -1,13 +1,12 @@
-"""Measure what branches cost: histories rewritten at every turn, and branches with KL in the
-reward.
+"""Measure the cost of branches: histories rewritten at every turn, and branches with a KL charge.
 
     python -m benchmarks.merge_branches
 
-*Stripped*: each prompt is the last one plus a number of new tokens, without half of what the last
-turn sampled (its reasoning), so that each turn opens a sample; merged by comparison. *Branches*: a
-number of turns that branch off one prompt, in two trajectories with routing records, merged and
-made into a step with and without a KL charge. Times are CPU seconds of one thread, the quietest of
-three passes. Prints one JSON line.
+In *stripped*, each prompt is the last one without half of the last turn's sampled tokens (its
+reasoning), plus a number of new tokens. So each turn opens a sample; turns are merged by
+comparison. In *branches*, a number of turns branch off one prompt, in two trajectories with routing
+records; they are merged and made into a step with and without a KL charge. Times are CPU seconds of
+one thread, the smallest of three passes. The benchmark prints one JSON line.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NEW_TOKENS = (1, 20)
 
 
 def quietest_s(function: Callable[[], object]) -> float:
-    """Return the CPU seconds of the quietest pass."""
+    """Return the CPU seconds of the pass that took the least."""
     times: list[float] = []
     for _ in range(PASSES):
         started = time.process_time()
@@ -47,7 +46,10 @@ def quietest_s(function: Callable[[], object]) -> float:
 
 
 def stripped(num_turns: int, new_tokens: int) -> dict[str, float]:
-    """Merge one trajectory whose history grows by this number of tokens each turn."""
+    """Return the times of merging one trajectory.
+
+    Its history grows by a number of tokens each turn.
+    """
     thought = max(1, new_tokens // 3)
     shape = Shape(prompt=50, sampled=2 * thought, observed=new_tokens - thought)
     turns = as_turns(rewritten(num_turns, shape, seed=0), number=0)
@@ -66,12 +68,12 @@ def stripped(num_turns: int, new_tokens: int) -> dict[str, float]:
 
 
 def merged(turns: list[Turn], *, number: int) -> Trajectory:
-    """Merge turns into a trajectory, by finding which sample each turn extends."""
+    """Return the trajectory of turns, merged by finding which sample each turn extends."""
     return as_trajectory(build_samples(turns, trajectory_id=f"g-{number}.a0"), number=number)
 
 
 def branched(num_turns: int) -> dict[str, float]:
-    """Merge two trajectories of branches, and make a step of them."""
+    """Return the times of merging two trajectories of branches and making a step of them."""
     plays = [branches(num_turns, Shape(prompt=50, sampled=2), seed=seed) for seed in range(2)]
     recorded = [_recorded(play, i) for i, play in enumerate(plays)]
     group = tuple(merged(turns, number=i) for i, turns in enumerate(recorded))

@@ -1,8 +1,8 @@
 """Trajectories for the merge benchmark, and the file in which the peer receives the same ones.
 
 A trajectory consists of its merged ids and, for each turn, the end of its prompt and the number of
-tokens that it sampled. Each side makes its own inputs from that: Rayloom arrays of int32, the peer
-lists of ints.
+tokens that it sampled. Each side makes its own inputs from these: Rayloom makes arrays of int32,
+the peer lists of ints.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Play:
 
 
 def linear(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Make a play in which every turn extends the last.
+    """Return a play in which every turn extends the last.
 
-    Each prompt has its own memory, like a prompt that arrives from elsewhere; the reward is on the
+    Each prompt is a separate array, like a prompt that arrives from elsewhere; the reward is on the
     last token.
     """
     rng = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ def linear(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Make a play in which later prompts contain only the second half of each reply."""
+    """Return a play in which later prompts contain only the second half of each reply."""
     rng = np.random.default_rng(seed)
     history = _ids(rng, shape.prompt)
     play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
@@ -72,7 +72,7 @@ def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Make a play in which every turn branches off one prompt with its own token."""
+    """Return a play in which every turn branches off one prompt with its own token."""
     rng = np.random.default_rng(seed)
     head = _ids(rng, shape.prompt)
     play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
@@ -82,7 +82,7 @@ def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Make a play of two conversations, whose turns alternate: a main line and a sub-agent."""
+    """Return a play of two conversations, a main line and a sub-agent, whose turns alternate."""
     main = linear(num_turns // 2, shape, seed=seed)
     aside = linear(num_turns // 2, shape, seed=seed + 1)
     names = ("prompts", "sampled", "logprobs", "rewards")
@@ -130,7 +130,7 @@ def as_trajectory(samples: tuple[Sample, ...], *, number: int) -> Trajectory:
 
 
 def write_for_peer(plays: list[Play], path: Path) -> None:
-    """Write plays as flat arrays, which the peer can read with only numpy."""
+    """Write plays as flat arrays, because the peer can read them with numpy alone."""
     turns = [
         (number, len(prompt), len(sampled))
         for number, play in enumerate(plays)

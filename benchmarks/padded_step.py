@@ -1,4 +1,4 @@
-"""Train on turns in the plain way: one padded row for each turn, full logits of every token.
+"""Train on turns in the plain way: with a padded row for each turn and full logits of each token.
 
 Each turn is a row of its whole history and its sampled tokens. Rows are padded on the right to one
 length and go through transformers' own model, a few at a time. Simple optimisations are used: no
@@ -48,7 +48,7 @@ class PaddedRows:
 
 
 def turn_rows(trajectories: Sequence[Trajectory]) -> list[TurnRow]:
-    """Make one row for each turn, in the order of trajectories."""
+    """Return one row for each turn, in the order of trajectories."""
     return [
         TurnRow(
             token_ids=sample.token_ids[: turn.end],
@@ -62,7 +62,7 @@ def turn_rows(trajectories: Sequence[Trajectory]) -> list[TurnRow]:
 
 
 def pad_rows(rows: Sequence[TurnRow], *, length: int, weight: float) -> PaddedRows:
-    """Pad rows on the right. weight: the weight of each trained token."""
+    """Return rows padded on the right. weight: the weight of each trained token."""
     token_ids = np.zeros((len(rows), length), np.int64)
     targets = np.zeros_like(token_ids)
     behaviour, advantages, weights = (np.zeros(token_ids.shape, np.float32) for _ in range(3))
@@ -84,7 +84,7 @@ def pad_rows(rows: Sequence[TurnRow], *, length: int, weight: float) -> PaddedRo
 
 
 def padded_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[PaddedRows]:
-    """Pad all rows to the length of the longest, as one padded batch divided into micro-batches."""
+    """Yield micro-batches of the rows, all padded to the length of the longest row."""
     length = max(len(row.token_ids) for row in rows)
     weight = 1 / sum(len(row.logprobs) for row in rows)
     for start in range(0, len(rows), rows_at_once):
@@ -92,7 +92,7 @@ def padded_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[Pa
 
 
 def sorted_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[PaddedRows]:
-    """Sort rows by length and pad each micro-batch only to its own longest row."""
+    """Yield micro-batches of the rows sorted by length, each padded only to its own longest row."""
     ordered = sorted(rows, key=lambda row: len(row.token_ids))
     weight = 1 / sum(len(row.logprobs) for row in rows)
     for start in range(0, len(ordered), rows_at_once):
@@ -101,7 +101,7 @@ def sorted_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[Pa
 
 
 def clip_loss(logits: Tensor, rows: PaddedRows) -> Tensor:
-    """Return PPO's clipped loss against the sampler's policy, summed with the tokens' weights.
+    """Return PPO's clipped loss against the sampler's policy, as a sum weighted by token.
 
     logits: [B, L, V].
     """
@@ -116,7 +116,7 @@ def clip_loss(logits: Tensor, rows: PaddedRows) -> Tensor:
 def accumulate(
     model: torch.nn.Module, batches: Iterable[PaddedRows], *, dtype: torch.dtype
 ) -> float:
-    """Add the gradients of all micro-batches to the model's; return the loss."""
+    """Add the gradients of all micro-batches to the model's gradients, and return the loss."""
     total = 0.0
     for rows in batches:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):

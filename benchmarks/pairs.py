@@ -51,7 +51,7 @@ class Spread:
 
 
 def rounds(text: str) -> int:
-    """Parse a number of rounds from the command line. Raises: argparse.ArgumentTypeError."""
+    """Return a number of rounds from the command line. Raises: argparse.ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 2:
         raise argparse.ArgumentTypeError(
             f"got {text}, expected 2 or more: the output has quartiles"
@@ -64,7 +64,7 @@ def interleave(
 ) -> dict[str, list[_Result]]:
     """Run every side once in each round, every second round in reverse order.
 
-    Returns: the results of each side, round by round.
+    Returns: the results of each side in the order of the rounds.
     """
     results: dict[str, list[_Result]] = {name: [] for name in sides}
     for number in range(num_rounds):
@@ -75,10 +75,10 @@ def interleave(
 
 
 def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spread]:
-    """Return the spread of slow over fast, round by round: by the clock, and in processor time.
+    """Return the spread of the rounds' ratios of slow to fast, in elapsed and in processor time.
 
-    Goals apply to processor time, because it excludes other work on the machine; waiting threads
-    have to sleep. By the clock, a side looks slower if more other work ran at the same time.
+    Goals apply to processor time, which excludes other work on the machine; threads that wait must
+    sleep. In elapsed time, a side looks slower if more other work ran at the same time.
     """
     pairs = list(zip(slow, fast, strict=True))
     return {
@@ -88,7 +88,7 @@ def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spr
 
 
 def time_once(work: Callable[[], object]) -> Seconds:
-    """Return the seconds of one call in this process, with a clean heap before it."""
+    """Return the seconds of one call in this process, after a garbage collection."""
     gc.collect()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     work()

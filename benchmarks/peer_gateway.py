@@ -9,26 +9,27 @@ All of a side's processes share one core, and the clients have the other; the si
 rounds. If other work runs on the machine, a side of two processes gets more of its core than a side
 of one: then only processor time can be compared.
 
-Only ours does the following in the measured time. A turn is committed to a database before it is
-answered (SQLite on a file, one commit for all sessions each 5 ms), so that it outlives the process.
-(The intent to sample it is stored as well if sampling takes longer than here.) Keys and bodies are
-checked. The routes are in a separate process, as in a replica of the API, and send each request to
-the gateway's process through Ray. (Serve's proxy or HAProxy in front of the routes is left out; a
-run has one of them.) The other gateway is one process that keeps the sessions in its memory and
-ends with them, by design, because it is the trainer's own process; it checks no key. Both make the
-text of a reply from its ids.
+Only our gateway does the following in the measured time. A turn is committed to a database before
+it is answered (SQLite on a file, one commit for all sessions each 5 ms), so that it outlives the
+process. (The intent to sample it is stored as well if sampling takes longer than here.) Keys and
+bodies are checked. The routes are in a separate process, as in a replica of the API, and send each
+request to the gateway's process through Ray. (Serve's proxy or HAProxy in front of the routes is
+left out; a run has one of them.) The other gateway is one process that keeps the sessions in its
+memory and ends with them, by design, because it is the trainer's own process; it checks no key.
+Both gateways make the text of a reply from its ids.
 
 The other gateway is measured in both of its modes. `tree` (its default) renders and tokenizes the
 conversation again with each turn. `linear` uses the sampled ids instead of tokenizing them, as long
-as a session's requests continue each other, and `reset`s if they do not. Ours always keeps the ids.
-The agent whose samples are counted has a main line of eight turns, of which one is requested twice,
-as clients do whose answer was lost. (The retry is marked as the OpenAI client marks it, with an
-idempotency key; the other gateway ignores both and samples the turn again.) It also has a sub-agent
-of three turns with its own instructions between them, a compaction, and three turns after it. It
-plays once with answers as the tokenizer would encode them (*canonical*: no answer changes), and
-once with the first word of each answer in single letters (*split*: all change, the worst case; a
-real model's answers are between these cases). `trained_once` counts sampled tokens by names that
-their log-probabilities carry through either gateway. Prints one line of JSON.
+as a session's requests continue each other, and calls `reset` if they do not. Our gateway always
+keeps the ids. The agent whose samples are counted has a main line of eight turns, of which one is
+requested twice, as clients do whose answer was lost. (The retry is marked as the OpenAI client
+marks it, with an idempotency key; the other gateway ignores both and samples the turn again.) It
+also has a sub-agent of three turns with its own instructions between them, a compaction, and three
+turns after it. It plays once with answers as the tokenizer would encode them (*canonical*: no
+answer changes), and once with the first word of each answer in single letters (*split*: all change,
+the worst case; a real model's answers are between these cases). `trained_once` counts sampled
+tokens by names that their log-probabilities carry through either gateway. The benchmark prints one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Side:
         messages: Messages,
         **headers: str,
     ) -> str:
-        """Request one turn. Returns: the answer's text."""
+        """Request one turn, and return the answer's text."""
         name = self.name(member)
         path = f"/sessions/{name}/v1/chat/completions" if self.is_ours else "/v1/chat/completions"
         key = key_of(member) if self.is_ours else name
@@ -127,7 +128,7 @@ async def converse(side: Side, member: int, said: str, *, num_turns: int) -> Non
 
 
 def play(side: Side, measured: Measured, number: int, *, history: int, num_turns: int) -> None:
-    """Play a round: every client has a new conversation in its own session.
+    """Play a round, in which every client has a new conversation in its own session.
 
     history: number of tokens with which each conversation begins.
     """
@@ -184,7 +185,7 @@ async def play_branching(side: Side, member: int) -> None:
 
 
 def samples(side: Side, member: int) -> dict[str, Any]:
-    """Return the samples of one rollout of the branching agent."""
+    """Return the numbers of the samples of one rollout of the branching agent."""
     asyncio.run(play_branching(side, member))
     rows = side.rows(member)
     times = Counter(rows["trained"])

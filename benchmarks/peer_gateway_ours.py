@@ -1,6 +1,6 @@
 """Rayloom's side of `benchmarks.peer_gateway`: routes in uvicorn, and the gateway's actor.
 
-Answers the same commands as `peers/agentcore_gateway.py`, in the same form.
+The process answers the same commands as `peers/agentcore_gateway.py`, in the same form.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS_AN_ANSWER, UNIT = 256, 2.0**-16
 class Script:
     """A script that gives its answers in turn and at once, for any request.
 
-    The script parses the text of an answer, as an engine's replica and the other gateway do.
+    It parses the text of an answer, as an engine's replica and the other gateway do.
     """
 
     def __init__(self, model: str, path: str, kind: str) -> None:

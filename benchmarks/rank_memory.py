@@ -5,8 +5,8 @@ or gathered weights freed after each micro-batch.
 
 Each side starts the one rank of a run in a process of its own, makes two steps and writes a
 checkpoint. Peaks of the process's memory (VmHWM) are reported for the start, the second step and
-the checkpoint, and the memory that is left when the allocator has returned what it had freed.
-Prints one line of JSON.
+the checkpoint, and the memory that is left when the allocator has returned what it had freed. The
+benchmark prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIDES = ("all_weights", "adapters", "recomputed", "resharded")
 
 
 def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one side in this process, which has done nothing else."""
+    """Measure one side in this process, which has done nothing else, and return the numbers."""
     vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
     shape = replace(SHAPE, groups=options.groups)
     weighted = weigh(make_trajectories(shape, vocabulary=vocabulary))
@@ -76,7 +76,7 @@ def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def clear_peak() -> None:
-    """Set the process's peak of memory (VmHWM) to the memory that it uses now."""
+    """Set the process's peak of memory (VmHWM) to the memory in use now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -71,7 +71,7 @@ class RawEngine:
         return cpu_s(self._engine)
 
     def play(self, conversations: list[list[Asked]], *, at_once: int | None = None) -> float:
-        """Play `at_once` conversations at a time, or all if it is None. Returns: seconds."""
+        """Play `at_once` conversations at a time, or all if it is None; return the seconds."""
         started = time.perf_counter()
         self._loop.run_until_complete(
             some_at_once(conversations, self._converse, limit=at_once or len(conversations))
@@ -125,7 +125,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """Pin all threads of a process to `cores`, at one priority; later threads inherit both."""
+    """Pin all threads of a process to `cores` with one priority; later threads inherit both."""
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         # A thread may have ended in the meantime.
         with suppress(ProcessLookupError):

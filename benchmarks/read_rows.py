@@ -2,9 +2,9 @@
 
     $ python -m benchmarks.read_rows
 
-Writes ROWS rows as chat prompts with an answer to a JSONL file, and reads them as a start does.
-Prints processor seconds, the objects that garbage collections visit afterwards, the blocks of
-memory, and by how much the process's peak memory grew.
+The benchmark writes ROWS rows as chat prompts with an answer to a JSONL file, and reads them as a
+start does. It prints processor seconds, the number of objects that garbage collections visit
+afterwards, the number of memory blocks, and the growth of the process's peak memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measure the time to recover: from kill -9 of each part of a real run to the next finished step.
+"""Measure the time from kill -9 of each part of a real run to the next finished step.
 
     $ make bench-recovery
 
 One run of `rayloom train` is killed part by part, in rounds. A recovery ends with the first step
 that finishes after the run has reported the replacement of the part. (A step may finish before the
 report, from rollouts that were already played.) Afterwards each part is started separately on an
-idle local Ray: its bare start. The time of the bare start is allowed for the recovery; for a lost
-rank also the time of the steps that are trained again, and of one step. Prints medians, the time
-beyond the allowance, the goal for it, and a JSON line.
+idle local Ray. The time of this bare start is allowed for the recovery; for a lost rank, the time
+of the steps that are trained again and of one more step is allowed too. The benchmark prints
+medians, the time beyond the allowance with its goal, and a JSON line.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Part:
     """A part to kill, and the goal for the time of its recovery."""
 
     process: str
-    """A pattern of the part's process title; empty: the command itself."""
+    """A pattern of the part's process title; empty for the command itself."""
     notice: str
     """The text in the run's log that reports the replacement of the part."""
     goal_s: float
     """Goal beyond the allowance, or for the whole time if there is no allowance."""
     start: str = ""
-    """The part whose start time, measured separately, is added to goal_s; empty: none."""
+    """The part whose separately measured start time is added to goal_s; empty if there is none."""
 
 
 PARTS = {
@@ -100,7 +100,7 @@ class Recovery:
     allowed_s: float
     """Seconds of the bare start; for a rank, also of the steps to train again and of one step.
 
-    0: the goal applies to the whole time.
+    If it is 0, the goal applies to the whole time.
     """
     beyond_s: float
     goal_s: float
@@ -120,7 +120,7 @@ class Recoveries:
 
 
 def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:
-    """Kill each part in turn, and finally the command itself, which is resumed."""
+    """Kill each part in turn, finally the command itself, which is resumed; return the times."""
     found: dict[str, list[float]] = {name: [] for name in PARTS}
     num_again: list[int] = []
     with running(config, run_dir) as run:
@@ -150,7 +150,7 @@ def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:
 
 
 def _recovery(run: Run, part: Part) -> tuple[float, str]:
-    """Wait for a recovery. Returns: its seconds, and the run's output in the meantime."""
+    """Kill a part, and return the seconds of its recovery and the run's output in that time."""
     began, length = time.monotonic(), run.place.log_file.stat().st_size
     run.kill_part(part.process)
     _wait_for_more(run, part.notice, length)
@@ -270,7 +270,7 @@ def _start_engine(config: Config, model: str) -> Callable[[], None]:
 
 
 def compare(recovered: Recoveries, started: dict[str, list[float]]) -> dict[str, Recovery]:
-    """Return the medians, by part."""
+    """Return the medians of each part's recoveries."""
     found = {}
     for name, part in PARTS.items():
         recovery_s = statistics.median(recovered.by_part[name])
@@ -291,7 +291,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """Measure and print. Returns: 1 if a goal is missed."""
+    """Measure and print; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="kills, and starts, of each part")
     options = parser.parse_args()

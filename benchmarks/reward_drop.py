@@ -2,11 +2,11 @@
 
     python -m benchmarks.reward_drop [tune|judge] [--every]
 
-Synthetic runs: each step has a batch of returns (right or wrong, or normally distributed) about a
-mean that follows a curve, with a change of difficulty from step to step. Half of the runs
-collapse. A collapse counts as found if it is reported within 20 steps of its middle: the step at
-which half of the fall has happened. The script also counts the collapses of which a checkpoint from
-before the first step of the fall is kept, for several values of `run.checkpoint_every` and
+In synthetic runs, each step has a batch of returns (right or wrong, or normally distributed) about
+a mean that follows a curve; the difficulty changes from step to step. Half of the runs collapse. A
+collapse counts as found if it is reported within 20 steps of its middle: the step at which half of
+the fall has happened. The script also counts the collapses of which a checkpoint from before the
+first step of the fall is kept, for several values of `run.checkpoint_every` and
 `run.keep_checkpoints`. The thresholds were chosen on `tune`; the runs of `judge` have other seeds,
 curves, scales, noises and falls.
 """
@@ -236,7 +236,10 @@ def show(
     sizes: Sequence[float],
     delays: Sequence[int],
 ) -> None:
-    """Print the error rates. missed: the sizes and descriptions of the falls not found in time."""
+    """Print the error rates.
+
+    missed: sizes and descriptions of the falls that were not found in time.
+    """
     print(f"{name}: {NUM_RUNS} honest runs and {NUM_RUNS} collapses")
     print(f"false alarms: {len(false)} in {2 * NUM_RUNS} histories without a collapse")
     print(f"missed: {len(missed)} of {NUM_RUNS} collapses")

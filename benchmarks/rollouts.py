@@ -6,14 +6,14 @@
 A real environment actor plays the tasks of a configuration with its initial model, by default those
 of the small demo (deploy/configs/guessing-cpu.yaml): rollouts from the real queue, turns from the
 real Serve deployment, trajectories back to the queue, all started as a supervisor starts them. This
-process admits the groups and takes the steps. *In step*: it admits one step and takes it before the
-next one, as with lag 0. *Ahead*: it admits several steps at once, as with a lag, so that the
-actor's slots stay full. The other side is bare vLLM in this process. It receives the same prompts,
-turn by turn, samples the same number of tokens for each turn, and has as many conversations at once
-as the actor has slots. On both sides the engine's process has one core and everything else the
-other. The sides alternate their rounds. Trainer, merge, store and new versions of the weights are
-not included.
-Prints one line of JSON; the ratio is the actor's turns a second over those of bare vLLM.
+process admits the groups and takes the steps. With *in step*, it admits one step and takes it
+before the next one, as with lag 0. With *ahead*, it admits several steps at once, as with a lag, so
+that the actor's slots stay full. The other side is bare vLLM in this process. It receives the same
+prompts, turn by turn, samples the same number of tokens for each turn, and has as many
+conversations at once as the actor has slots. On both sides the engine's process has one core and
+everything else the other. The sides alternate their rounds. Trainer, merge, store and new versions
+of the weights are not included. The benchmark prints one line of JSON; the ratio is the actor's
+turns a second over those of bare vLLM.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Rollouts:
         }
 
     def play(self, num_steps: int) -> Played:
-        """Admit `num_steps` steps at once, and take each step when it is complete."""
+        """Admit `num_steps` steps at once, take each complete step, and return the turns."""
         slots, _ = ray.get(self._queue.admissible.remote(CALL_S), timeout=2 * CALL_S)
         groups = [
             GroupRequest(
@@ -201,7 +201,7 @@ def cpu_ms_a_turn(costs: Sequence[Cost], parts: Parts, *, num_turns: int) -> dic
 
 
 def measured(work: Callable[[], _Result]) -> tuple[_Result, Cost]:
-    """Do the work; return its result, and the time of all processes of this benchmark."""
+    """Return the result of the work, and the time of all processes of this benchmark meanwhile."""
     before, started = _cpu_by_process(), time.perf_counter()
     result = work()
     wall_s = time.perf_counter() - started

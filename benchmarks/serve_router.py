@@ -1,4 +1,4 @@
-"""Compare Ray Serve's own HTTP proxy with its HAProxy: requests a second, latency, processor time.
+"""Compare Ray Serve's own HTTP proxy with HAProxy by throughput, latency and processor time.
 
     $ python -m benchmarks.serve_router
 
@@ -6,9 +6,9 @@ Two local Rays differ only in RAY_SERVE_ENABLE_HA_PROXY. Without it a request go
 proxy, a Python process, and its router; with it HAProxy sends it to the replica's own port. Each
 Ray has one replica that answers with the request's body, and one of Rayloom's HTTP API, whose
 `/healthz` answers without a run. The client keeps its connections and sends the next request as
-soon as it is answered. The sides alternate their windows. Prints one line of JSON; ratios are
-Serve's proxy over HAProxy: a ratio of seconds above 1 means that HAProxy was better, a ratio of
-requests above 1 that the proxy was.
+soon as it is answered. The sides alternate their windows. The benchmark prints one line of JSON.
+Ratios are Serve's proxy over HAProxy: HAProxy was better if a ratio of seconds is above 1, the
+proxy if a ratio of requests is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Window:
 
 
 class Connection:
-    """A client for HTTP/1.1 on one connection; minimal, because it shares cores with the server."""
+    """A client for HTTP/1.1 on one connection; small, because it shares the server's cores."""
 
     def __init__(self, port: int, route: str) -> None:
         self._port = port
@@ -71,7 +71,7 @@ class Connection:
             await self._writer.wait_closed()
 
     async def ask(self) -> int:
-        """Send a request. Returns: the status."""
+        """Send a request, and return the status."""
         self._writer.write(self._request)
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
@@ -114,7 +114,7 @@ def window(side: LineProcess, port: int, route: str, num_clients: int) -> Window
 
 
 def wait_until_answered(port: int) -> None:
-    """Wait for both routes; a data path opens a moment after the deployment is ready."""
+    """Wait until both routes answer, which is a moment after the deployment is ready."""
     deadline = time.monotonic() + READY_S
     for route in ROUTES.values():
         while True:

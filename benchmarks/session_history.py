@@ -3,10 +3,10 @@
     $ python -m benchmarks.session_history
 
 There is one session for each length. Its first request contains a history of this number of tokens,
-in messages of 250. The session then continues turn by turn, each time with the whole conversation,
-as agents do. Answers of 128 tokens are scripted in place of the engine. Measures the processor time
-of the process with the API's routes and of the gateway's, for each turn except the first. Prints
-one line of JSON.
+in messages of 250 tokens. The session then continues turn by turn, each time with the whole
+conversation, as agents do. Answers of 128 tokens are scripted in place of the engine. The benchmark
+measures the processor time of the routes' and of the gateway's process, for each turn except the
+first. It prints one line of JSON.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ One process has the API's routes in uvicorn, as in a replica of the API, and the
 a local Ray. An answer of 128 tokens is scripted in place of the engine and takes as long as an
 engine may take (--answer-s). Each client keeps its connection and sends the whole conversation with
 each turn; the clients begin one after another. At the same time /healthz is requested twenty times
-a second. No request may fail. Serve's own proxy is not included. Prints one line of JSON.
+a second. No request may fail. Serve's own proxy is not included. The benchmark prints one line of
+JSON.
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ SETTINGS = SessionSettings(max_open=4096)
 
 
 class ScriptedPolicy:
-    """A policy that answers at once, or after the time of an engine, with a fixed number of tokens
-    of plain text.
+    """A policy that answers with a fixed number of tokens of plain text.
+
+    It answers at once, or after the time that an engine would take.
     """
 
     def __init__(self, model: Path, num_tokens: int, delay_s: float) -> None:
@@ -126,7 +127,7 @@ def world(
 ) -> Iterator[World]:
     """Yield a world whose gateway samples with make_policy().
 
-    The model is in `directory / "model"` before the gateway calls make_policy.
+    The model is stored in `directory / "model"` before the gateway calls make_policy.
     """
     model = directory / "model"
     build_tiny_model(model, seed=0, warmup_steps=0)
@@ -213,7 +214,7 @@ def _process(title: str) -> psutil.Process:
 
 
 def history(num_tokens: int, *, tokens_a_message: int = 250) -> list[dict[str, str]]:
-    """Return a conversation of this number of tokens that the session has not sampled."""
+    """Return a conversation of a number of tokens, none of which the session has sampled."""
     text = WORD * tokens_a_message
     roles = ("user", "assistant")
     count = max(1, num_tokens // tokens_a_message)
@@ -221,9 +222,7 @@ def history(num_tokens: int, *, tokens_a_message: int = 250) -> list[dict[str, s
 
 
 async def post(app: FastAPI, member: int, body: bytes) -> tuple[int, bytes]:
-    """Send one request through the application's own interface, so that no HTTP server is
-    measured.
-    """
+    """Send one request to the application without an HTTP server, and return status and body."""
     name = session_id(NAME, member)
     headers = [
         (b"host", b"localhost"),

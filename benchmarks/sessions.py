@@ -6,7 +6,8 @@ A real `rayloom serve` has the tiny model, untrained, and 64 clients that keep t
 each plays eight turns of at most 128 sampled tokens. The other side is bare vLLM in this process.
 It receives the same prompts, turn by turn, and samples the same number of tokens for each turn. On
 both sides the engine's process has one core and everything else the other. The sides alternate
-their rounds. Prints one line of JSON; the ratio is of tokens a second, sessions over bare vLLM.
+their rounds. The benchmark prints one line of JSON; the ratio is that of tokens a second, sessions
+over bare vLLM.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Sessions:
             pin(process.pid, ENGINE_CORE if process.pid in engines else OTHER_CORE)
 
     def play(self, number: int, num_turns: int) -> float:
-        """Play a round. Returns: seconds."""
+        """Play a round, and return the seconds."""
 
         async def play() -> None:
             await asyncio.gather(*(client.play(number, num_turns) for client in self.clients))
@@ -98,7 +99,7 @@ class Sessions:
         return time.perf_counter() - started
 
     def asked(self, num_turns: int) -> list[list[Asked]]:
-        """Return the sampled turns of each session, of the newest round."""
+        """Return the sampled turns of each session in the newest round."""
         found = []
         with self._run.place.looked_into() as store:
             for client in self.clients:

@@ -30,11 +30,12 @@ class StepTaken:
 
 
 def quiet_environment(*, num_threads: int) -> dict[str, str]:
-    """Return the variables of every side: the number of threads, and to keep freed memory.
+    """Return the environment variables of every side.
 
-    Without them each step would get the same pages from the kernel again. The thresholds are the
-    largest that glibc accepts. A thread that waits for another sleeps, so that it occupies no core
-    that the other thread needs.
+    They set the number of threads, and let the C library keep freed memory. Without them each step
+    would get the same pages from the kernel again. The thresholds are the largest that glibc
+    accepts. A thread that waits for another sleeps, so that it occupies no core that the other
+    thread needs.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -49,8 +50,8 @@ def quiet_environment(*, num_threads: int) -> dict[str, str]:
 def restart_quietly(module: str, *, num_threads: int) -> None:
     """Restart `python -m module` with `quiet_environment`, unless its variables are already set.
 
-    For a benchmark that measures in its own process: the C library and the threads read their
-    variables when a process starts.
+    A benchmark that measures in its own process calls this, because the C library and the threads
+    read their variables when a process starts.
     """
     environment = quiet_environment(num_threads=num_threads)
     if any(os.environ.get(name) != value for name, value in environment.items()):
@@ -62,7 +63,7 @@ class Side(LineProcess):
     """The parent's end of the pipe."""
 
     def step(self, command: str = "step") -> StepTaken:
-        """Let the child make one step."""
+        """Let the child make one step, and return its report."""
         answer = json.loads(self.ask(command))
         return StepTaken(**{**answer, "seconds": Seconds(**answer["seconds"])})
 

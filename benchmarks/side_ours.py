@@ -35,7 +35,7 @@ LEARNING_RATE = 1e-12
 def make_shard(
     weighted: Sequence[WeightedSample], *, budget: int, share_prefixes: bool = True
 ) -> RankShard:
-    """Pack one update for one rank."""
+    """Return one update, packed for one rank."""
     minibatches = pack_minibatch(
         weighted,
         num_ranks=1,
@@ -61,7 +61,7 @@ def start_rank(
     gradient_checkpointing: bool = False,
     reshard_between_micro_batches: bool = False,
 ) -> TrainerRank:
-    """Start the trainer's one rank in this process."""
+    """Start the trainer's only rank in this process, and return it."""
     keep_freed_memory()
     settings = RankSettings(
         trainer=TrainerSettings(
@@ -88,7 +88,7 @@ def start_rank(
 
 
 def train(rank: TrainerRank, shard: RankShard) -> StepStats:
-    """Make one step at the rank's current version."""
+    """Make one step at the rank's current version, and return its statistics."""
     return rank.train_step(replace(shard, trainer_version=rank.version))
 
 

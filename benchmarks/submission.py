@@ -7,8 +7,8 @@ connections and send the next request as soon as they are answered. One side sub
 a request, which are durable when answered. The other side sends the same bodies to an echo: a
 FastAPI application on one separate replica, on the same Ray and behind the same HAProxy. It reads
 the whole body, parses nothing, and answers with as many bytes as the API does. Admission is paused,
-so that nothing is played meanwhile and the backlog grows. The sides alternate their windows. Prints
-one line of JSON; the ratio is of requests a second, submission over echo.
+so that nothing is played meanwhile and the backlog grows. The sides alternate their windows. The
+benchmark prints one line of JSON; the ratio is that of requests a second, submission over echo.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Window:
 
 
 def bodies() -> Iterator[bytes]:
-    """Return bodies, each with tasks that no other body has."""
+    """Yield bodies of requests, each with tasks that no other body has."""
     for number in count():
         tasks = [{"id": f"task-{number}-{each}", "seed": each} for each in range(TASKS_PER_REQUEST)]
         yield json.dumps({"environment": "guessing", "tasks": tasks}).encode()
 
 
 async def load(port: int, path: str, *, status: int, each: Iterator[bytes]) -> list[float]:
-    """Run all clients for WINDOW_S. Returns: seconds of each request."""
+    """Run all clients for WINDOW_S, and return the seconds of each request."""
     seconds: list[float] = []
     ends_at = time.perf_counter() + WINDOW_S
 
@@ -87,7 +87,7 @@ async def load(port: int, path: str, *, status: int, each: Iterator[bytes]) -> l
 
 
 def window(run: Run, port: int, path: str, status: int, each: Iterator[bytes]) -> Window:
-    """Measure one side once."""
+    """Measure one side once, and return the measurements."""
     before, started = cpu_by_part(run), time.perf_counter()
     seconds = asyncio.run(load(port, path, status=status, each=each))
     wall_s, after = time.perf_counter() - started, cpu_by_part(run)
@@ -120,10 +120,10 @@ def summary(found: list[Window]) -> dict[str, object]:
 
 
 def wait_until_answered(client: httpx.Client, path: str, body: bytes) -> bytes:
-    """Wait until the application answers.
+    """Wait until the application answers, and return its first answer.
 
-    HAProxy opens a port, and accepts a new application, a moment after Serve has reported it.
-    Returns: the first answer that is not HAProxy's own.
+    HAProxy opens a port, and accepts a new application, a moment after Serve has reported it; until
+    then it answers itself.
     """
     deadline = time.monotonic() + START_S
     while True:
@@ -139,9 +139,9 @@ def wait_until_answered(client: httpx.Client, path: str, body: bytes) -> bytes:
 
 
 def deploy_echo(address: str) -> None:
-    """Deploy an app that gives every request the same answer, deployed as the API is.
+    """Deploy an application, as the API is deployed, that gives every request the same answer.
 
-    Runs in a child process; the answer is read from its standard input.
+    This runs in a child process, which reads the answer from its standard input.
     """
     from ray import serve
 

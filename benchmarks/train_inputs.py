@@ -59,7 +59,7 @@ class UpdateShape:
 def make_trajectories(
     shape: UpdateShape, *, vocabulary: int = VOCABULARY, seed: int = 0
 ) -> list[Trajectory]:
-    """Make the trajectories of a shape with random ids, one group after another.
+    """Return the trajectories of a shape with random ids, one group after another.
 
     The reward, on the last turn, is a normal random number; behaviour log-probabilities are spread
     around a uniform policy's, so that some ratios are clipped.
@@ -123,7 +123,7 @@ def return_of(trajectory: Trajectory) -> float:
 
 
 def weigh(trajectories: Sequence[Trajectory]) -> list[WeightedSample]:
-    """Give every trained token the weight 1 / D, D the number of trained tokens in the update."""
+    """Return samples with the weight 1 / D for each of the update's D trained tokens."""
     weight = 1 / sum(each.num_trained for each in trajectories)
     return [
         WeightedSample(sample=sample, advantage=advantage, loss_weight=weight)
@@ -133,7 +133,10 @@ def weigh(trajectories: Sequence[Trajectory]) -> list[WeightedSample]:
 
 
 def build_model(directory: Path) -> str:
-    """Write a random Qwen3 of hidden size 256 and four layers, with a tokenizer of numbers."""
+    """Write a random Qwen3 of hidden size 256 and four layers; return its directory.
+
+    The tokenizer has only numbers.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

@@ -3,9 +3,9 @@
     python -m benchmarks.train_step
 
 Both sides are the trainer's own step (one rank, FSDP2, AdamW) on merged, packed rows of the same
-samples: groups of eight whose prompt is four times as long as an answer. Prints one line of JSON:
-the ratio of seconds with its quartiles over alternating pairs, and the environment; exits with 1 if
-even the upper quartile misses the goal.
+samples: groups of eight whose prompt is four times as long as an answer. The benchmark prints one
+line of JSON with the environment, and the ratio of seconds with its quartiles over alternating
+pairs. It exits with 1 if even the upper quartile misses the goal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOAL = 2.0
 def measure(
     rank: TrainerRank, weighted: Sequence[WeightedSample], *, budget: int, num_pairs: int
 ) -> dict[str, object]:
-    """Compare the rows without sharing with the rows with it."""
+    """Return the comparison of the rows without sharing with the rows with sharing."""
     shards = {
         "merged": make_shard(weighted, budget=budget, share_prefixes=False),
         "tree": make_shard(weighted, budget=budget),
@@ -65,7 +65,7 @@ def measure(
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print the result, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a group's prompt")

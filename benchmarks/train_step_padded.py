@@ -1,4 +1,4 @@
-"""Compare the training step with padded step-wise rows with full logits, and bfloat16 with float32.
+"""Compare the training step with one on padded rows and full logits, and bfloat16 with float32.
 
     python -m benchmarks.train_step_padded
 
@@ -7,8 +7,8 @@ tokens, two threads. Our side is `TrainerRank.train_step` on merged, packed rows
 prefixes. The other side is `benchmarks/padded_step.py`, with one padded row for each turn, a few
 rows at once, because the logits of all of them would take eight gigabytes. Every side is a separate
 process, which makes one step for each command; the sides alternate. Both halves of a ratio compute
-in the same type. Prints one line of JSON; exits with 1 if the sides do not compute the same, or if
-even the upper quartile misses a goal.
+in the same type. The benchmark prints one line of JSON. It exits with 1 if the sides do not compute
+the same, or if even the upper quartile misses a goal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 
 
 def start_sides(stack: ExitStack, model: str, shape: UpdateShape, options: Any) -> dict[str, Side]:
-    """Start one process for each data type of our side, and one for the other side."""
+    """Start and return one process for each data type of our side, and one for the other side."""
     common = [model, shape.to_json(), "--threads", str(options.threads)]
     commands = {
         "ours_float32": ["side_ours", *common, "--budget", str(options.budget)],
@@ -97,7 +97,7 @@ def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print the result, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=rounds, default=3, help="steps of each side")
     parser.add_argument("--rows", type=int, default=8, help="padded rows of a micro-batch")

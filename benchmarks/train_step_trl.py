@@ -3,13 +3,13 @@
     python -m benchmarks.train_step_trl --peer-python build/peers/trl/bin/python
 
 Both sides have the same model directory, groups, rewards and token ids. TRL receives them through
-its `rollout_func`, with the observed tokens masked. Its step is timed from `on_step_begin` to
-`on_step_end` minus the making and scoring of completions, including padding (`peers/trl_step.py`).
-Both objectives are the clip at a ratio of one with the token mean of the whole update, so losses,
-gradient norms and entropies must agree. All samples have one length here, so TRL's rows have no
-padding. Measured in float32 and in bfloat16 (TRL: its `bf16=True`, torch's autocast). Prints one
-line of JSON; exits with 1 if the sides do not compute the same, or if even the upper quartile
-misses the goal.
+its `rollout_func`, with the observed tokens masked. TRL's step is timed from `on_step_begin` to
+`on_step_end`, without the time that it takes to make, score and pad completions
+(`peers/trl_step.py`). Both objectives are the clip at a ratio of one with the token mean of the
+whole update, so losses, gradient norms and entropies must agree. All samples have one length here,
+so TRL's rows have no padding. Both sides are measured in float32 and in bfloat16, for which TRL has
+`bf16=True`, torch's autocast. The benchmark prints one line of JSON. It exits with 1 if the sides
+do not compute the same, or if even the upper quartile misses the goal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NORM_TOLERANCE, ENTROPY_TOLERANCE, LOSS_TOLERANCE = 1e-3, 1e-4, 1e-5
 
 
 def write_completions(shape: UpdateShape, path: Path) -> None:
-    """Write the merged samples for the peer, which can read them with only numpy.
+    """Write the merged samples for the peer, which can read them with numpy alone.
 
     prompts, completions: token ids [N, P] and [N, C]. masks: [N, C], 1 for sampled tokens.
     rewards: [N].
@@ -58,7 +58,7 @@ def write_completions(shape: UpdateShape, path: Path) -> None:
 def start_sides(
     stack: ExitStack, folder: Path, shape: UpdateShape, options: Any
 ) -> dict[str, Side]:
-    """Start a process for each side and data type."""
+    """Start and return a process for each side and data type."""
     model, completions = build_model(folder / "model"), folder / "completions.npz"
     write_completions(shape, completions)
     threads = ["--threads", str(options.threads)]
@@ -121,7 +121,7 @@ def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print the result, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--pairs", type=rounds, default=3, help="steps of each side")

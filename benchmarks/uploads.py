@@ -3,12 +3,12 @@
     python -m benchmarks.uploads
 
 Both sides have the same trajectories of 8,192 tokens, and process a request from its bytes to
-durable storage, as the API's replica and the gateway do: decoded, checked, encoded for the queue,
-stored in SQLite with synchronous writes. JSON is decoded by msgspec into typed lists; its numbers
-are short, with six digits for a log-probability. *base64*, packed columns in JSON, is also
-reported. The stored bytes are compared before anything is timed. The sides process one request
-each, in changing order. Prints one JSON line; exits with 1 if the upper quartile of the ratio
-misses its goal.
+durable storage, as the API's replica and the gateway do: it is decoded, checked, encoded for the
+queue, and stored in SQLite with synchronous writes. JSON is decoded by msgspec into typed lists;
+its numbers are short, with six digits for a log-probability. *base64*, packed columns in JSON, is
+also reported. The stored bytes are compared before anything is timed. The sides process one request
+each, in changing order. The benchmark prints one JSON line, and exits with 1 if the upper quartile
+of the ratio misses its goal.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _spreads(slow: list[Seconds], fast: list[Seconds]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, print one JSON line, and report whether the goal was missed."""
+    """Run, print one JSON line, and return 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=rounds, default=15, help="requests of each side")
     parser.add_argument("--trajectories", type=int, default=64, help="of a request")

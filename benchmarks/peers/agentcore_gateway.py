@@ -4,8 +4,9 @@
 
 It is assembled as its documentation describes for a trainer that waits in its own thread: its own
 renderer, OpenAI adapter and server, and MODE as `history_mode` (tree or linear). Only the code that
-answers its sampling port is ours. Commands, one a line: `port`, `cpu` (seconds of this process),
-`rows SESSION` (ends the session and returns its training rows). Needs nothing of Rayloom.
+answers its sampling port is ours. Each line of the input is a command: `port`, `cpu` (seconds of
+this process), or `rows SESSION` (ends the session and returns its training rows). The module
+imports nothing of Rayloom.
 """
 
 from __future__ import annotations

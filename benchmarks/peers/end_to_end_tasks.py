@@ -13,7 +13,7 @@ def _said(completion: list[dict[str, Any]]) -> str:
 
 
 def after(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """Return 1 for the right number, and a tenth for any number."""
+    """Return 1 for the right number, plus a tenth for any number."""
     said = [_said(completion) for completion in completions]
     return [
         (text == right) + 0.1 * text.isdigit() for text, right in zip(said, answer, strict=True)
@@ -21,7 +21,7 @@ def after(completions: list[Any], answer: list[str], **columns: Any) -> list[flo
 
 
 def count(completions: list[Any], upto: list[int], **columns: Any) -> list[float]:
-    """Return the share of the numbers from 1 that are at their position."""
+    """Return the share of the numbers, counted from 1, that are at their position."""
     shares = []
     for completion, last in zip(completions, upto, strict=True):
         words = _said(completion).split()

@@ -1,9 +1,10 @@
 """SkyRL 0.3.0's merge_stepwise_output, timed on command; runs in its own environment.
 
-Reads commands, one a line: `load PATH SHARED` makes its inputs from a file of plays, `time COUNT`
-merges all of them COUNT times and answers with the CPU seconds of one pass, `save PATH` writes the
-result. SHARED 1: a prompt's ints are those of the turn before, as in a generator that grows one
-list; 0: every prompt has its own ints, as after parsing. Needs nothing of Rayloom.
+Each line of the input is a command: `load PATH SHARED` makes the inputs from a file of plays, `time
+COUNT` merges all of them COUNT times and answers with the CPU seconds of one pass, and `save PATH`
+writes the result. If SHARED is 1, a prompt shares the int objects of the turn before, as in a
+generator that grows one list; if it is 0, every prompt has its own ints, as after parsing. The
+module imports nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ def _common(first: list[int], second: list[int]) -> int:
 
 
 def save(merged: dict[str, Any], path: str) -> None:
-    """Write merged rows as flat arrays; rows: trajectory, tokens of prompt and response."""
+    """Write merged rows as flat arrays.
+
+    Each of `rows` has the number of its trajectory, and the numbers of tokens of prompt and
+    response.
+    """
     rows = [
         (int(which.instance_id), len(prompt), len(response))
         for which, prompt, response in zip(

@@ -1,11 +1,11 @@
 """TRL 1.16.0's GRPOTrainer from the command to the last step; runs in its own environment.
 
-Writes the token ids of every row's prompt (prompts.json), and a line of JSON after each step
-(steps.jsonl): Unix seconds, the mean reward of its completions, their number, and the seconds of
-generation and rewards. Of the documented options, those that are fast on a CPU are used: no KL term
-and no reference, all rows of a step at once if memory allows, one update for each generation, no
-gradient checkpointing, no second forward pass for old log-probabilities, the fused optimiser. Needs
-nothing of Rayloom.
+The module writes the token ids of every row's prompt (prompts.json), and a line of JSON after each
+step (steps.jsonl): Unix seconds, the mean reward of its completions, their number, and the seconds
+of generation and rewards. Of the documented options, those that are fast on a CPU are used: no KL
+term and no reference, all rows of a step at once if memory allows, one update for each generation,
+no gradient checkpointing, no second forward pass for old log-probabilities, the fused optimiser.
+The module imports nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class EachStep(TrainerCallback):  # type: ignore[misc]  # not installed here
 
 
 def load(file: str) -> Any:
-    """Load the module with the rewards and tools from its file."""
+    """Return the module with the rewards and tools, loaded from its file."""
     spec = importlib.util.spec_from_file_location("tasks", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

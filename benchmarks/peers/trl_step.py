@@ -1,11 +1,11 @@
 """TRL 1.16.0's GRPOTrainer, one training step for each command; runs in its own environment.
 
-Reads commands, one a line; `step` lets the trainer make its next optimiser step and answers with a
-line of JSON. Completions are read from a file through `rollout_func`, so nothing is generated. The
-time that the trainer needs to accept, score and pad them is measured and subtracted from its step.
-Of the documented options, those that are fast on a CPU are used: no gradient checkpointing, no KL
-term, no logging, the fused optimiser, the caller's number of rows at once. Needs nothing of
-Rayloom.
+Each line of the input is a command; `step` lets the trainer make its next optimiser step and
+answers with a line of JSON. Completions are read from a file through `rollout_func`, so nothing is
+generated. The time that the trainer needs to accept, score and pad them is measured and subtracted
+from its step. Of the documented options, those that are fast on a CPU are used: no gradient
+checkpointing, no KL term, no logging, the fused optimiser, the caller's number of rows at once. The
+module imports nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def clocks() -> tuple[float, float]:
 
 
 def rollouts_of(path: str) -> Any:
-    """Return a rollout_func that gives group k's completions for the prompt "k"."""
+    """Return a rollout_func that returns the completions of group k for the prompt "k"."""
     found = np.load(path)
     size = int(found["group_size"])
     prompts, completions = found["prompts"].tolist(), found["completions"].tolist()
