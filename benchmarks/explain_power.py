@@ -1,6 +1,6 @@
 """Measure the power and the time of `rayloom explain`.
 
-The power is the number of corrupted trajectories, ten in a thousand, that it finds.
+It measures how many of ten corrupted trajectories among a thousand the command ranks first.
 
     PYTHONPATH=.:tests python -m benchmarks.explain_power
 

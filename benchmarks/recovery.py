@@ -98,9 +98,10 @@ class Recovery:
 
     recovery_s: float
     allowed_s: float
-    """Seconds of the bare start; for a rank, also of the steps to train again and of one step.
+    """Seconds of the bare start.
 
-    If it is 0, the goal applies to the whole time.
+    For a rank, the time to train steps again and the time of one step are included. If it is 0, the
+    goal applies to the whole time.
     """
     beyond_s: float
     goal_s: float
@@ -116,7 +117,7 @@ class Recoveries:
 
     by_part: dict[str, list[float]]
     again_s: list[float]
-    """For every lost rank: the expected time to train the lost steps again, plus one whole step."""
+    """The expected time to train the lost steps again, plus one whole step, for each lost rank."""
 
 
 def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:

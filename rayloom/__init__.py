@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name. Raises: AttributeError for any other name."""
+    """Import and return a public name. Raises: AttributeError for any other name."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'rayloom' has no attribute {name!r}")
     found = getattr(importlib.import_module(_MODULE_OF[name]), name)

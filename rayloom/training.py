@@ -92,7 +92,7 @@ def train(
     resume: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Result:
-    """Train until the last step, and show the progress.
+    """Train until the last step, show the progress, and return the result.
 
     Args:
         config: A YAML file, or its content as a mapping. Without it, give dataset and a reward.

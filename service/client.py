@@ -246,7 +246,10 @@ class Client:
         raise ApiError(answer.status_code, _json_of(answer))
 
     def stop(self, *, grace_s: float | None = None) -> StopAnswer:
-        """Stop the run after the current step, or abandon the step after `grace_s` seconds."""
+        """Stop the run after the current step, and return the answer.
+
+        grace_s: seconds after which the step is abandoned; None sets no limit.
+        """
         return self._ask("POST", f"{PREFIX}/stop", StopAnswer, body={"grace_seconds": grace_s})
 
     # -- sessions -----------------------------------------------------------------------------

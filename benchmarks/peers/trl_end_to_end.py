@@ -149,7 +149,7 @@ def config_of(options: argparse.Namespace) -> GRPOConfig:
 
 
 def main() -> None:
-    """Train and write."""
+    """Train, and write the prompts and the steps."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("dataset", help="JSONL")

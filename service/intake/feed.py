@@ -60,9 +60,10 @@ class FeedEntry:
     reason: EvictionReason | None = None
     session_status: SessionStatus | None = None
     void_after: int | None = None
-    """Number after which entries that report an admission or the end of a rollout are void.
+    """In an entry `went_back`, the number after which some entries are void.
 
-    Only `went_back` has it. If a void event happens again, it gets a new entry.
+    These are the entries that report an admission or the end of a rollout. If such an event happens
+    again, it gets a new entry.
     """
 
     @classmethod

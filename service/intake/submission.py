@@ -57,7 +57,10 @@ class RolloutRequest:
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""
-    """Name of the key with which the request was sent; empty for the first admin key or none."""
+    """Name of the key with which the request was sent.
+
+    It is empty if this is the first admin key, or if there is no key.
+    """
     batch: str = ""
     """The client's name for a batch of tasks; empty if it gave none."""
     sessions: SessionRequest | None = None
@@ -75,7 +78,7 @@ class RolloutRequest:
         batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
-        """Make a request.
+        """Return a request with its digest.
 
         asked_samples: the number of samples that the client requests; None uses the run's default.
 

@@ -1,9 +1,10 @@
 """Back a run up into a directory, and restore it from there.
 
-A backup is itself a run directory with its database in SQLite, whatever the run's database is. It
-contains the newest state that the database had when the backup began, and the checkpoints of that
-state, also while the run trains. Invariant: a backup and a restored run get their final name last,
-so that an interrupted command leaves only a directory with the end `.part`.
+A backup is itself a run directory with an SQLite database, even if the run's own database is in
+PostgreSQL. It contains the newest state that the database had when the backup began, and the
+checkpoints of that state. The run may train meanwhile. Invariant: a backup and a restored run get
+their final name last, so that an interrupted command leaves only a directory whose name ends in
+`.part`.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _copy_files(source: RunDir, target: RunDir) -> None:
 
 @contextmanager
 def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
-    """Yield a temporary directory; at the end rename it to `directory`, or remove it on error."""
+    """Yield a temporary directory, which is renamed to `directory`, or removed after an error."""
     if directory.exists():
         raise ConfigError(
             f"{command}: {directory} exists, expected a new directory; choose another"

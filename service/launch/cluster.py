@@ -46,7 +46,7 @@ _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def cpus_wanted(config: Config) -> float:
-    """Return the CPUs that the run's processes reserve in Ray; small parts reserve none."""
+    """Return the CPUs that the run's processes reserve in Ray, where small parts reserve none."""
     return (
         config.inference.num_replicas * config.inference.cpus_per_replica
         + config.trainer.num_ranks
@@ -110,8 +110,8 @@ def attached(address: str) -> Iterator[None]:
 def short_temp_dir(asked: str) -> str | None:
     """Return the directory for Ray's session; None if Ray's own choice is short enough.
 
-    asked: the temporary directory that Ray would use. Raises: ConfigError if it is too long and
-    /tmp cannot be written.
+    asked: the temporary directory that Ray would use. Raises: ConfigError if that path is too long
+    and /tmp cannot be written.
     """
     longest = len(os.fsencode(os.path.join(asked, "ray", _SESSION)))
     if longest <= MAX_SOCKET_PATH:
@@ -168,8 +168,8 @@ def _init_local(config: Config) -> None:
 def start_ray(**options: Any) -> None:
     """Call `ray.init` for a local node, and call it again if the start timed out.
 
-    Ray gives a node 30 s to start at any load, and no setting changes that. This function kills the
-    processes that a failed start leaves.
+    Ray gives a node 30 s to start, even on a busy machine, and no setting changes this limit. This
+    function kills the processes that a failed start leaves.
     """
     before = set(psutil.Process().children())
     try:
@@ -267,9 +267,9 @@ def _greet(host: str, port: int) -> None:
 def _check_authentication(address: str) -> None:
     """Check that the cluster uses this process's mode of authentication. Raises: ConfigError.
 
-    With different modes Ray accepts the connection, but this process then refuses the control
-    store's calls. The control store concludes that no process refers to this process's actors, and
-    ends them.
+    If the modes differ, Ray accepts the connection, but this process refuses the calls of the
+    control store. The control store then concludes that nobody uses this process's actors, and ends
+    them.
     """
     own = _authentication_mode()
     asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()
@@ -353,7 +353,8 @@ def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
 def seen_from_afar(config: Config, *, cwd: Path) -> Config:
     """Return the configuration with paths that are valid on other nodes.
 
-    The working directory differs there. Tasks that are shipped with it get a path relative to it.
+    The working directory has another path there. Tasks that are shipped with the working directory
+    get a path relative to it.
     """
     mixture = {
         name: replace(each, tasks=_named_from(cwd, each.tasks))

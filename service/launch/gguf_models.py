@@ -122,7 +122,7 @@ def write_smollm2(directory: Path) -> str:
 
 
 def is_conversion(directory: Path) -> bool:
-    """Return whether a directory holds a complete conversion by this version."""
+    """Return whether a directory contains a complete conversion that this version has made."""
     return _marker(directory).get("build_version") == _BUILD_VERSION
 
 
@@ -230,7 +230,7 @@ def _write(file: Path, directory: Path, *, what: str) -> None:
 
 
 def _metadata(file: Path, *, what: str) -> dict[str, Any]:
-    """Return the metadata that the conversion reads, by name. Raises: ConfigError."""
+    """Return the metadata that the conversion needs, by name. Raises: ConfigError."""
     try:
         from gguf import GGUFReader
 

@@ -116,7 +116,7 @@ def find_unshared(needed: Sequence[SharedPath]) -> str | None:
 
 
 def digest_of(file: Path) -> str:
-    """Return a digest of the file's size and first bytes; empty if it cannot be read."""
+    """Return a digest of the file's size and first bytes; empty if the file cannot be read."""
     try:
         with file.open("rb") as opened:
             content = opened.read(_COMPARED_BYTES)
@@ -166,7 +166,7 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """Create a file with a random name for this start, and remove it at the end."""
+    """Yield a file that is created with a random name for this start, and removed at the end."""
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
     nonce.write_text(nonce.name)
     try:
@@ -177,7 +177,7 @@ def _witness_in(run_dir: RunDir) -> Iterator[Path]:
 
 
 def _write_fault(directory: Path) -> str:
-    """Return the reason why the directory cannot be written; empty if it can."""
+    """Return the reason why the directory cannot be written; empty if it can be written."""
     own = directory / f".written-{uuid.uuid4().hex}"
     try:
         own.write_bytes(b"")

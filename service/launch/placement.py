@@ -1,9 +1,9 @@
 """Decide which nodes the parts of a run may use, and whether all parts fit. Pure.
 
-A node offers a role by a custom resource with the role's name. A part requests a share of its
-role's resource if a node offers it, and otherwise only CPUs and GPUs; so a cluster without roles,
-or a laptop, places parts only by CPUs and GPUs. Called by `cluster` before the start and by each
-term.
+A node offers a role by a custom resource with the role's name. If a node offers a role, the role's
+parts request a share of that resource; otherwise they request only CPUs and GPUs. So on a laptop,
+or on a cluster without roles, parts are placed only by CPUs and GPUs. `cluster` calls this module
+before the start, and so does each term.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Role(StrEnum):
     """The purpose of a node; the value is the name of the custom resource that it offers."""
 
     CONTROL = "rayloom_control"
-    """The supervisor and, on its node, the queue, the merge actor and the weight board."""
+    """The role of the supervisor and, on its node, of queue, merge actor and weight board."""
     INFERENCE = "rayloom_inference"
     TRAINER = "rayloom_trainer"
     ENVIRONMENTS = "rayloom_environments"
@@ -44,7 +44,7 @@ class Node:
 class Roles:
     """The roles that nodes offer, which determine the resources that parts request.
 
-    Created by `roles_of`.
+    `roles_of` creates it.
     """
 
     offered: frozenset[Role]
@@ -78,7 +78,8 @@ def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) ->
     """Return the roles that the nodes offer.
 
     before: roles that were offered earlier in the run. If all nodes of such a role are lost, the
-    parts of the role wait for new ones, because other nodes may lack their paths, or room.
+    parts of the role wait for new ones, because other nodes may not have the paths or the room that
+    they need.
     """
     offered = {role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0}
     return Roles(offered=before | offered)
@@ -96,8 +97,9 @@ class _Part:
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
     """Return a sentence on the first part that fits on no node; None if all parts fit.
 
-    The most demanding part is placed first, each on the fullest node that has room. Comparing only
-    sums would be wrong: two engines with 2 GPUs each do not fit on nodes with 3 and 1 GPUs.
+    The most demanding parts are placed first, each on the node with the least room that is enough.
+    Comparing only sums would be wrong: two engines with 2 GPUs each do not fit on nodes with 3 and
+    1 GPUs.
     """
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)

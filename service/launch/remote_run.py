@@ -1,10 +1,11 @@
-"""The copies of a run's checkpoints at its `run.checkpoint_url`, and a run's return from there.
+"""Copy a run's checkpoints to its `run.checkpoint_url`, and restore a run from there.
 
 Each copy is a complete directory (`service.remote_files`) with the content of a backup: one
 checkpoint, the database at the time of the upload, and the run's small files. Invariants: this run
 never replaces or removes a copy that another run has made, or that another process has made after
 it continued this run elsewhere. A copy is removed only after the newest checkpoint is complete at
-the address. Called by the command line, and by `service.run.checkpoint_uploads` in its thread.
+the address. The command line calls this module, and so does `service.run.checkpoint_uploads` in its
+thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PREFIX = "step-"
 
 
 class NotThisRun(RemoteError):
-    """The address has copies that this run has not made."""
+    """The address has copies that another run has made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Upload:
 
     commit: Checkpoint
     num_bytes: int
-    """Number of bytes sent; files that the address already has are not sent."""
+    """Number of sent bytes; files that are already at the address are not sent again."""
 
 
 def upload_next(

@@ -66,9 +66,10 @@ def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, s
 
 
 def newest_complete(checkpoints: Path) -> Path | None:
-    """Return the newest directory that is a complete checkpoint, without asking the database.
+    """Return the newest directory that is a complete checkpoint; None if there is none.
 
-    It may belong to a term that a later one superseded. Returns: None if there is none.
+    This does not read the database, so the checkpoint may belong to a term that a later term has
+    superseded.
     """
     numbered: list[tuple[int, int, Path]] = []
     for directory in checkpoints.glob("step-*-t*"):
@@ -127,7 +128,8 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
 
     The supervisor that Ray reports as dead may still be alive, so its own lease is not an error.
 
-    Args: lost: HOST:PID of that supervisor; empty if it never reported its name.
+    Args: lost: HOST:PID of the supervisor that Ray reports as dead; empty if it never reported its
+    name.
     Raises: LeaseLost if another living process owns the newest lease; StoreError.
     """
     with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
@@ -150,8 +152,8 @@ def kept_commits(
     These are the newest and the best ones, and those of `milestones`.
 
     Args: keep: number of newest commits to keep. keep_best: number of commits with the highest mean
-        return (`mean_returns`) to keep; the newer one if two are equal. collapsed_since: the first
-        step of a suspected collapse of the reward.
+        return (`mean_returns`) to keep; of two with equal returns, the newer is kept.
+        collapsed_since: the first step of a suspected collapse of the reward.
     Returns: an empty list unless this term has committed and a kept directory exists.
     Raises: LeaseLost.
     """
@@ -188,9 +190,10 @@ def prune_directories(
 
     uploading: name of one more directory to keep; empty for none.
 
-    A directory without a commit is the rest of an interrupted write or removal, and is removed too.
-    Two kinds of directories stay: those of the newest term after its newest commit, which may still
-    be committed, and those of a later term, which may have begun since `kept` was read.
+    A directory without a commit was left by an interrupted write or removal, and is removed too.
+    Two kinds of directories are kept: those of the newest term after its newest commit, because
+    they may still be committed, and those of a later term, which may have begun after `kept` was
+    read.
     """
     names, newest = {uploading, *(commit.directory for commit in kept)}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):

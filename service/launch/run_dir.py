@@ -48,7 +48,7 @@ _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """The paths of a run, with the directory's path resolved; it creates no files."""
+    """The paths of a run, below the resolved path of its directory; this class creates no files."""
 
     path: Path
     patience_s: float = 0.0
@@ -87,14 +87,17 @@ class RunDir:
         return self.path / DATABASE
 
     def has_run(self) -> bool:
-        """Return whether a database of a run exists. Raises: StoreError if it does not answer."""
+        """Return whether a database of a run exists.
+
+        Raises: StoreError if the database does not answer.
+        """
         url = self.database_url
         if (file := sqlite_file(url)) is not None:
             return os.path.exists(file)
         return has_run(url, patience_s=self.patience_s)
 
     def may_have_run(self) -> bool:
-        """Return `has_run()`, or True if the database does not answer now."""
+        """Return the result of `has_run`, or True if the database does not answer now."""
         try:
             return self.has_run()
         except StoreError:
@@ -130,7 +133,7 @@ class RunDir:
 
     @property
     def functions(self) -> Path:
-        """Directory of the functions and rows that `rayloom.train` writes with their content."""
+        """Directory of the functions and rows that `rayloom.train` stores for the run."""
         return self.path / "functions"
 
     @property
@@ -249,8 +252,7 @@ def _check_writable(directory: Path) -> None:
 def held_alone(run_dir: RunDir) -> Iterator[None]:
     """Lock the directory against other starts; do nothing if it may have a run.
 
-    A run is protected by the lease in its database.
-    Raises: ConfigError.
+    The lease in a run's database protects the run. Raises: ConfigError.
     """
     if run_dir.may_have_run():
         yield
@@ -286,7 +288,7 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
 def session_secret(run_dir: RunDir) -> str:
     """Return the run's own secret, which the first call creates, readable only by its owner.
 
-    Raises: ConfigError if it cannot be read or written.
+    Raises: ConfigError if the file cannot be read or written.
     """
     with _refusing(run_dir):
         file = run_dir.secret_file
@@ -325,7 +327,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
-    """Return whether an interrupted start may have written the path.
+    """Return whether a path may come from an interrupted start.
 
     A configuration must have exactly the form that Rayloom writes, so that a user's own file is
     never overwritten.
@@ -348,7 +350,10 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
 
 
 def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.TRAIN) -> None:
-    """Check that a run of this kind can resume with this configuration. Raises: ConfigError."""
+    """Check that a run of this kind can resume with this configuration.
+
+    Raises: ConfigError.
+    """
     # The database comes first: the configuration of another format may be unreadable too.
     _check_database(run_dir, kind)
     if not run_dir.config_file.is_file():

@@ -3,7 +3,7 @@
 Before `hold`, the first signal raises KeyboardInterrupt, because no part needs an orderly end yet.
 After `hold`, the first signal only sets a flag, and the second one raises. After `ignore`, during
 the end, no signal raises. SIGHUP of a closed terminal is handled unless it was ignored at the
-start, as under nohup. Ctrl-Z stops the display but not the run. Used by `rayloom train`.
+start, as under nohup. Ctrl-Z stops the display but not the run. `rayloom train` uses this module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StopSignals:
         return self._num_seen > 0
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has arrived, also if its own exception was dropped.
+        """Raise KeyboardInterrupt if a signal has arrived, even if Python dropped its exception.
 
         Python drops the exceptions of a handler that runs within a finaliser or a callback from C,
         which is frequent during imports of large packages.
@@ -120,7 +120,7 @@ def kept_from_children() -> Iterator[None]:
 def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
     """Let Ctrl-Z stop only this process, after a call of `tell`, which reports what still runs.
 
-    If SIGTSTP is ignored, as by a shell without job control, it stays ignored.
+    If SIGTSTP is ignored already, as in a shell without job control, it stays ignored.
     """
 
     def stop(_number: int, _frame: Any) -> None:

@@ -1,8 +1,8 @@
 """Record the tasks and the user's own modules that a run was started with.
 
-Both are found by names that may refer to other files later, in another directory or after a change;
-`sources.json` in the run's directory records the files. `service.launch.run_dir` calls this module
-before a start.
+A configuration has only names of tasks and modules. In another directory, or after a change, these
+names may refer to other files; therefore `sources.json` in the run's directory records the files.
+`service.launch.run_dir` calls this module before a start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sources:
 
 
 def sources_of(config: Config) -> Sources:
-    """Find the tasks and files to which a configuration's names refer. Raises: ConfigError."""
+    """Return the tasks and files to which a configuration's names refer. Raises: ConfigError."""
     tasks = open_tasks(config)
     modules = {}
     for name in user_modules(config):
@@ -93,7 +93,7 @@ def _modules(tasks: TasksSettings) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Write the sources, with only files below the working directory, because packages may move.
+    """Write the sources, without files outside of the working directory, because these may move.
 
     Raises: OSError.
     """
@@ -109,7 +109,7 @@ def _is_own(file: Path) -> bool:
     """Return whether a file is the user's own.
 
     Files of installed packages are not the user's own. Files in a working directory that Ray has
-    unpacked do not count either, because its path is another one on each cluster.
+    unpacked do not count either, because that directory has another path on each cluster.
     """
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves

@@ -8,7 +8,7 @@ from service.telemetry.totals import RunTotals
 
 
 def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Return each known statistic's values with the explanation of how they are computed."""
+    """Return the values from which the known statistics are computed, each with its explanation."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS

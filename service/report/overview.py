@@ -48,7 +48,7 @@ def verdict(summary: RunSummary) -> str:
 
 
 def ending(summary: RunSummary) -> str:
-    """Return how the run ended, as a sentence; empty if unknown."""
+    """Return a sentence on how the run ended; empty if unknown."""
     reason = (summary.exit_reason or "").strip()
     if not reason:
         return ""

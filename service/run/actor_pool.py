@@ -37,11 +37,11 @@ PING_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolKind:
-    """The kind of a pool's actors, and its names in ids and messages."""
+    """The kind of a pool's actors, and the names of this kind in ids and messages."""
 
     part: Part
     name: str
-    """Name in messages."""
+    """Name of the kind in messages."""
     id_prefix: str
     """Beginning of an actor's id, before the term and a number: `gateway` in gateway-2-0."""
     resumption: str
@@ -119,7 +119,7 @@ class ActorPool:
     async def watch(self) -> None:
         """Run every actor and replace dead ones; never return.
 
-        Raises: ActorLost when actors die again and again right after their start, or the queue is
+        Raises: ActorLost if actors die again and again right after their start, or if the queue is
             lost.
         """
         tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
@@ -212,10 +212,10 @@ class ActorPool:
             return reason_of(error)
 
     def _heard(self, member: Member, answer: Any) -> None:
-        """Process an actor's answer to `ping` or `stop`. Subclasses may override it."""
+        """Process an actor's answer to `ping` or `stop`. Subclasses may override this method."""
 
     def _ended(self, member: Member) -> None:
-        """Process the end of an actor. Subclasses may override it."""
+        """Process the end of an actor. Subclasses may override this method."""
 
     def _new_member(self) -> Member:
         actor_id = f"{self._kind.id_prefix}-{self._term}-{next(self._numbers)}"

@@ -73,11 +73,11 @@ class CheckpointWriter:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a checkpoint is requested and none is being written."""
+        """Whether a checkpoint is requested, and no checkpoint is being written."""
         return bool(self._requests) and (self._writing is None or self._writing.done())
 
     async def request(self, done: int) -> Commit:
-        """Request a checkpoint of step `done` or a later one, and wait until it is committed.
+        """Request a checkpoint of step `done` or a later one; return its commit.
 
         Raises: ActorLost if the term ends first.
         """
@@ -132,7 +132,7 @@ class CheckpointWriter:
     async def commit_when_written(self, step: int) -> None:
         """Take the queue's state after the step; commit it with the checkpoint in the next step.
 
-        Events that are later than this state have higher numbers, and may be stored before it.
+        Later events have higher numbers than those in this state, so they may be stored before it.
         """
         version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
         self._writing = asyncio.create_task(
@@ -192,7 +192,7 @@ class CheckpointWriter:
         await self._handles.prune_checkpoints()
 
     async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
-        """Store a written checkpoint with the queue's state: the next term continues from it."""
+        """Store a written checkpoint with the queue's state; the next term continues from these."""
         curriculum = self._handles.curriculum
         await self._handles.recorder.checkpoint(
             step=commit.step,

@@ -72,7 +72,7 @@ Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
 class Control(ControlPort):
     """The calls that an operator can make; used only in the supervisor's event loop.
 
-    `term` is the running term; None between two terms.
+    `term` is the running term, or None between two terms.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Control(ControlPort):
     ) -> None:
         """Start without pauses; `begin_term` restores them.
 
-        checkpoints: directory of the checkpoints. read_queue: returns the queue's latest known
-        state.
+        checkpoints: directory of the checkpoints. read_queue: function that returns the queue's
+        latest known state.
         """
         self._run_store, self._store, self._thread = store, ControlStore(store), thread
         self._recorder, self._engines = recorder, engines
@@ -178,7 +178,7 @@ class Control(ControlPort):
         return await self.view()
 
     async def resume(self, part: Pausable) -> ControlAnswer:
-        """Resume a part, unless it is not paused, and return the state of the pauses.
+        """Resume a part if it is paused, and return the state of the pauses.
 
         Raises the same errors as `pause`.
         """
@@ -548,7 +548,7 @@ def policies_view(
     checkpoints: dict[int, list[str]],
     now: float,
 ) -> PoliciesAnswer:
-    """Return every policy version that the trainer, an engine or a checkpoint has.
+    """Return the policy versions that the trainer, an engine or a checkpoint has.
 
     checkpoints: the ids of checkpoints by version. now: seconds since 1970.
     """
@@ -587,7 +587,7 @@ def policies_view(
 
 
 def _size_of(directory: Path) -> int | None:
-    """Return the bytes of a directory's files; None if it does not exist or is being removed."""
+    """Return the bytes of a directory's files; None if it is missing or is being removed."""
     try:
         found = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     except OSError:

@@ -1,10 +1,10 @@
 """Start a run's weight board and inference engines, and publish weights to them.
 
 Board and engines outlive the run's terms: after a return to a checkpoint, the engines load the
-older weights under the number of the newer term. They also outlive a supervisor if another one
-replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If the
-board dies, the engines wait for the same time for a new board with the same name. The engines are
-restarted only if their settings change.
+older weights with the newer term's number. Board and engines also outlive a supervisor if another
+one replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If
+the board dies, the engines wait for the same time for a new board with the same name. The engines
+are restarted only if their settings change.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ LOADED_CHECK_S = 10.0
 class Engines:
     """The engines of a run.
 
-    `open_term` starts them or takes them over; they are ready after a publication.
+    `open_term` starts the engines or takes them over; they are ready after a publication.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Engines:
             self._beating = asyncio.create_task(self._beat_forever())
 
     async def wait_ready(self) -> None:
-        """Wait for the first engine. Raises: PolicyUnavailable if none gets ready."""
+        """Wait for the first engine. Raises: PolicyUnavailable if no engine becomes ready."""
         limit_s = self.settings.inference.start_deadline_s
         await wait_ready(self.app_name, self._board_handle().status, quiet_limit_s=limit_s)
         self._were_ready = True
@@ -146,7 +146,7 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Have every current and later engine hold its turns, or resume them. Raises: ActorLost."""
+        """Have all engines, later ones too, hold their turns or resume them. Raises: ActorLost."""
         if self._board is not None:
             await self._board_handle().hold(is_held)
 
@@ -247,8 +247,8 @@ class Engines:
 async def watch_board(board: ActorHandle) -> None:
     """Watch the board forever, and raise ActorLost once it has died.
 
-    Wait for a board that is slow, frozen or unreachable. Without this check, a loop that waits for
-    rollouts would not notice that the board, and the engines with it, have ended.
+    A board that is only slow, frozen or unreachable is waited for. Without this check, a loop that
+    waits for rollouts would not notice that the board, and the engines with it, have ended.
     """
     while True:
         await asyncio.sleep(BEAT_EVERY_S)
@@ -302,11 +302,12 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        Args: quiet_limit_s: how long the engines may go without any progress in starting or
+        Args: quiet_limit_s: seconds that the engines may be without any progress in starting or
         loading. measure: context manager for each phase of a publication. text: text of the first
         check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
         prompt tokens. check_every: number of publications after which a check of the whole text is
-        due; 0 for never. dtype, is_quantised: select the bounds. clock: returns seconds.
+        due; 0 for never. dtype, is_quantised: select the bounds of the checks. clock: returns
+        seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -367,7 +368,7 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """Choose the longest text that the current publication has time to check."""
+        """Return the longest text that the current publication has time to check."""
         self._num_published += 1
         if self._was_beyond and self._text is not None:
             return self._text
@@ -490,7 +491,7 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Return the comparison of both sides' scores of sampled tokens, for each sample.
+    """Return the comparisons of both sides' scores of sampled tokens, one for each sample.
 
     own: the trainer's scores of all samples, in the order of the samples.
     """

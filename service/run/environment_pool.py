@@ -112,8 +112,8 @@ def start_environment_actor(
 ) -> ActorHandle:
     """Start an environment actor, and return its handle.
 
-    model: the model whose tokenizer it uses. queue: the source of its rollouts; None for an actor
-    that only plays evaluations.
+    model: the model whose tokenizer the actor uses. queue: the source of the actor's rollouts; None
+    for an actor that only plays evaluations.
     """
     actor_class = ray.remote(EnvironmentActor).options(
         num_cpus=1,

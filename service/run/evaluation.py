@@ -3,7 +3,7 @@
 If an actor dies, the rollouts of its share are missing from the evaluation and are not played
 again. The file is meant for people: if it cannot be written, the user gets one notice and the run
 continues. Lines are read one after another from the object store, so that memory holds only one
-line. Used by `EnvironmentPool` and by `rayloom evaluate`.
+line. `EnvironmentPool` and `rayloom evaluate` use this module.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ async def play(
 ) -> list[Played]:
     """Divide the plays among the actors, play them, and return the results.
 
-    notice: called for each lost share.
-
-    Returns: a result for each play of the shares that were not lost, in the order of the plays.
+    notice: called for each lost share. Returns: a result for each play, in the order of the plays;
+    the plays of lost shares are left out.
     """
     size = len(members)
     shares = [range(index, len(plays), size) for index in range(size)]
@@ -146,7 +145,7 @@ class EvaluationFiles:
 
 
 def write_lines(path: Path, played: Sequence[Played]) -> int:
-    """Write the lines to a temporary file and rename it. Returns: the number of lines.
+    """Write the lines to a temporary file, rename it, and return the number of lines.
 
     Raises: OSError; RayError if the actor that owns a line has died. After an error no file is
     left.

@@ -49,13 +49,16 @@ Raises: RayError, ConfigError.
 
 
 class HackingWatch:
-    """The audit for reward hacking; only `close` blocks.
+    """The audit for reward hacking; no method but `close` blocks.
 
     Call `begin_term` first, `stored` after each step, and `close` last.
     """
 
     def __init__(self, run_dir: RunDir, *, ask: Ask | None = None) -> None:
-        """Prepare the thread. ask: calls the shadow verifier; None if there is none."""
+        """Prepare the thread.
+
+        ask: function that calls the shadow verifier; None if there is no shadow verifier.
+        """
         self._run_dir, self._ask = run_dir, ask
         self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
         """Work of the thread: a term and a stored step, or a term that begins and None; None alone
@@ -179,7 +182,10 @@ class _Shadow:
 
 
 def asking_apart(config: Config, *, model: str) -> Ask | None:
-    """Return the run's shadow verifier; None if there is none. The first call starts its actor."""
+    """Return a function that calls the run's shadow verifier; None if there is no shadow verifier.
+
+    The function's first call starts the verifier's actor.
+    """
     name = config.audit.shadow
     if name is None:
         return None
@@ -207,7 +213,7 @@ def _start(config: Config, model: str, name: str) -> Any:
 
 
 def watch_of(config: Config, run_dir: RunDir, *, model: str) -> HackingWatch | None:
-    """Return the audit of a run; None if it is off, or the run has no journal."""
+    """Return the audit of a run; None if the audit is off, or if the run has no journal."""
     if not config.audit.hacking or config.run.journal_steps == 0:
         return None
     return HackingWatch(run_dir, ask=asking_apart(config, model=model))

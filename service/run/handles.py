@@ -38,7 +38,7 @@ class LoopSettings:
     max_uncommitted: int = 1000
     """Number of evicted rollouts after which a waiting service commits the evictions.
 
-    It also commits them after `commit_after_s`. If files must be written, both limits are
+    The service also commits them after `commit_after_s`. If files must be written, both limits are
     multiplied by FILES_FACTOR.
     """
     commit_after_s: float = 60.0

@@ -1,8 +1,8 @@
 """The status and the readiness of a run, and the rules that decide whether it has failed. Pure.
 
 The supervisor and its loop use this module. The command line reads a RunStatus twice a second for
-its display. Records, evaluations and notices are lists that only grow. A RunStatus has only the
-items after the caller's cursor, if they are still kept.
+its display. Records, evaluations and notices are lists that only grow. A RunStatus has only those
+items after the caller's cursor that are still kept.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class RunStatus:
     """A few words, such as "starting 2 engines"."""
 
     records: tuple[StepRecord, ...] = ()
-    """New records, in order; if a recovery repeats a step, its later record counts."""
+    """New records, in order; if a recovery repeats a step, the later record of the step counts."""
 
     evaluations: tuple[EvaluationRecord, ...] = ()
     """New evaluations, in order."""
@@ -173,7 +173,7 @@ class RunStatus:
     is_done: bool = False
 
     exit_reason: str | None = None
-    """One sentence; set only if `is_done`."""
+    """Reason for the end of the run, one sentence; set only if `is_done`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +202,9 @@ def readiness(
     """Return whether the run is ready to serve, with the reason if it is not.
 
     behind_s: seconds for which an engine has lacked the current version. A publication may take
-    some time, so this counts only after `publish_limit_s` and while the run trains; other
-    phases have their own reasons. store_away_s: seconds since the database last answered; 0 if it
-    answers.
+    some time, so these seconds count only if they exceed `publish_limit_s`, and only while the run
+    trains; other phases have their own reasons. store_away_s: seconds since the database last
+    answered; 0 if it answers.
     """
     reasons = []
     if store_away_s:
@@ -242,14 +242,11 @@ class EngineChange:
 class EngineWatch:
     """A counter of lost and new engines.
 
-    It also measures how long an engine has lacked the current version.
-
-    An engine counts from the time at which it first has the current version. It is not lost if it
-    lacks a version that was just published, or if it was stopped because fewer engines were
-    requested. A new replica never has the name of a dead one.
-
-    num_expected: initially the requested number of engines; it rises when more engines appear, and
-    falls when engines are stopped on request.
+    It also measures how long an engine has lacked the current version. An engine counts from the
+    time at which it first has the current version. It is not lost if it lacks a version that was
+    just published, or if it was stopped because fewer engines were requested. A new replica never
+    has the name of a dead one. num_expected: initially the requested number of engines; it rises
+    when more engines appear, and falls when engines are stopped on request.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -319,8 +316,8 @@ class RunFailed(Exception):
 class FaultCount:
     """A count of the faults since the run last made progress, without faults older than a day.
 
-    The limit of a day is for runs that wait for submissions: such a run makes no progress, and its
-    faults may be weeks apart.
+    A run that waits for submissions makes no progress, and its faults may be weeks apart; older
+    faults must not count there.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -345,11 +342,10 @@ class FaultCount:
 class FailureWatch:
     """The checks that end a run that makes no progress.
 
-    The loop of each term calls it while it waits for a step and after each step.
-
-    A run with submissions calls it only after each step, because untrainable groups of clients are
-    not a failure of the run. A run fails in three cases. First, the last `max_failed_groups` groups
-    in a row could not be trained, and this has lasted for `failed_groups_grace_s`, so that a short
+    The loop of each term makes these checks while it waits for a step and after each step. A run
+    with submissions makes them only after each step, because untrainable groups of clients are not
+    a failure of the run. A run fails in three cases. First, the last `max_failed_groups` groups in
+    a row could not be trained, and this has lasted for `failed_groups_grace_s`, so that a short
     outage of a server does not end the run; failures while no engine is ready do not count, because
     the environment did not cause them. Second, no update was finite in `max_skipped_steps` steps in
     a row. Third, the merge actor refused every trajectory in `max_skipped_steps` steps in a row.
@@ -375,7 +371,7 @@ class FailureWatch:
         self._is_share_low = False
 
     def untrained_tokens(self, step: int, report: StepReport) -> str | None:
-        """Return a notice if less than LOW_SHARE of the last steps' sampled tokens was trained on.
+        """Return a notice if less than LOW_SHARE of the last steps' sampled tokens was trained.
 
         The notice is returned at most once in SHARE_STEPS steps.
         """
@@ -414,7 +410,7 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Count a check that exceeds its bound; return a notice, empty if all scores agree.
+        """Count a check that exceeds its bound, and return a notice; empty if the scores agree.
 
         check: the check after the step's publication; None if no engine answered.
         """

@@ -4,12 +4,12 @@ Synchronous and asynchronous training use the same code: only the queue's admiss
 how far rollouts run ahead. Two loops run concurrently: `_admit` assigns tasks to open group
 numbers; `_train` passes closed groups through the merge actor and the trainer, and publishes the
 weights. If rollouts may lag, the engines load a version while the next step is collected and
-trained; a checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a
+trained. A checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a
 version is published only after the engines have loaded the version before it. A version has the
 number of its step, except for versions that a restarted trainer published again
-(`RestartableTrainer`). Each term has one loop. If an operator pauses a part
-(`service.run.pauses`), the two loops wait at their gates: between two admissions, and between two
-steps. Every call of a handle may raise `ActorLost`.
+(`RestartableTrainer`). Each term has one loop. If an operator pauses a part (`service.run.pauses`),
+the two loops wait at their gates: between two admissions, and between two steps. Every call of a
+handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class TrainedStep:
 
     step: int
     version: int
-    """The version under which its weights were published."""
+    """The version under which the step's weights were published."""
     report: StepReport
     stats: StepStats
 
     stages: StageSeconds
-    """Seconds that the loop waited at each stage, without work that overlaps the next step."""
+    """Seconds that the loop waited at each stage; work that overlaps the next step is left out."""
 
 
 class Stopwatch:
@@ -206,9 +206,7 @@ class Loop:
         self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
-        """Return a step's closed groups once there are enough; None if the run is stopped or solved
-        first.
-        """
+        """Wait for a step's closed groups and return them; None if the run ends before."""
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
             if self._checkpoints.is_requested:
@@ -243,7 +241,7 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Build a step. Returns: the step, and the seconds of the trainer's scoring.
+        """Build a step, and return it with the seconds of the trainer's scoring.
 
         Raises: PayloadsLost.
         """
@@ -323,7 +321,7 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Wait for the grace, then make the ranks abandon their step unless an update is done."""
+        """Wait for the end of the grace, then make the ranks abandon a step without an update."""
         await self._is_grace_over.wait()
         while True:
             await self._handles.trainer.abandon()
@@ -358,17 +356,17 @@ class Loop:
         return step % self._run_settings.evaluate_every == 0 or step == self._run_settings.steps
 
     async def _join_loading(self) -> None:
-        """Wait until the engines have the version published last and its step is recorded."""
+        """Wait until the engines have the newest published version, and its step is recorded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             await loading
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
-        """Record a step once the engines have its version; the next step runs meanwhile."""
+        """Record a step once the engines have the step's version; the next step runs meanwhile."""
         await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
-        """Evaluate and save if due, and record the step, once the engines have its version."""
+        """Evaluate and save if due, and record the step, after the engines have its version."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         check = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())
@@ -450,7 +448,7 @@ class Loop:
     async def _finish(self) -> None:
         """Commit the last finished step.
 
-        At the run's end, cancel the work in flight; after a stop, leave it for the resume.
+        At the run's end, cancel the rollouts in flight; after a stop, keep them for the resume.
         """
         done = self._step - 1
         is_complete = not self._has_more

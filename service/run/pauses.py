@@ -1,8 +1,9 @@
 """The parts of a run that an operator has paused, and the gates at which the loop waits for them.
 
-A pause belongs to the run: it is stored, and holds in every later term until it is resumed, even
-with another supervisor. The supervisor owns the `Pauses`; the loop waits at the gates of admission
-and training, and the term applies a pause of generation to the queue and the weight board.
+A pause belongs to the run: it is stored, and lasts until the operator resumes the part, in every
+later term and with any supervisor. The supervisor owns the `Pauses`; the loop waits at the gates of
+admission and training, and the term applies a pause of generation to the queue and the weight
+board.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[bool]:
-        """Yield whether the gate is open; if it is, `until_passed` waits until this block ends."""
+        """Yield whether the gate is open; if so, `until_passed` waits until this block ends."""
         if not self.is_open:
             yield False
             return

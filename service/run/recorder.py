@@ -89,10 +89,10 @@ class RunRecorder:
     ) -> None:
         """Start with the stored totals.
 
-        Args: submissions: receives the results of rollouts that clients submitted. traces: traces
-        the rollouts; None disables tracing. trackers: the experiment trackers; None if there are
-        none. hacking: the audit for reward hacking; None disables it. uploads: copies checkpoints
-        to an address; None if there is none.
+        Args: submissions: receives the results of rollouts that clients submitted. traces: writer
+        of the rollouts' traces; None disables tracing. trackers: the experiment trackers; None if
+        there are none. hacking: the audit for reward hacking; None disables it. uploads: thread
+        that copies checkpoints to an address; None if there is no address.
         """
         self._store = store
         self._thread = thread
@@ -178,7 +178,7 @@ class RunRecorder:
         self.current_phase, self.phase_detail = phase, detail
 
     def training(self, paused: str) -> None:
-        """Set the phase of training. paused: the parts that are paused; empty if none is."""
+        """Set the phase of training. paused: the parts that are paused; empty without a pause."""
         self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
 
     def paused(self, pauses: Sequence[Pause]) -> None:
@@ -295,7 +295,7 @@ class RunRecorder:
 
     @property
     def collapsed_since(self) -> int | None:
-        """First step of a collapse of the mean return that still continues; None without one."""
+        """First step of a collapse of the mean return that has not recovered, or None."""
         drop = self._rewards.drop
         return None if drop is None else drop.since
 
@@ -324,7 +324,8 @@ class RunRecorder:
     async def close_trackers(self, *, is_taken_over: bool) -> None:
         """Have the trackers write the stored records within a time limit.
 
-        is_taken_over: whether another process has taken over the run, and writes them instead.
+        is_taken_over: whether another process has taken over the run, and writes the records
+        instead.
         """
         if self._trackers is not None:
             await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
@@ -337,7 +338,8 @@ class RunRecorder:
     async def close_uploads(self, *, is_taken_over: bool) -> None:
         """Copy the newest checkpoints within a time limit.
 
-        is_taken_over: whether another process has taken over the run, and copies them instead.
+        is_taken_over: whether another process has taken over the run, and copies the checkpoints
+        instead.
         """
         if self._uploads is not None:
             await asyncio.to_thread(self._uploads.close, writes_rest=not is_taken_over)
@@ -433,7 +435,7 @@ class RunRecorder:
     ) -> None:
         """Set the gauges of engines.
 
-        num_ready: None if unknown. versions: policy versions by replica.
+        num_ready: number of ready engines; None if unknown. versions: policy versions by replica.
         """
         parts = self._metrics.parts
         with self._metrics.together():

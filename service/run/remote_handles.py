@@ -104,7 +104,7 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 
 
 class _SupervisorClient(_Calls):
-    """A client with all methods of the supervisor, and those defined here.
+    """A client with all methods of the supervisor; the methods defined here do more.
 
     Submissions that arrive while others are being sent wait for the next call, in order.
     """

@@ -1,4 +1,4 @@
-"""The trajectory queue as the supervisor calls it; a queue that died is opened again in place.
+"""The trajectory queue as the supervisor calls it; a queue that died is replaced during the call.
 
 Ray restarts the queue's process under the same handles; this class opens the queue from the newest
 cut that it has processed, and repeats the lost calls. (A `QueueCut` is the queue's state, with the
@@ -6,8 +6,8 @@ events since the last cut.) Invariants: cuts are processed in order, and their e
 are passed to the recorder; a call returns only after its own cut is processed. The recorder and the
 next queue therefore agree about everything that the loop knows. Rollouts that ended after the
 newest cut, or whose trajectories were in the queue, are played again. The step that the loop has
-taken stays taken. This class keeps the tasks in flight as they were admitted, because cuts do not
-contain the data of tasks.
+taken is not given out again. This class keeps the tasks in flight as they were admitted, because
+cuts do not contain the data of tasks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ NAME = "trajectory queue"
 
 
 class RestartableQueue:
-    """The queue's calls; call `open` first. Every call may raise ActorLost."""
+    """The calls of a queue that is restarted if it dies.
+
+    Call `open` first; every call may raise ActorLost.
+    """
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class RestartableQueue:
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Stop handing out rollouts, or resume it; a queue that is restarted does the same."""
+        """Stop handing out rollouts, or resume; a queue that is restarted keeps this state."""
         self._is_held = is_held
         await self._ask("hold", is_held)
 
@@ -145,7 +148,7 @@ class RestartableQueue:
     async def _change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
     ) -> Any:
-        """Make a call that returns a cut or a value and a cut; process it and return the value.
+        """Make a call whose answer has a cut; process the cut, and return the answer's value.
 
         The call completes even if the caller is cancelled, because every later cut waits for this
         one. admitted: groups that this call adds to the queue.
@@ -238,8 +241,8 @@ class CutsInOrder:
     def __init__(self, keep: Keep) -> None:
         """Accept the cuts of opening 0.
 
-        keep: called with each cut after all earlier cuts are kept, and with the groups that its
-        call admitted.
+        keep: called with each cut, after all earlier cuts, and with the groups that the cut's call
+        admitted.
         """
         self._keep = keep
         self._opening = 0

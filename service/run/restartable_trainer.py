@@ -1,13 +1,13 @@
-"""A trainer that outlives its ranks: the calls of `TrainerGroup`, made to a replaceable group.
+"""A trainer that outlives its ranks: it has the calls of `TrainerGroup`, but can replace the group.
 
 If a rank is lost, a new group loads the newest committed checkpoint and trains again, in order, on
 the kept shards of the later steps. Then the interrupted call is repeated. The caller waits during
 this time: nothing is published and no rollout is played again. Invariants: a step is finished when
 all ranks have answered with its statistics and a fingerprint of their state; the weights of a
-version that engines may have never change. If the new ranks have another fingerprint (which can
-happen on CUDA, or with another number of threads), their weights become the next version, and every
-call except `publish` raises `WeightsMoved` until they are published. Each term's loop uses one such
-trainer.
+version never change once an engine may have the version. If the new ranks have another fingerprint
+(which can happen on CUDA, or with another number of threads), their weights become the next
+version, and every call except `publish` raises `WeightsMoved` until they are published. Each term's
+loop uses one such trainer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RestartableTrainer:
         for the kept shards of steps after the newest checkpoint. If the shards exceed it, the
         oldest are dropped, and a lost rank then ends the term. on_restart: called with a sentence
         for each replaced group. on_check: called at each check of `watch` with the peak memory of
-        each rank in bytes; with an empty value if a rank is lost.
+        each rank in bytes, or with an empty mapping if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -136,12 +136,15 @@ class RestartableTrainer:
                         await self._restart(loss)
 
     async def score(self, shards: Sequence[Any]) -> tuple[Any, ...]:
-        """Score shards, as `TrainerGroup.score` does. Raises as `step` does."""
+        """Return the scores of shards, as `TrainerGroup.score` does.
+
+        Raises: the errors of `step`.
+        """
         async with self._lock:
             return await self._ask(lambda group: group.score(shards))
 
     async def step(self, shards: Sequence[Any], *, num_bytes: int = 0) -> StepStats:
-        """Train a step, as `TrainerGroup.step` does; keep the shards.
+        """Train a step, keep its shards, and return its statistics, as `TrainerGroup.step` does.
 
         num_bytes: total size of the shards.
         Raises: WeightsMoved; ActorLost if no new group starts or a shard is gone;
@@ -207,7 +210,7 @@ class RestartableTrainer:
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Begin a checkpoint, as `TrainerGroup.begin_save` does. Raises as `step` does."""
+        """Begin a checkpoint, as `TrainerGroup.begin_save` does. Raises: the errors of `step`."""
         async with self._lock:
             await self._ask(lambda group: group.begin_save(step, term=term))
             self._saving = self._group
@@ -304,7 +307,10 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Give the ranks' weights the number `version`, which may have been published already."""
+        """Give the ranks' weights the number `version`.
+
+        This version may have been published already.
+        """
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 

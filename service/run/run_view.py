@@ -74,8 +74,8 @@ class RunView:
     ) -> None:
         """Create a view.
 
-        endpoint, root_process: see `Supervisor`. read_term: returns the running term; None between
-        two terms.
+        endpoint, root_process: see `Supervisor`. read_term: function that returns the running term,
+        or None between two terms.
         """
         self._config, self._run_dir = config, run_dir
         self._store, self._thread = store, thread
@@ -205,7 +205,7 @@ class RunView:
         )
 
     async def _history_now(self) -> History:
-        """Return the history; read it again only if it has changed."""
+        """Return the history, which is read again only if it has changed."""
         recorder = self._recorder
         known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:

@@ -3,8 +3,8 @@
 The training uses the same ranks, checkpoints and replacement of lost ranks as every run. A
 directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a resumed
 training continues from the newest one. Invariants: a step depends only on the chats, the seed and
-its number, so a training that was killed has the same losses after it resumes; `metrics.jsonl` has
-each step once. `service.cli.sft` calls this module.
+the step's number, so a training that was killed has the same losses after it resumes;
+`metrics.jsonl` has each step once. `service.cli.sft` calls this module.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SftStep:
 
 
 def num_steps_of(config: SftConfig, num_chats: int) -> int:
-    """Return the number of steps of all epochs."""
+    """Return the number of steps in all epochs."""
     return steps_per_epoch(num_chats, config.sft.chats_per_step) * config.sft.epochs
 
 
@@ -129,11 +129,10 @@ class SftRun:
         self._metrics = run_dir.path / "metrics.jsonl"
 
     async def run(self) -> Path | None:
-        """Train until the last step.
+        """Train until the last step, and return its checkpoint; None if a stop was requested.
 
-        Returns: the last step's checkpoint; None if a stop was requested before the last step. At a
-            stop, a checkpoint of the last finished step is written.
-        Raises: ActorLost, TrainerStartFailed, CheckpointError, RunFailed.
+        At a stop, a checkpoint of the last finished step is written. Raises: ActorLost,
+        TrainerStartFailed, CheckpointError, RunFailed.
         """
         claim(self._run_dir.checkpoints, self._term)
         async with race(self._start(), self._wait_for_stop()) as (starting, stopping):
@@ -150,7 +149,7 @@ class SftRun:
             await asyncio.sleep(_LOOK_S)
 
     async def _start(self) -> tuple[RestartableTrainer, int, Path | None]:
-        """Start the ranks from the newest checkpoint that can be loaded.
+        """Start the ranks from the newest checkpoint that can be loaded, and return the trainer.
 
         Returns: the trainer, the number of finished steps, and the checkpoint.
         """

@@ -51,9 +51,9 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
 
 
 def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any:
-    """Start the actor that serves the run's metrics; it outlives supervisors.
+    """Start and return the actor that serves the run's metrics; it outlives supervisors.
 
-    It ends with the calling process. place: Ray's scheduling options. Raises: TimeoutError.
+    The actor ends with the calling process. place: Ray's scheduling options. Raises: TimeoutError.
     """
     actor_class = ray.remote(MetricsEndpoint).options(
         num_cpus=0,
@@ -79,9 +79,9 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` until it succeeds, because Ray frees a dead actor's name late.
+    """Call `start` until it succeeds, and return the started actor.
 
-    Returns: the actor. Raises: TimeoutError.
+    Ray frees the name of a dead actor with a delay. Raises: TimeoutError.
     """
 
     def attempt() -> Any:
@@ -124,10 +124,10 @@ def start_supervisor(
     lost: Any = None,
     lost_name: str = "",
 ) -> Any:
-    """Start the supervisor as an actor named after the run; it ends with the calling process.
+    """Start and return the supervisor, an actor named after the run that ends with this process.
 
     If an earlier start of this run left an actor with the same name, this function ends that actor.
-    If `when_held` is WAIT, it waits instead until that actor ends.
+    If `when_held` is WAIT, this function waits instead until that actor ends.
 
     endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint to return to;
     empty for the newest. root_process: see `Supervisor`. lost: this process's dead supervisor,

@@ -38,7 +38,7 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the step and the evaluation from which the run continues; None shows nothing."""
+        """Show the step and the evaluation from which the run continues, unless they are None."""
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)

@@ -63,7 +63,7 @@ class WhenHeld(Enum):
 
     REFUSE = "refuse"
     WAIT = "wait"
-    """Wait without a term until the owner no longer shows signs of life."""
+    """Wait without a term until the owner shows no more signs of life."""
     TAKE_OVER = "take over"
 
 
@@ -186,7 +186,7 @@ class Supervisor:
         log.info("run directory %s", run_dir.path)
 
     async def run(self) -> Ending:
-        """Run terms until the run ends, then write the report.
+        """Run terms until the run ends, write the report, and return the end.
 
         Raises: RunFailed if the run makes no progress; TrainerStartFailed; ActorLost after too many
             recoveries; LeaseLost; StoreError if no checkpoint is left or the database cannot be
@@ -244,7 +244,7 @@ class Supervisor:
         self._store.close()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End the run after the current step and its checkpoint; during the start end it at once.
+        """End the run after the current step and its checkpoint, or at once during the start.
 
         grace_s: seconds after which an untrained step is abandoned; None sets no limit. If `stop`
         is called again, the shorter grace counts. After the run's end, do nothing.
@@ -311,7 +311,7 @@ class Supervisor:
         return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission that no step has taken, and return its state.
+        """Cancel a submission unless a step has taken it, and return its state.
 
         Raises: LeaseLost, StoreError.
         """
@@ -348,8 +348,8 @@ class Supervisor:
     async def _evict(self, group_id: str) -> bool:
         """Cancel a group in the queue; return False if a step has taken it.
 
-        Also return True if there is no term, or if its queue is lost, because the next term cancels
-        the group at its start.
+        The result is also True if there is no term, or if its queue is lost, because the next term
+        cancels the group at its start.
         """
         with suppress(ActorLost):
             term = self._control.term
@@ -461,7 +461,7 @@ class Supervisor:
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Take the lease; return None if a stop was requested before the run was free.
+        """Take and return the lease; None if a stop was requested before the run was free.
 
         Raises: LeaseHeld, unless `when_held` is WhenHeld.WAIT; LeaseLost; StoreError.
         """
@@ -543,7 +543,7 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the end and accept no more calls; return whether the report was written."""
+        """Show the end, accept no more calls, and return whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:

@@ -21,16 +21,16 @@ _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in rang
 
 
 def task_index(slot: OpenSlot) -> int:
-    """Return the index of an open slot's task, the same after every restart."""
+    """Return the index of an open slot's task, which is the same after every restart."""
     return slot.group_number + slot.replacement * SLOTS
 
 
 class Curriculum:
-    """The choice of tasks by the results of their newest groups, which this object keeps.
+    """A chooser of tasks, which keeps the results of each task's newest groups.
 
     Each task that the run can play more than once has its own results; tasks made from seeds share
     the results of their environment. Choices depend on earlier training, so a run that continues
-    from a checkpoint restores the results stored with it.
+    from a checkpoint restores the results stored with the checkpoint.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Curriculum:
         *,
         results: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Start with stored results. results: a value that the property `results` returned."""
+        """Start with stored results. results: an earlier value of the property `results`."""
         self._settings = settings
         self._source = source
         self._results = {key: tuple(passed) for key, passed in (results or {}).items()}

@@ -2,7 +2,7 @@
 
 A term is the time under one lease. It ends when the run ends, when it is stopped, or when an actor
 is lost that cannot be replaced in place; the supervisor then starts the next term from the newest
-committed checkpoint. A resumed run takes the same path as a recovered one.
+committed checkpoint. A run that resumes and a run that recovers start in the same way.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ParentUnusable(Exception):
 
 
 class Term:
-    """The term of one lease; call `run`, then `stop`, also after an error."""
+    """The term of one lease; call `run`, then `stop`, even after an error."""
 
     def __init__(
         self,
@@ -182,17 +182,17 @@ class Term:
 
     @property
     def step_in_hand(self) -> int | None:
-        """The step that is being trained; None if there is none."""
+        """The step that is being trained; None while no step is."""
         return self._loop.step_in_hand if self._loop is not None else None
 
     @property
     def trained_version(self) -> int | None:
-        """Version of the trainer's weights; None before it has loaded them."""
+        """Version of the trainer's weights; None before the trainer has loaded weights."""
         return self._trainer.version if self.is_training else None
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions that have the same weights as the version before them."""
+        """The versions whose weights are those of the version before."""
         return self._trainer.republished
 
     @property
@@ -207,14 +207,20 @@ class Term:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Commit:
-        """Commit a checkpoint, as `Loop.checkpoint` does. The term must be training."""
+        """Commit a checkpoint, and return the commit, as `Loop.checkpoint` does.
+
+        The term must be training.
+        """
         assert self._loop is not None
         return await self._loop.checkpoint()
 
     async def evaluate(
         self, tasks: Sequence[Task], sampling: Sampling, *, file: str, slots_share: float
     ) -> list[TrajectorySummary]:
-        """Play tasks, as `EnvironmentPool.evaluate` does. The term must be training."""
+        """Play tasks, and return summaries, as `EnvironmentPool.evaluate` does.
+
+        The term must be training.
+        """
         assert self._pool is not None
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
@@ -229,7 +235,7 @@ class Term:
             await self.queue.hold(is_held)
 
     async def run(self) -> None:
-        """Start the actors and train, until the end or a stop.
+        """Start the actors, and train until the run's end or a stop.
 
         Raises: ActorLost; RunFailed; LeaseLost; TrainerStartFailed if a rank can never start;
             ParentUnusable; CheckpointError if a checkpoint cannot be written.
@@ -259,8 +265,8 @@ class Term:
     async def stop(self, *, is_orderly: bool) -> None:
         """End this term's actors; the engines keep running.
 
-        is_orderly: whether no actor was lost. If so, and if training has begun, the actors first
-        send their work to the queue.
+        is_orderly: whether no actor was lost. If this is true and training has begun, the actors
+        first send their work to the queue.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
@@ -481,7 +487,7 @@ class Term:
         return actor
 
     def _journal_settings(self) -> JournalSettings | None:
-        """Return the settings of the journal; None if the run has none."""
+        """Return the settings of the journal; None if the run has no journal."""
         config = self._config
         if config.run.journal_steps == 0:
             return None

@@ -1,11 +1,11 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-Only the supervisor writes a trace, when the rollout leaves the ledger. It uses events that it
-receives in any case, so actors pass no trace context. A rollout's times are exact to one poll of
-the queue. The stages of its step follow each other without a gap, and the last one ends when the
-rollout leaves. A thread sends the traces over OTLP; traces that a collector does not accept in time
-are dropped. If a supervisor dies, the traces of the rollouts in flight begin when its successor
-starts. `RunRecorder` calls this module.
+Only the supervisor writes a trace, when the rollout leaves the ledger. The supervisor uses events
+that it receives in any case, so actors pass no trace context. The times of a rollout are exact to
+one poll of the queue. The stages of the rollout's step follow each other without a gap, and the
+last stage ends when the rollout leaves. A thread sends the traces over OTLP; traces that a
+collector does not accept in time are dropped. If a supervisor dies, the traces of the rollouts in
+flight begin when its successor starts. `RunRecorder` calls this module.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class RolloutTraces:
     ) -> None:
         """Start a tracer.
 
-        run: name of the run. accepted_at: returns the time at which a group was submitted.
+        run: name of the run. accepted_at: function that returns the time at which a group was
+        submitted.
         """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -114,7 +115,7 @@ class RolloutTraces:
             self._write(rollout_id, rollout, reason="", record=record)
 
     def close(self) -> None:
-        """Send the waiting spans within a time limit. Blocks."""
+        """Send the waiting spans within a time limit, and block meanwhile."""
         self._provider.force_flush(FLUSH_LIMIT_MS)
         self._provider.shutdown()
 

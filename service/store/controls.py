@@ -16,7 +16,7 @@ KEPT_CALLS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A pause of a part of the run."""
+    """The pause of a part of the run."""
 
     part: Pausable
     since: float

@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 
 class Database:
-    """The database at a URL (`service.store.place`); errors of the driver become StoreErrors."""
+    """The database at a URL (`service.store.place`); it raises StoreError for a driver's errors."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Database:
         patience_s: float = PATIENCE_S,
         count_failure: Callable[[], object] = lambda: None,
     ) -> None:
-        """Keep the URL; connect at the first use.
+        """Store the URL, without a connection; the first use connects.
 
         Args: patience_s: seconds to wait for a database that does not answer. count_failure: called
         if the file with the URL can no longer be read.
@@ -122,9 +122,9 @@ class Database:
         self._engine.dispose()
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Return the result of `body`.
+        """Return the result of `body`, called with a connection.
 
-        Its connection sees one state of the database.
+        The connection sees one state of the database.
 
         Args: body: may only use the connection, because it is repeated if the database fails.
         Raises: StoreError; what body raises.
@@ -164,8 +164,9 @@ class Database:
     ) -> None:
         """Call `create`, which creates the tables, unless `is_ready` returns true.
 
-        Other writers are excluded, although there is no row to lock yet. `create` must accept that
-        another process has created the tables since `is_ready` was called.
+        Other writers are excluded during the call, although there is no row to lock yet. Another
+        process may create the tables after the call of `is_ready`, so `create` must accept existing
+        tables.
         Raises: StoreError; what the two functions raise.
         """
 
@@ -186,7 +187,7 @@ class Database:
     def answers_since(self, connection: Connection) -> float:
         """Return the time at which the server started, by the clock of `now`; 0 for SQLite.
 
-        No owner could renew its lease while the server was down before that time.
+        Before that time the server was down, so that no owner could renew its lease.
         """
         if self.is_sqlite:
             return 0.0
@@ -241,7 +242,8 @@ class Database:
     def fence(self, reason: str, *, check: Callable[[Connection], None]) -> None:
         """Make the database refuse every later write with a reason, by any process and version.
 
-        Each write changes the table `format`, and a trigger refuses this change. Reads still work.
+        Each write changes the table `format`, and a trigger refuses this change. Reads are still
+        possible.
         Args: check: called in the same transaction; raises if the caller may not fence the
         database.
         Raises: StoreError; what check raises.

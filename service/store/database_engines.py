@@ -71,8 +71,8 @@ def _follow(
 ) -> None:
     """Make each new connection of an engine read its URL from the file again.
 
-    A connection of an earlier URL is replaced before its next use, because its user may no longer
-    exist.
+    A connection with an earlier URL is replaced before its next use, because the URL's user may no
+    longer exist.
     """
 
     def connect(dialect: Any, record: Any, positional: list[Any], named: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def sqlite_writer(url: URL, file: Path) -> Engine:
 
 
 def sqlite_reader(file: Path) -> Engine:
-    """Return an engine that reads a file, without creating or writing it or blocking its writer.
+    """Return an engine that only reads a file: it never creates it, writes it or blocks its writer.
 
     If there is a log next to the database, SQLite keeps its index of the log (-shm) up to date.
     """

@@ -12,7 +12,7 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """A living process owns the lease, and the caller requested the lease only if it is free."""
+    """A living process owns the lease, which the caller wants only if no process owns it."""
 
 
 class Damaged(Exception):

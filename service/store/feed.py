@@ -50,7 +50,7 @@ _TELL_ACCEPTED = insert(tables.feed).from_select(
 
 
 def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
-    """Append entries about tasks, in order, to the feed; each gets the next number."""
+    """Append entries about tasks to the feed, in order; each entry gets the next number."""
     _add(connection, [(tenant_of(entry.task or ""), entry) for entry in entries])
 
 
@@ -97,7 +97,7 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Reserve the next `num_of` numbers of each tenant; return each one's number before that."""
+    """Reserve the next `num_of` numbers of each tenant; return the number that each had before."""
     if not num_of:
         return {}
     numbers = tables.feed_numbers
@@ -129,8 +129,8 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries after a number.
 
-    Args: sees: the tenant whose entries to return, by its own numbers; None returns the entries of
-    all tenants, with an entry for all tenants only once.
+    Args: sees: the tenant whose entries to return, with its own numbers. If it is None, the entries
+    of all tenants are returned, and an entry for all tenants appears only once.
     Raises: StoreError.
     """
     columns = tables.feed.c

@@ -47,10 +47,9 @@ def add_key(store: RunStore, key: NamedKey) -> bool:
 
 
 def revoke_key(store: RunStore, name: str) -> NamedKey | None:
-    """Revoke a key permanently; a key that was revoked before stays unchanged.
+    """Revoke a key permanently, and return the key; None if it does not exist.
 
-    Returns: the key; None if it does not exist.
-    Raises: StoreError.
+    A key that was revoked before stays unchanged. Raises: StoreError.
     """
     columns = tables.keys.c
     at = time.time()

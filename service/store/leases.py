@@ -26,7 +26,7 @@ class Lease:
 
     term: int
     parent: Checkpoint | None
-    """The checkpoint from which this term continues; None if it starts without one."""
+    """The checkpoint from which this term continues; None if it starts without a checkpoint."""
     queue_snapshot: QueueSnapshot | None
     """The queue's state at the parent checkpoint; None without a parent."""
     curriculum: Mapping[str, tuple[float, ...]] | None = None

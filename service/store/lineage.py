@@ -1,8 +1,9 @@
 """Find the surviving rows of a run: those of the newest term, and those from which it continued.
 
-If a term starts from a checkpoint c of an earlier term, the earlier term's steps up to c and its
-events up to the last one in c survive; its later rows are superseded. The report and `inspect`
-show surviving rows; the metrics count all rows that were ever stored, superseded ones included.
+If a term starts from a checkpoint c of an earlier term, the earlier term's steps up to c survive,
+and its events up to the last event in c. The later rows of the earlier term are superseded. The
+report and `inspect` show surviving rows; the metrics count all rows that were ever stored,
+superseded ones included.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Checkpoint:
     """A committed checkpoint."""
 
     id: int
-    """1, 2, 3, … in the order of the commits."""
+    """Number of the checkpoint (1, 2, 3, …) in the order of the commits."""
     term: int
     step: int
     policy_version: int
     directory: str
-    """Name in the run's directory of checkpoints; not a path, because a run can be moved."""
+    """Name in the run's directory of checkpoints, without a path, because a run can be moved."""
     last_event_seq: int
     """Number of the term's last event that the checkpoint's ledger includes; -1 if none."""
     committed_at: float
@@ -72,7 +73,7 @@ class History:
     """The surviving records of a run, in order."""
 
     steps: tuple[StepRecord, ...]
-    """The kept steps (`retention`): the first ones, some of the older ones, and all newest ones."""
+    """The kept steps (`retention`): the first ones, some of the older ones, all newest ones."""
     evaluations: tuple[EvaluationRecord, ...]
     totals: RunTotals
     """Totals of all steps of the lineage."""
@@ -118,7 +119,10 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """A kind of record. In a lineage, the positions of each kind's records only grow."""
+    """A kind of record.
+
+    In a lineage, each record has a greater position than all earlier records of its kind.
+    """
 
     STEP = "step"
     EVALUATION = "evaluation"
@@ -209,9 +213,9 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
     """Return the mean return at each of these steps, scaled if the environment's scale is known.
 
-    Returns: by step, a pair: True and the mean of the scheduled evaluation, or False and the mean
-        of the training rollouts if there was none. A pair of an evaluation therefore compares
-        greater than any pair of rollouts. Steps without a known mean are left out.
+    Returns: a pair for each step. The pair is True and the mean of the scheduled evaluation, or
+        False and the mean of the training rollouts if there was no such evaluation; so the pair of
+        an evaluation is greater than any pair of rollouts. Steps without a known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -265,7 +269,10 @@ def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Return the totals of the steps in the newest `term`'s lineage, up to last_step if given."""
+    """Return the totals of the steps in the newest `term`'s lineage.
+
+    last_step: the last step that counts; None counts all steps.
+    """
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
     begun_at, parent = _row(
         connection,
@@ -301,13 +308,13 @@ def surviving_spans(connection: Connection) -> list[Span]:
 
 
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
-    """Return the checkpoints that a run can go back to, newest first, each directory once.
+    """Return the checkpoints to which a run can return, newest first, each directory once.
 
-    These are the checkpoints in the lineage of the newest one whose queue snapshot `retention`
-    keeps. If a later term continued from an earlier checkpoint, the checkpoints after that one are
-    left out. If an operator requested the return, they are left out at once. Otherwise they are
-    left out when the later term has committed a checkpoint; until then, a checkpoint that could not
-    be read may still be used.
+    These are the checkpoints in the lineage of the newest checkpoint whose queue snapshots
+    `retention` keeps. If a later term continued from an earlier checkpoint, the checkpoints after
+    that one are left out. If an operator requested the return, they are left out at once. Otherwise
+    they are left out when the later term has committed a checkpoint; until then, a checkpoint that
+    could not be read may still be used.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -330,8 +337,8 @@ def newest_term(connection: Connection) -> int:
 def lease_digests(store: Readable) -> dict[int, str]:
     """Return a digest of each lease, by its term.
 
-    Two copies of a run have equal digests of the terms before the copy was made, and different ones
-    of later terms.
+    Two copies of a run have equal digests of the terms before the copy was made, and different
+    digests of later terms.
     """
     leases = tables.leases.c
     query = select(leases.term, leases.owner, leases.process, leases.acquired_at)
@@ -362,7 +369,7 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the terms that it continued from, newest first.
 
-    Returns: each term with the checkpoint of it from which the later term continued; None for
+    Returns: each term with that of its checkpoints from which the later term continued; None for
     `term`.
     """
     leases = tables.leases.c

@@ -65,7 +65,7 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Add the column for whether a conversation's first message was sent as instructions.
+    """Add a column that says whether a conversation's first message was sent as instructions.
 
     Later instructions replace such a message. Old turns get true, because their first system
     message was always replaced.

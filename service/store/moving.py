@@ -45,7 +45,7 @@ def copy_run(source: ReadOnlyStore, url: str) -> None:
     """Copy all rows to a new database at `url`; the copy's newest term has no owner.
 
     If a database at `url` has the same run with the same newest term, do nothing.
-    Raises: StoreError, also if it has another run.
+    Raises: StoreError, also if the database has another run.
     """
     check_local(url)
     file = sqlite_file(url)
@@ -163,7 +163,7 @@ def _copy_rows(reading: Connection, writing: Connection) -> None:
 
 
 def _plain(name: str) -> Table:
-    """Return a table that reads and writes values in their stored form, to copy them unchanged."""
+    """Return a table that reads and writes values in their stored form, without a change."""
     columns = (
         Column(each.name, _stored(each.type)) for each in tables.metadata.tables[name].columns
     )
@@ -175,7 +175,7 @@ def _stored(kind: Any) -> Any:
 
 
 def _last_number(connection: Connection, name: str, column: str) -> int:
-    """Return the highest number that a row of the table has or had."""
+    """Return the highest number that a row of the table has, or that a deleted row had."""
     table = _plain(name)
     newest = int(connection.scalar(select(func.max(table.c[column]))) or 0)
     if connection.dialect.name != "sqlite":

@@ -1,11 +1,12 @@
-"""The location of a run's database, as a URL without a password, chosen and recorded at its start.
+"""The location of a run's database: a URL without a password, chosen and recorded at the start.
 
-sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN: each run has
-its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again; its server, user,
-password and TLS options replace the recorded ones. Without this variable, the process reads the
-password from the sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no file,
-log, message or process title of Rayloom contains a password. RAYLOOM_DATABASE_URL_FILE names a file
-with the URL instead, which is read again for new connections (`service.store.database`).
+The URL is sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN,
+where each run has its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again; its
+server, user, password and TLS options replace the recorded ones. Without this variable, the process
+reads the password from the sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no
+file, log, message or process title of Rayloom contains a password. The variable
+RAYLOOM_DATABASE_URL_FILE can name a file with the URL instead. The file is read again for new
+connections (`service.store.database_engines`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class StoreOptions:
     """A user's options for the store of a new run."""
 
     state_dir: Path | None = None
-    """The directory of rayloom.db; if None, the run directory."""
+    """The directory of rayloom.db; if it is None, the run directory is used."""
     database_url: str | None = None
     """URL of a PostgreSQL database.
 
@@ -65,7 +66,7 @@ class StoreOptions:
 
 
 def chosen_url(run_dir: Path, run_id: str, options: StoreOptions) -> str:
-    """Return the URL of a new run's store. Raises: StoreError."""
+    """Return the URL for a new run's database. Raises: StoreError."""
     options.check()
     if options.state_dir is not None:
         return sqlite_url(options.state_dir.expanduser().absolute())
@@ -110,7 +111,7 @@ def record(file: Path, url: str) -> None:
 
 
 def recorded_url(file: Path) -> str:
-    """Return the URL of the run's store.
+    """Return the URL of the run's database.
 
     If there is no record, the database is in the run directory. Raises: StoreError for a record
     that cannot be read.
@@ -158,9 +159,9 @@ def check_local(url: str | URL) -> None:
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
     """Return the environment's URL if it names the same database as `url`; otherwise return `url`.
 
-    The server, its port, the user, the password and the TLS options may change between two starts;
-    the name of the database and the schema are the run's. The environment's password is only sent
-    to the environment's server. Raises: StoreError.
+    Between two starts, the server, its port, the user, the password and the TLS options may change,
+    but not the name of the database and the schema. The environment's password is only sent to the
+    environment's server. Raises: StoreError.
     """
     if url.password is not None:
         return url
@@ -225,7 +226,7 @@ def _source(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _parsed(text: str, *, source: str) -> URL:
-    """Parse a URL. Errors do not quote the URL, because it may contain a password."""
+    """Return a parsed URL. Errors do not quote the URL, because it may contain a password."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):

@@ -1,4 +1,4 @@
-"""A run's database for readers of a run that may be running, interrupted or copied.
+"""Read the database of a run that may be running, interrupted or copied.
 
 A reader never makes a writer wait.
 """
@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class ReadOnlyStore:
     """A run's database for readers.
 
-    An SQLite database of an older format is copied when it is opened; the copy is moved forward and
-    read, and shows no later changes. In PostgreSQL an older format is refused.
+    An SQLite database of an older format is copied when it is opened. The copy is moved forward and
+    read, so that later changes of the run are not seen. In PostgreSQL an older format is refused.
     Raises: StoreError if the database cannot be read, or is in another format.
     """
 
@@ -53,7 +53,7 @@ class ReadOnlyStore:
         whether to accept an older format unchanged, because the caller reads only tables that no
         migration changes (`service.store.migrations`). any_format: whether to accept every format
         unchanged, even one that this version cannot read; the caller handles the errors. steps: the
-        migrations by the format that each starts from. patience_s, count_failure: as for
+        migrations, by the format from which each of them starts. patience_s, count_failure: as for
         `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
@@ -101,12 +101,12 @@ class ReadOnlyStore:
         return row.kind if row else None
 
     def directory(self) -> str:
-        """Return the path of the run directory that the newest owner used; empty if not known."""
+        """Return the path of the run directory that the newest owner used; empty if unknown."""
         row = self.read(self._newest_lease)
         return row.directory if row else ""
 
     def live_owner(self) -> LeaseOwner | None:
-        """Return the owner of the newest lease; None if it has ended its lease or is dead."""
+        """Return the owner of the newest lease if it is alive and has not ended the lease."""
         return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -133,13 +133,13 @@ class ReadOnlyStore:
     def all_checkpoints(self) -> list[Checkpoint]:
         """Return every recorded checkpoint, of every lineage, newest first.
 
-        This includes checkpoints to which the run can no longer return: undone ones, and those
-        whose row is kept only because a term began from them.
+        This includes checkpoints to which the run can no longer return: checkpoints that were
+        undone, and those whose row is kept only because a term began from them.
         """
         return self.read(every_checkpoint)
 
     def check(self) -> None:
-        """Search for damage that opening does not find, for at most two seconds.
+        """Search for damage that is not found at the opening, for at most two seconds.
 
         The check reads some hundred MiB in this time. In a larger database, damage in the other
         parts is found only when they are used. Raises: StoreError.
@@ -200,7 +200,7 @@ class ReadOnlyStore:
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Return whether the tables exist. Raises: StoreError if they have another format."""
+        """Return whether the tables exist. Raises: StoreError if the tables have another format."""
         if not self._database.has_tables(connection):
             return False
         self._check_format(connection)
@@ -237,7 +237,7 @@ class ReadOnlyStore:
         return connection.scalar(newest) or ""
 
     def _read_format(self, connection: Connection) -> int:
-        """Read the format's number. Raises: StoreError."""
+        """Return the number of the format. Raises: StoreError."""
         formats = tables.formats
         has_number = self._database.has_table(connection, formats.name)
         number = connection.scalar(select(formats.c.number)) if has_number else 1

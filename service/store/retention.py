@@ -43,7 +43,7 @@ class Retention:
     journal_steps: int
     """Number of newest steps whose trajectories `inspect` can show."""
     max_policy_age: int
-    """Bound on the policy's age, in versions."""
+    """Largest allowed age of the policy, in versions."""
     keep_checkpoints: int
     """Number of the newest checkpoints to keep, including those that are among the best."""
 
@@ -72,9 +72,9 @@ def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozense
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
-    """Remove the rows that the run no longer needs, by the rules above.
+    """Remove the rows that the run no longer needs, by the rules of this module.
 
-    Args: kept: the checkpoints that the run can go back to from now on, newest first, at least one;
+    Args: kept: the checkpoints to which the run can return from now on, newest first, at least one;
     the newest is of this term.
     Raises: LeaseLost, StoreError.
     """
@@ -108,7 +108,7 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
     """Remove the queue snapshots of all checkpoints except those with the ids `kept`.
 
-    The row of a checkpoint that a term continued from stays, because it shows the lineage.
+    The row of a checkpoint from which a term continued is kept, because it shows the lineage.
     """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)
@@ -143,7 +143,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 def _forget_events(connection: Connection, *, last_step: int) -> None:
     """Remove the lineage's events up to the last event of `last_step`.
 
-    Events have numbers without gaps, so the events to remove are those up to one number.
+    The events' numbers have no gaps, so all events up to one number are removed.
     """
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))

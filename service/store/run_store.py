@@ -1,8 +1,8 @@
 """Store the state of a run that survives a crash, in SQLite or in PostgreSQL, under a lease.
 
-Invariants: terms only grow; only the writer with the newest term writes; one transaction checks the
-lease and stores a checkpoint with the ledger that it commits; one transaction checks a lease's
-owner and takes the next lease.
+Invariants: the number of the term only grows; only the writer with the newest term writes; one
+transaction checks the lease and stores a checkpoint with the ledger that it commits; one
+transaction checks a lease's owner and takes the next lease.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _ADD_EVENTS = (
 
 
 class RunStore(ReadOnlyStore):
-    """A run's database for its supervisor. Safe to call from several threads.
+    """A run's database for its supervisor.
 
-    If the database does not answer, a call waits for up to `patience_s`: a restart of PostgreSQL, a
-    lock, or a disk that is full for a moment does not end a run.
-    Raises: StoreError if the database cannot be opened, is not a database, has another format,
-        or would be SQLite on a network or FUSE file system.
+    Several threads may call it. If the database does not answer, a call waits for up to
+    `patience_s`: a restart of PostgreSQL, a lock, or a disk that is full for a moment does not end
+    a run. Raises: StoreError if the database cannot be opened, is not a database, has another
+    format, or would be SQLite on a network or FUSE file system.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RunStore(ReadOnlyStore):
         replaces: str = "",
         returns_to: str = "",
     ) -> Lease:
-        """Take the next term; the owner of an older term can then write nothing more.
+        """Take and return the next term; the owner of an older term can then write nothing more.
 
         The term continues from the newest checkpoint whose directory is not one of `passed_over`.
         An older format is moved forward in the same transaction (`move_forward`).
@@ -105,7 +105,7 @@ class RunStore(ReadOnlyStore):
         term, which must still be the newest. unless_held: whether to refuse if the run's owner is
         alive. replaces: HOST:PID of an owner that is known to be dead. returns_to: the directory of
         the checkpoint to continue from; everything committed after that checkpoint is undone. If
-        the run can no longer go back to it, the newest checkpoint is taken.
+        the run can no longer return to that checkpoint, the newest checkpoint is used.
         Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
             and for a run of another kind.
         """
@@ -154,9 +154,9 @@ class RunStore(ReadOnlyStore):
         return lease
 
     def move_forward(self) -> None:
-        """Move a run without an owner to the format of this Rayloom; first copy an SQLite file.
+        """Move a run without an owner to the current format.
 
-        Raises: LeaseHeld; StoreError.
+        An SQLite file is copied first. Raises: LeaseHeld; StoreError.
         """
 
         def move(connection: Connection) -> int:
@@ -166,7 +166,7 @@ class RunStore(ReadOnlyStore):
         self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Check that no living owner holds the run; `replaces` is as in `acquire_lease`."""
+        """Check that no living process owns the run; `replaces` is as in `acquire_lease`."""
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
             raise LeaseHeld(
@@ -199,7 +199,7 @@ class RunStore(ReadOnlyStore):
         return file.with_name(f"{file.name}.format-{number}.bak")
 
     def check_lease(self, term: int) -> None:
-        """Check that `term` is the newest. Raises: LeaseLost if it is not; StoreError."""
+        """Check that `term` is the newest term. Raises: LeaseLost if it is not; StoreError."""
         self.read(lambda connection: check_term(connection, term))
 
     def renew(self, term: int) -> None:
@@ -226,7 +226,7 @@ class RunStore(ReadOnlyStore):
         self.write(term, lambda connection: connection.execute(ended))
 
     def fence(self, term: int, reason: str) -> None:
-        """Make the database refuse all later writes, even those of `term`, with this reason.
+        """Make the database refuse all later writes with a reason, even writes of `term`.
 
         Raises: LeaseLost, StoreError.
         """
@@ -237,7 +237,7 @@ class RunStore(ReadOnlyStore):
         self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
-        """Check that `term` is the newest, call `body`, and return its result, in one transaction.
+        """Return the result of `body` in a transaction that first checks that `term` is the newest.
 
         Args: body: may be called again after a failure, so it may only use the connection.
         Raises: LeaseLost, StoreError.
@@ -264,7 +264,7 @@ class RunStore(ReadOnlyStore):
         new_events: Sequence[LedgerEvent],
         new_results: Sequence[RolloutResult] = (),
     ) -> RunTotals:
-        """Add a step; return the totals of all steps ever stored, this one included.
+        """Add a step, and return the totals of all steps ever stored, including this step.
 
         Raises: LeaseLost.
         """

@@ -93,7 +93,7 @@ class SessionStore:
         return self._store.read(load)
 
     def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
-        """Return the known ones of these sessions, by id. Raises: StoreError."""
+        """Return those of the sessions that are known, by id. Raises: StoreError."""
         query = _session_query(session_ids)
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}
@@ -155,10 +155,10 @@ class SessionStore:
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
-        Returns: the indices of the changes that came too late and were not stored: an intent or a
-            turn of a session that is unknown, has ended, or whose submission is cancelled or over;
-            a turn whose number another turn has; an end of a session that is unknown, or has
-            another end and waits for no reward.
+        Returns: the indices of the changes that came too late and were not stored. These are: an
+            intent or a turn of a session that is unknown or has ended, or whose submission is
+            cancelled or over; a turn with the number of another turn; an end of a session that is
+            unknown, or that has another end and waits for no reward.
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
@@ -204,12 +204,12 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """The rows to write for changes that are applied to the stored state of their sessions."""
+    """The stored state of sessions, with changes applied, and the rows to write for them."""
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
     known: Mapping[str, tuple[str, int]]
-    """The submission and the member of each session."""
+    """The submission and the member of each known session, by the session's id."""
     was_opened: frozenset[str]
     ends: dict[str, SessionEnd]
     """Ends of sessions, both stored and new ones."""
@@ -306,7 +306,7 @@ class _Rows:
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
     """Return the turns in rows, with their undone versions marked.
 
-    rows: a term and `_TURN_FIELDS` each. first: the result of `first_versions`.
+    rows: rows of a term and `_TURN_FIELDS`. first: the result of `first_versions`.
     """
     turns: list[SessionTurn] = []
     for row in rows:

@@ -1,6 +1,6 @@
 """The submissions of clients, stored before they are answered and bound before they are played.
 
-Every write has the term of the lease. Reads return only rows of the surviving lineage. When a
+Every write needs the term of the lease. Reads return only rows of the surviving lineage. When a
 submission is over, its task, bindings, results and sessions' turns are deleted. Its id, digest and
 end, and the rows of its sessions, are kept while it is among the newest ended submissions.
 """
@@ -59,7 +59,7 @@ def packed(request: RolloutRequest) -> PackedRequest:
 
 
 def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
-    """Return an offer made from the arguments of `SubmissionQueue.submit`."""
+    """Return an offer with the arguments of `SubmissionQueue.submit`."""
     return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 
@@ -82,8 +82,8 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Accept all requests in one transaction, and return the durable submissions.
 
-        Args: request_keys: for tasks of a request with an Idempotency-Key, by the task's id: the
-        columns `request_key` and `request_digest`.
+        Args: request_keys: the columns `request_key` and `request_digest`, by the task's id, for
+        tasks of a request with an Idempotency-Key.
         Raises: LeaseLost.
         """
         accepted_at = time.time()
@@ -297,7 +297,7 @@ class SubmissionStore:
         return [(position, name, ended) for position, name, ended in rows]
 
     def begin_term(self, lease: Lease) -> None:
-        """Add an entry to the feed if the term goes back to a checkpoint that was not the newest.
+        """Add an entry to the feed if the term continues from a checkpoint that was not the newest.
 
         Raises: LeaseLost, StoreError.
         """

@@ -92,7 +92,10 @@ class AsJson(TypeDecorator[Any]):
     cache_ok = True
 
     def __init__(self, kind: Any, *, left_out: Any = None) -> None:
-        """Create a column type. left_out: derived fields, in the form of pydantic's `exclude`."""
+        """Create a column type.
+
+        left_out: derived fields that are not stored, in the form of pydantic's `exclude`.
+        """
         super().__init__()
         self.kind = kind
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
@@ -193,7 +196,7 @@ _EXPERT_HEAD = struct.Struct("<B3I")
 class AsExperts(TypeDecorator[NDArray[Any]]):
     """A column of recorded experts, [R, L, K] uint8 or int16 (see `Turn.expert_indices`).
 
-    An array is stored as type, shape and little-endian bytes, and is read-only when read.
+    An array is stored as type, shape and little-endian bytes. An array that is read is read-only.
     Raises: Damaged if a stored value cannot be read.
     """
 
@@ -232,7 +235,7 @@ def _array_of(stored: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def word_of(kind: type[Word], value: str) -> Word:
-    """Return the member of an enum that has a value. Raises: Damaged if there is none."""
+    """Return the member of an enum with the given value. Raises: Damaged if there is none."""
     try:
         return kind(value)
     except ValueError as error:

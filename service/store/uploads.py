@@ -1,4 +1,4 @@
-"""The stored uploads of trajectories, kept until they cannot be delivered any more.
+"""The stored uploads of trajectories, which are kept until they can no longer be delivered.
 
 Invariants: an id has one content; a closed group has `num_members` members, numbered from 0, and
 gets no more. The rows of a group are deleted with its submission at the latest
@@ -68,7 +68,7 @@ class UploadStore:
     ) -> UploadReply:
         """Store the acceptable uploads durably, and return the result.
 
-        Args: policies: at most one for each group.
+        Args: policies: policies of groups, at most one for each group.
         Returns: the result of each upload, and the state of each group.
         Raises: UploadsFull; GroupDiffers; LeaseLost; StoreError.
         """
@@ -86,7 +86,10 @@ class UploadStore:
         return self._store.write(term, add)
 
     def load(self, group: str, member: int) -> StoredUpload | None:
-        """Return an upload; None if unknown, or if its content was deleted. Raises: StoreError."""
+        """Return an upload; None if it is unknown, or if its content was deleted.
+
+        Raises: StoreError.
+        """
         uploads = tables.uploads.c
         query = select(uploads.content, uploads.term).where(
             uploads.group_id == group, uploads.member == member, uploads.content.is_not(None)
@@ -123,10 +126,10 @@ class UploadStore:
         )
 
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
-        """Delete a group that is not closed; a closed one stays unchanged.
+        """Delete a group that is not closed; a closed group stays unchanged.
 
-        Returns: the group's state before the call; None if the group is not known.
-        Raises: LeaseLost; StoreError.
+        Returns: the group's state before the call; None if the group is unknown. Raises: LeaseLost;
+        StoreError.
         """
 
         def drop(connection: Connection) -> UploadGroup | None:
@@ -156,7 +159,7 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
 
 @dataclass(slots=True, kw_only=True)
 class _Intake:
-    """The check of a request's uploads against the stored state, with its result."""
+    """The check of a request's uploads against the stored state, with the result of the check."""
 
     limits: UploadLimits
     digests: dict[str, str]
@@ -281,7 +284,10 @@ class _Intake:
         )
 
     def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
-        """Return the code and text of an upload's refusal; None if it is acceptable or a repeat."""
+        """Return the code and text of an upload's refusal; None if it is not refused.
+
+        A repeat of an earlier upload is not refused.
+        """
         limits, known = self.limits, self.digests.get(upload.id)
         if known is not None:
             if known == upload.digest:
@@ -318,7 +324,7 @@ class _Intake:
 
 
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
-    """Check that there is room for the new uploads. Raises: UploadsFull."""
+    """Check that the new uploads do not exceed the limit on waiting bytes. Raises: UploadsFull."""
     uploads, bindings = tables.uploads.c, tables.bindings.c
     # An upload that has been admitted does not count as waiting: else a run with rare checkpoints
     # could refuse the data that it needs to reach the next one.

@@ -111,7 +111,7 @@ def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, f
 
 
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite curves under names that every tracker accepts, each unique.
+    """Return the finite curves under unique names that every tracker accepts.
 
     Letters, marks and digits of any script are kept. If two names would become equal, a digest is
     appended to each of them.

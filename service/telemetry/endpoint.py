@@ -46,7 +46,7 @@ class Push:
     role: str
     """Role, such as "supervisor" or an engine's name; at most one process has it at a time."""
     epoch: int
-    """A number; of two processes with the same role, the later process has the greater one."""
+    """Number of the process; a later process with the same role has a greater number."""
     number: int
     """Number of this push in its process: 1, 2, and so on."""
     increments: tuple[Metric, ...] = ()
@@ -64,7 +64,7 @@ class _Heard:
 
 
 class PushedMetrics(Collector):
-    """The pushed metrics, as a collector for scrapes. Safe to use from several threads."""
+    """The pushed metrics, as a collector for scrapes. Several threads may use it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **labels: str) -> None:
         """Start without metrics. labels: labels of every series."""
@@ -77,7 +77,7 @@ class PushedMetrics(Collector):
         self._sums = {}
 
     def push(self, push: Push) -> None:
-        """Store a push, unless it or a push of a later process is already stored."""
+        """Store a push, unless the same push or one of a later process is already stored."""
         with self._lock:
             before = self._heard.get(push.role)
             if before is not None and (before.push.epoch, before.push.number) >= (
@@ -90,7 +90,7 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace the families in `values` of a dead process, until its successor pushes."""
+        """Replace the metric families `values` of a dead process, until its successor pushes."""
         names = {family.name for family in values}
         with self._lock:
             if (heard := self._heard.get(role)) is None:
@@ -277,7 +277,10 @@ class NamedEndpoint:
         self._actor: Any = None
 
     async def push(self, push: Push) -> str:
-        """Send a push. Raises: ValueError if there is no endpoint; RayError; TimeoutError."""
+        """Send a push, and return the endpoint's URL.
+
+        Raises: ValueError if there is no endpoint; RayError; TimeoutError.
+        """
         if self._actor is None:
             self._actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
         try:

@@ -2,7 +2,7 @@
 
 A rollout that ended with an error (`UNSCORED`) is missing, not failed: it is not part of n, and is
 counted by its outcome. A sample's value is its return, or its share of the best possible return if
-the environment knows that. Called by the loop, by an operator's control and by `rayloom evaluate`.
+the environment knows that. The loop, an operator's control and `rayloom evaluate` call this module.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def evaluation_file(step: int, what: str) -> str:
 
 
 def is_scored(summary: TrajectorySummary) -> bool:
-    """Return whether an environment scored the rollout; a rollout cut off counts as scored."""
+    """Return whether an environment scored the rollout, which is true too if it was cut off."""
     return summary.num_sampled > 0 and summary.outcome not in UNSCORED
 
 
@@ -108,8 +108,8 @@ def value_of(summary: TrajectorySummary) -> float:
 def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples passes.
 
-    1 - C(n - c, k) / C(n, k).   Source: Chen et al., Evaluating Large Language Models Trained on
-    Code (arXiv:2107.03374), equation 1.
+    The estimate is 1 - C(n - c, k) / C(n, k). Source: Chen et al., Evaluating Large Language Models
+    Trained on Code (arXiv:2107.03374), equation 1.
 
     Args: num_samples: n, samples of one task. num_passed: c, passed ones among them. k: at most n.
     Example: pass_at_k(4, 1, k=2) -> 0.5, which is 1 - 3 / 6
@@ -121,8 +121,8 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
 def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
     """Return the standard error of the mean over tasks; a task's value is the mean of its samples.
 
-    s / sqrt(T), where s is the standard deviation (divisor T - 1) of the T tasks' values. None if
-    T < 2.
+    The result is s / sqrt(T), where s is the standard deviation (divisor T - 1) of the T tasks'
+    values. None if T < 2.
 
     Example: standard_error([[1, 0], [1, 1], [0, 0]]) -> 0.289, which is 0.5 / sqrt(3)
     """
@@ -142,7 +142,7 @@ def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
 
 
 def majority(votes: Sequence[tuple[str | None, float]]) -> float:
-    """Return the mean value of the samples with the most frequent answer, or with a tied one.
+    """Return the mean value of the samples with the most frequent answer, or answers if tied.
 
     Example: majority([("7", 1), ("7", 1), ("8", 0)]) -> 1;
         majority([("7", 1), ("8", 0), ("9", 0), (None, 0)]) -> 0.333

@@ -47,4 +47,4 @@ class Finding:
     examples: tuple[str, ...]
     """Ids of trajectories, for `rayloom inspect`."""
     text: str
-    """One sentence."""
+    """A sentence that describes the finding."""

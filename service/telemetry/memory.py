@@ -20,7 +20,7 @@ _SHORT = 0.9
 
 
 def memory_of(process_id: int) -> int | None:
-    """Return the bytes that a process and its descendants hold; None if it has ended."""
+    """Return the bytes that a process and its descendants hold; None if the process has ended."""
     try:
         root = psutil.Process(process_id)
         processes = [root, *root.children(recursive=True)]
@@ -30,7 +30,7 @@ def memory_of(process_id: int) -> int | None:
 
 
 def _share_of(process_id: int) -> int:
-    """Return the memory of one process in bytes; 0 if it has ended."""
+    """Return the memory of one process in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -41,9 +41,9 @@ def _share_of(process_id: int) -> int:
 def memory_shortage(cgroup: Path = _CGROUP) -> str:
     """Return a notice if more than nine tenths of this machine's memory is used, otherwise "".
 
-    Ray does not report why it restarts an actor, so this is the only hint at its memory monitor.
-    cgroup: directory of the container's cgroup (version 2); its limit counts if it is below the
-    machine's memory.
+    Ray does not report why it restarts an actor, so this notice is the only hint that Ray's memory
+    monitor may have ended the actor. cgroup: directory of the container's cgroup (version 2); its
+    limit counts if it is below the machine's memory.
     """
     machine = psutil.virtual_memory()
     used, total = machine.total - machine.available, machine.total
@@ -71,7 +71,10 @@ class PeakMemory:
     """The largest memory of a process and its descendants among all measurements."""
 
     def __init__(self, process_id: int | None) -> None:
-        """Start without a measurement. process_id: the process; None measures nothing."""
+        """Start without a measurement.
+
+        process_id: id of the process; if it is None, nothing is measured.
+        """
         self._process_id = process_id
         self.num_bytes: int | None = None
 

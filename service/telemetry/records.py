@@ -104,7 +104,7 @@ class EvaluationRecord:
     """Newest policy version when the evaluation began."""
     num_tasks: int
     reward_mean: float | None
-    """Mean over all scored samples of all tasks: avg@n if each task has n of them."""
+    """Mean over all scored samples of all tasks: avg@n if each task has n scored samples."""
     scaled_reward_mean: float | None
     outcomes: Mapping[Outcome, int]
     name: str = ""
@@ -159,7 +159,7 @@ def step_record(
     check: LogprobCheck | None,
     stages: StageSeconds,
 ) -> StepRecord:
-    """Add the trainer's statistics and the publication's numbers to the merge actor's report.
+    """Return the merge actor's report with the trainer's statistics and the publication's numbers.
 
     version: version under which the weights were published. check: the log-probability check; None
     if no engine answered.

@@ -4,7 +4,7 @@ Each step's mean return is compared with the best level of the steps before it. 
 free of scale and offset: a fall counts if it is large against the noise of the run's own history,
 and also against the spread of the returns within a step. `python -m benchmarks.reward_drop`
 measures both error rates; the thresholds were chosen on its tuning runs. The recorder owns the
-watch.
+`RewardWatch`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from service.telemetry.records import StepRecord
 WINDOWS = (3, 6, 12)
 """Numbers of newest steps that are compared with the level before them."""
 LEVEL_STEPS = 20
-"""Number of steps of a level."""
+"""Number of steps over which a level is the mean."""
 MIN_EARLIER_STEPS = 40
 KEPT_STEPS = 200
-"""Number of steps in which the best level is sought."""
+"""Number of newest steps among which the best level is searched."""
 MIN_NOISES = 4.2
 """Smallest fall that counts, in standard deviations of the comparison."""
 MIN_SPREADS = 0.33

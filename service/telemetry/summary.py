@@ -1,7 +1,7 @@
 """Compute the content of summary.json from a run's records, and write the file.
 
 The report and the closing lines use the same RunSummary, so that they always agree. A mean of no
-values is None, never 0. Called by the supervisor when a run ends.
+values is None, never 0. The supervisor calls this module when a run ends.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RunSummary:
     steps: int
     planned_steps: int | None
     reward_first: float | None
-    """Mean over the first five steps; `reward_last` is the mean over the last five."""
+    """Mean reward of the first five steps; `reward_last` is the mean reward of the last five."""
     reward_last: float | None
     is_reward_scaled: bool
     """Whether rewards are shares of the best possible return."""

@@ -1,9 +1,9 @@
 """Sums over a run's step records, updated with each step, so that old rows are not read again.
 
 Invariant: `plus` over records in their order gives bitwise the same sums as plain loops over all of
-them. The store keeps two kinds of totals. The metrics use the total of every step that was ever
-stored. summary.json and the report use the total that each checkpoint has of the steps in its
-lineage.
+them. The store keeps two kinds of totals: the total of every step that was ever stored, which the
+metrics use, and for each checkpoint the total of the steps in its lineage, which summary.json and
+the report use.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class RunTotals:
     """Time of the newest step; seconds since 1970."""
 
     def plus(self, record: StepRecord, *, begun_at: float = 0.0) -> RunTotals:
-        """Add the next step. begun_at: start of the step's term, in seconds since 1970."""
+        """Return the totals with the next step added.
+
+        begun_at: start of the step's term, in seconds since 1970.
+        """
         statistics = dict(self.statistics)
         for name, value in record.statistics.items():
             if math.isfinite(value):

@@ -155,7 +155,7 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """Read the progress of the target; if the target has changed, start from the beginning.
+        """Return the progress of the target; if the target has changed, start from the beginning.
 
         Raises: OSError; ValueError if the file of the progress was altered.
         """

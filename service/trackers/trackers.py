@@ -51,7 +51,10 @@ class Trackers:
         self.wake()
 
     def catch_up(self, tell: Callable[[str], None], *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write the missing records of an ended run once. Blocks for at most `limit_s` seconds."""
+        """Write the missing records of an ended run once.
+
+        This blocks for at most `limit_s` seconds.
+        """
         self._followers = self._make(tell)
         for follower in self._followers:
             follower.end()
@@ -75,7 +78,9 @@ class Trackers:
             follower.wake()
 
     def close(self, *, writes_rest: bool = True, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write the remaining records and close the trackers. Blocks for at most `limit_s` seconds.
+        """Write the remaining records and close the trackers.
+
+        This blocks for at most `limit_s` seconds.
 
         writes_rest: whether to write the remaining records; False if another process has taken over
         the run.

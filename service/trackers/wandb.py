@@ -90,7 +90,7 @@ class Wandb:
         self._run.log(row)
 
     def flush(self) -> None:
-        """Wait for the time in which wandb's process writes everything; wandb has no flush."""
+        """Wait as long as wandb's process may need to write everything; wandb has no flush."""
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
