@@ -93,7 +93,7 @@ class Reader:
 
 
 class Feed:
-    """The requests that a supervisor sends to the queue, step after step."""
+    """A sender of the requests that a supervisor sends to the queue, step after step."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -205,7 +205,7 @@ def _pid(_: object) -> int:
 
 
 def _find(name: str) -> int:
-    """Return the pid of the process with this name, in the head's own namespace."""
+    """Return the pid of the process with a name, in the head's own namespace."""
     return next(int(each.pid) for each in psutil.process_iter() if each.name() == name)
 
 

@@ -75,19 +75,19 @@ class Trained:
 
     @property
     def samples_per_s(self) -> float:
-        """Return the samples a second after the first steps (WARM_STEPS)."""
+        """Return the number of samples a second, without the first steps (WARM_STEPS)."""
         seconds = self.times[-1] - self.times[self._num_cold - 1]
         return sum(self.samples[self._num_cold :]) / seconds
 
     @property
     def step_s(self) -> float:
-        """Return the median seconds of a step after the first steps (WARM_STEPS)."""
+        """Return the median seconds of a step, without the first steps (WARM_STEPS)."""
         times = self.times[self._num_cold - 1 :]
         return statistics.median(after - before for before, after in pairwise(times))
 
     @property
     def collect_share_s(self) -> float:
-        """Return the median of collect_s after the first steps (WARM_STEPS)."""
+        """Return the median of collect_s, without the first steps (WARM_STEPS)."""
         return statistics.median(self.collect_s[self._num_cold :])
 
     @property
@@ -101,7 +101,7 @@ class Trained:
 
     @property
     def whole_samples_per_s(self) -> float:
-        """Return the samples a second, counted from the command."""
+        """Return the number of samples a second, counted from the command."""
         return sum(self.samples) / (self.times[-1] - self.started)
 
     @property
@@ -112,7 +112,7 @@ class Trained:
 def train_ours(
     model: Path, dataset: Path, family: Family, *, steps: int, seed: int, lag: int, place: Path
 ) -> Trained:
-    """Run `rayloom train` to its end, and return what it reported."""
+    """Run `rayloom train` to its end, and return the reported steps."""
     settings: dict[str, Any] = {
         "run.steps": steps,
         "run.seed": seed,
@@ -161,7 +161,7 @@ def train_ours(
 def train_trl(
     model: Path, dataset: Path, family: Family, options: argparse.Namespace, seed: int, place: Path
 ) -> Trained:
-    """Run TRL's trainer to its end, and return what it reported."""
+    """Run TRL's trainer to its end, and return the reported steps."""
     place.mkdir()
     command = [options.peer_python, str(PEERS / "trl_end_to_end.py"), str(model), str(dataset)]
     command += [str(PEERS / "end_to_end_tasks.py"), family.reward, "--engine", options.peer_engine]
@@ -191,7 +191,7 @@ def train_trl(
 
 
 def check_prompts(model: Path, dataset: Path, theirs: Sequence[Sequence[int]]) -> None:
-    """Check that the other side's prompts are ours. Raises: SystemExit at the first difference."""
+    """Check that both sides have the same prompts. Raises: SystemExit at the first difference."""
     renderer = load_renderer(str(model), template_options={}, history=History.APPENDED)
     rows = [json.loads(line) for line in dataset.read_text().splitlines()]
     for row, prompt in zip(rows, theirs, strict=True):
@@ -206,9 +206,8 @@ def check_prompts(model: Path, dataset: Path, theirs: Sequence[Sequence[int]]) -
 def _run(
     command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
 ) -> tuple[float, float]:
-    """Run a side to its end, and return its start and memory.
+    """Run a side to its end, and return its start in Unix seconds and its largest memory in GiB.
 
-    Returns: Unix seconds of the start, and the largest memory of the side's processes in GiB.
     Raises: SystemExit with the end of the side's log.
     """
     started = time.time()
@@ -237,7 +236,7 @@ def _run(
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return the mean of ours minus the mean of theirs, and half of the difference's 95 % interval.
+    """Return our mean minus their mean, and half of the 95 % interval of this difference.
 
     The interval is Student's with pooled variances. With one seed there is no interval.
     """

@@ -27,7 +27,7 @@ ROWS = 112
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A data set and a reward, and the class of the tools if there are any."""
+    """A data set and a reward, and possibly a class of tools."""
 
     rows: Sequence[dict[str, Any]]
     """Prompts with the columns that the reward needs."""
@@ -57,7 +57,7 @@ class Family:
         return self.turn_tokens if self.tools is None else (self.turn_tokens + 8) * self.max_turns
 
     def write(self, file: Path) -> None:
-        """Write at least ROWS chats as JSONL, repeating the rows."""
+        """Write at least ROWS chats as JSONL; rows are repeated if there are fewer."""
         lines = []
         for number in range(max(ROWS, len(self.rows))):
             row = self.rows[number % len(self.rows)]

@@ -7,9 +7,9 @@ It measures how many of ten corrupted trajectories among a thousand the command 
 For each scale and seed, the tiny model gives first replies of the guessing game in 63 groups of 16.
 Ten of them are corrupted in three ways (a return of -100; random tokens with a return of 3; a lost
 game with log-probabilities 3 nats too low). A run's own parts merge, journal and train the
-trajectories, which are then explained. The benchmark prints one JSON line: for each order, the hits
-among the first ten and the ranks of the corrupted ones; CPU seconds of one thread for a trajectory
-and for the training step.
+trajectories, which are then explained. The benchmark prints one JSON line: for each order, the
+number of corrupted trajectories among the first ten, and the ranks of all corrupted ones; and the
+CPU seconds of one thread for a trajectory and for the training step.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ WITHIN_STEPS = 20
 class Played:
     """The results of one run.
 
-    delay: steps from the onset of the hack until the audit finds the hack; None if it does not.
+    delay: steps from the onset of the hack until the audit finds the hack; None if it does not find
+    the hack.
     """
 
     name: str
@@ -44,9 +45,9 @@ class Played:
     delay: int | None
     alarms: tuple[str, ...]
     features_ms: float
-    """Median milliseconds over the steps."""
+    """Median milliseconds of the description of a step."""
     detector_ms: float
-    """Milliseconds of the last step, which has the longest history."""
+    """Milliseconds of the detector in the last step, which has the longest history."""
 
 
 def play(number: int, seed: int, has_hack: bool, size: Size) -> Played:

@@ -86,7 +86,7 @@ class _Run:
         self.step = self.term = 0
 
     async def begin_term(self) -> None:
-        """Begin a term from the newest checkpoint; do nothing if one began at this step."""
+        """Begin a term from the newest checkpoint, unless a term began at this step already."""
         if self.step in self._faults:
             return
         self._faults.add(self.step)
@@ -179,7 +179,7 @@ def _entry(rollout_id: str) -> TrajectoryEntry:
 
 
 def step_record(step: int, *, num_rollouts: int) -> StepRecord:
-    """Return a step record that knows every statistic, with the largest possible values."""
+    """Return a step record with every statistic, and with the largest possible values."""
     return StepRecord(
         step=step,
         trainer_version=step - 1,

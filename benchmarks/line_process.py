@@ -25,7 +25,9 @@ class LineProcess:
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], remedy: str = ""
     ) -> None:
-        """Start the child and wait until it is ready. remedy: shown if the child ends instead.
+        """Start the child and wait until it is ready.
+
+        remedy: text that is shown if the child ends instead.
 
         Raises: SystemExit with the text that the child printed to its standard error.
         """

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed here
-    """A counter that is active while it is entered.
+    """A counter, as a context manager that is active while it is entered.
 
     live_bytes: bytes of the tensors that are alive now. peak_bytes: the maximum of live_bytes.
     """

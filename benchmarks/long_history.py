@@ -45,7 +45,7 @@ PASSES = 3
 
 
 def start(run_dir: RunDir) -> None:
-    """Open a supervisor's store and recorder, and begin its first term."""
+    """Open the store and the recorder as a supervisor does, and begin the first term."""
 
     async def begin() -> None:
         store = RunStore(run_dir.database_url)
@@ -64,13 +64,13 @@ def resume(run_dir: RunDir) -> None:
 
 
 def inspect(run_dir: RunDir) -> None:
-    """Inspect the last trajectory."""
+    """Inspect the last trajectory of the run."""
     journal = open_journal(run_dir.path)
     find_entry(journal, f"g{journal.files[-1].step:06d}.0-0")
 
 
 def end(run_dir: RunDir) -> None:
-    """Write summary.json and the report."""
+    """Write summary.json and the report of the run."""
     store = RunStore(run_dir.database_url)
     history = read_history(store)
     store.close()

@@ -39,9 +39,9 @@ def backward_of_loss(
     settings: LossSettings,
     chunk_tokens: int,
 ) -> None:
-    """Compute the loss from hidden states, and its gradients, with the trainer's own code.
+    """Compute the loss from hidden states, and the loss's gradients, with the trainer's own code.
 
-    hidden: [T, H], H the hidden size. targets: [T] ids of the trained tokens.
+    hidden: [T, H], for the hidden size H. targets: [T] ids of the trained tokens.
     """
     logprobs, entropies = token_logprobs(
         hidden,

@@ -114,7 +114,7 @@ def by_the_rule(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
-    """Return the CPU seconds of one pass: the mean over the quietest of WINDOWS windows.
+    """Return the CPU seconds of one pass: the mean over the fastest of WINDOWS windows.
 
     A window has as many passes as fit into WINDOW_S, at least one.
     """
@@ -129,9 +129,9 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 
 
 def quietest(window: Callable[[int], float]) -> float:
-    """Return the seconds of one pass in the quietest of WINDOWS windows.
+    """Return the seconds of one pass in the fastest of WINDOWS windows.
 
-    window: makes a number of passes, and returns the seconds of one.
+    window: function that makes a number of passes, and returns the seconds of one pass.
     """
     passes = max(1, round(WINDOW_S / window(1)))
     return min(window(passes) for _ in range(WINDOWS))
@@ -145,7 +145,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def measure(
     num_turns: int, shape: Shape, peer: Peer, folder: Path, *, pairs: int
 ) -> dict[str, Any]:
-    """Return times and ratios at one number of turns."""
+    """Return times and ratios for trajectories of a number of turns."""
     number = BATCHES[num_turns]
     plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
     recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
@@ -185,7 +185,7 @@ def measure(
 def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
     """Return whether both sides give the same rows of the same trajectories, in the same order.
 
-    Compare prompt, response, mask, log-probabilities and the reward of each token.
+    Prompt, response, mask, log-probabilities and the reward of each token are compared.
     """
     recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
     write_for_peer(list(plays), folder / "plays.npz")
@@ -212,7 +212,7 @@ def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
     """Return the comparison of both sides' rows of trajectories that branch.
 
     Rewritten histories give equal rows. If a conversation continues after a turn of another one,
-    SkyRL gives more rows than Rayloom, because it keeps one sample open.
+    SkyRL gives more rows than Rayloom, because SkyRL keeps only one sample open.
     """
     stripped = [rewritten(8, shape, seed=seed) for seed in range(2)]
     woven = [with_sub_agent(8, shape, seed=seed) for seed in range(2)]
@@ -235,7 +235,7 @@ def share_one_core() -> None:
 
 
 def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
-    """Return x if seconds grow as tokens ** x, fitted to the rows of 16 turns or more."""
+    """Return x such that seconds grow as tokens ** x, fitted to the rows of 16 turns or more."""
     chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
     counts = [row[tokens] for row in chosen]
     medians = [row["us"][way]["median"] for row in chosen]
@@ -243,7 +243,7 @@ def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the goals that even the upper quartile of the pairs misses."""
+    """Return the goals that are missed even by the upper quartile of the pairs."""
     return [
         f"{name} at {row['turns']} turns: {row['ratio'][name]['q3']} < {goal}"
         for row in rows

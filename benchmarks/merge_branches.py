@@ -36,7 +36,7 @@ NEW_TOKENS = (1, 20)
 
 
 def quietest_s(function: Callable[[], object]) -> float:
-    """Return the CPU seconds of the pass that took the least."""
+    """Return the CPU seconds of the fastest pass."""
     times: list[float] = []
     for _ in range(PASSES):
         started = time.process_time()
@@ -121,7 +121,7 @@ def _recorded(play: Play, number: int) -> list[Turn]:
 
 
 def main() -> None:
-    """Run and print one JSON line."""
+    """Run the measurements, and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, nargs="+", default=[500, 1000, 2000])
     options = parser.parse_args()

@@ -20,7 +20,7 @@ VOCAB_SIZE = 151_936
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Number of tokens of the first prompt, and of each turn's reply and observation."""
+    """Numbers of tokens: of the first prompt, and of each turn's reply and observation."""
 
     prompt: int = 512
     sampled: int = 100
@@ -32,7 +32,7 @@ class Play:
     """One trajectory of K turns.
 
     prompts: [K] the token ids that each turn's engine call received. sampled, logprobs (nats),
-    rewards: [K] of [A], for the A tokens that the turn sampled.
+    rewards: [K] arrays [A], where A is the number of tokens that the turn sampled.
     """
 
     prompts: list[NDArray[np.int32]]
@@ -72,7 +72,7 @@ def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Return a play in which every turn branches off one prompt with its own token."""
+    """Return a play in which every turn adds its own token to one common prompt."""
     rng = np.random.default_rng(seed)
     head = _ids(rng, shape.prompt)
     play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])

@@ -25,7 +25,10 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRow:
-    """One turn: token_ids [P + A]; the last A are trained, with logprobs [A] of the sampler."""
+    """One turn with token_ids [P + A].
+
+    The last A tokens are trained; logprobs [A] are those of the sampler.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]

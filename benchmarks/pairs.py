@@ -1,4 +1,4 @@
-"""Time several ways of doing the same work alternately; give the ratios of the rounds.
+"""Time several ways of doing the same work in alternation, and compute the ratios of the rounds.
 
 The sides of a round run within seconds of each other and in changing order, so other work on the
 machine affects all of them. The caller runs each side once before, as a warm-up.
@@ -77,8 +77,8 @@ def interleave(
 def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spread]:
     """Return the spread of the rounds' ratios of slow to fast, in elapsed and in processor time.
 
-    Goals apply to processor time, which excludes other work on the machine; threads that wait must
-    sleep. In elapsed time, a side looks slower if more other work ran at the same time.
+    Goals apply to processor time, which excludes other work on the machine; for this, threads that
+    wait must sleep. In elapsed time, a side looks slower if more other work ran at the same time.
     """
     pairs = list(zip(slow, fast, strict=True))
     return {

@@ -153,7 +153,7 @@ def play(side: Side, measured: Measured, number: int, *, history: int, num_turns
 
 
 async def play_branching(side: Side, member: int) -> None:
-    """Play the agent that the module's docstring describes."""
+    """Play the agent whose samples are counted; the module's docstring describes it."""
     main = [
         {"role": "system", "content": "You have the search tool."},
         {"role": "user", "content": "What is the weather in my city?"},
@@ -185,7 +185,7 @@ async def play_branching(side: Side, member: int) -> None:
 
 
 def samples(side: Side, member: int) -> dict[str, Any]:
-    """Return the numbers of the samples of one rollout of the branching agent."""
+    """Return counts of the turns, tokens and samples of one rollout of the branching agent."""
     asyncio.run(play_branching(side, member))
     rows = side.rows(member)
     times = Counter(rows["trained"])
@@ -202,7 +202,7 @@ def samples(side: Side, member: int) -> dict[str, Any]:
 
 
 def write_answers(model: Path, path: Path) -> None:
-    """Write the scripted answers of both kinds, of NUM_TOKENS ids each with the stop token.
+    """Write the scripted answers of both kinds; each has NUM_TOKENS ids, including the stop token.
 
     In *split* answers the first word is in single letters.
     """

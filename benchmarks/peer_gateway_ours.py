@@ -36,7 +36,7 @@ TOKENS_AN_ANSWER, UNIT = 256, 2.0**-16
 
 
 class Script:
-    """A script that gives its answers in turn and at once, for any request.
+    """A script that returns its answers one after another, at once and for any request.
 
     It parses the text of an answer, as an engine's replica and the other gateway do.
     """
@@ -88,7 +88,7 @@ def rows(store: SessionStore, session: str) -> dict[str, Any]:
 
 
 def cpu_s(here: World) -> dict[str, float]:
-    """Return processor seconds by part; "ray" means the processes that Ray itself runs."""
+    """Return processor seconds by part; the part "ray" is the processes that Ray itself runs."""
     found = {"routes": time.process_time(), "gateway": here.gateway_cpu_s()}
     times = [
         each.cpu_times()

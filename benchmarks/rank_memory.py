@@ -81,7 +81,7 @@ def clear_peak() -> None:
 
 
 def main() -> None:
-    """Measure every side in a separate process, and print."""
+    """Measure every side in a separate process, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")

@@ -106,7 +106,7 @@ class RawEngine:
 async def some_at_once(
     jobs: Iterable[_Job], work: Callable[[_Job], Awaitable[None]], *, limit: int
 ) -> None:
-    """Run jobs in their order; start the next as soon as fewer than `limit` are running."""
+    """Run jobs in their order, never more than `limit` at once."""
     left = iter(jobs)
 
     async def go_on() -> None:

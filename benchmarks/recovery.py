@@ -64,7 +64,7 @@ class Part:
     notice: str
     """The text in the run's log that reports the replacement of the part."""
     goal_s: float
-    """Goal beyond the allowance, or for the whole time if there is no allowance."""
+    """Goal for the time beyond the allowance, or for the whole time without an allowance."""
     start: str = ""
     """The part whose separately measured start time is added to goal_s; empty if there is none."""
 
@@ -184,7 +184,7 @@ class EngineStart:
 
 
 def bare_starts(config: Config, run_dir: RunDir, *, num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every bare start, by part; end each part before the next start."""
+    """Return the seconds of every bare start, by part; each part is ended before the next start."""
     model = str(run_dir.tiny_model)
     starts: dict[str, Callable[[], Any]] = {
         "environment actor": lambda: _start_environment_actor(config, model),
@@ -292,7 +292,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """Measure and print; return 1 if a goal is missed."""
+    """Measure and print the recoveries; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="kills, and starts, of each part")
     options = parser.parse_args()

@@ -41,7 +41,7 @@ class Family:
 
     curves: dict[str, Curve]
     scales: dict[str, tuple[float, float, bool]]
-    """Factor and offset of a return; whether a return is either the best or the worst one."""
+    """Factor and offset of a return, and whether a return is only the best or the worst one."""
     samples: tuple[int, ...]
     difficulty: tuple[float, ...]
     """Standard deviation of the level that a step's tasks cause, as a share of the range."""
@@ -51,7 +51,7 @@ class Family:
     dips: tuple[float, ...]
     """Depth of a dip of 15 steps in a run without a collapse, as a share of the level."""
     falls: tuple[tuple[int, float], ...]
-    """Number of steps of a collapse, and the share of the level that is left."""
+    """Number of steps of a collapse, and the share of the level that remains after it."""
     first_seed: int
 
 
@@ -185,7 +185,7 @@ def drops_of(history: SyntheticHistory) -> Iterator[RewardDrop | None]:
 def has_good_checkpoint(
     drops: Sequence[RewardDrop | None], onset: int, *, every: int, keep: int
 ) -> bool:
-    """Return whether a checkpoint from before `onset` is kept after the last step."""
+    """Return whether a checkpoint from before `onset` is still kept after the last step."""
     there: list[int] = []
     for step, drop in enumerate(drops, 1):
         if step % every == 0:

@@ -89,10 +89,10 @@ class Played:
 
 
 class Rollouts:
-    """The environment actor's side, in a running Ray."""
+    """The side with the environment actor, in a running Ray."""
 
     def __init__(self, config: Config, settings: EngineSettings, *, max_steps: int) -> None:
-        """Start the parts. max_steps: number of steps that are played at once."""
+        """Start the parts. max_steps: maximum number of steps that are played at once."""
         board = start_board()
         deploy_inference(settings, name=NAME, board=board, run_id=NAME)
         algorithm = replace(config.algorithm, max_lag=max_steps - 1)
@@ -177,9 +177,7 @@ def _read(taken: StepInput) -> list[Trajectory]:
 
 
 def conversation(trajectory: Trajectory) -> list[Asked]:
-    """Return the turns of a trajectory as they were requested from the engine, in the order of
-    play.
-    """
+    """Return the turns of a trajectory, as the engine received them, in the order of play."""
     asked = {
         turn.index: Asked(
             prompt=sample.token_ids[: turn.start].tolist(), num_tokens=turn.num_sampled
@@ -223,7 +221,7 @@ def pin_all(rollouts: Rollouts, raw: RawEngine) -> None:
 
 @dataclass
 class Comparison:
-    """Rounds in which `num_steps` steps are played at once."""
+    """The measured rounds of both sides, in which `num_steps` steps are played at once."""
 
     num_steps: int
     rounds: list[dict[str, int]] = field(default_factory=list)

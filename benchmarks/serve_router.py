@@ -48,11 +48,11 @@ class Window:
     median_ms: float
     p99_ms: float
     cpu_ms: float
-    """Processor milliseconds of all processes of the side, for each request."""
+    """Processor milliseconds a request, of all processes of the side."""
 
 
 class Connection:
-    """A client for HTTP/1.1 on one connection; small, because it shares the server's cores."""
+    """A client for HTTP/1.1 on one connection; its code is small, to use little processor time."""
 
     def __init__(self, port: int, route: str) -> None:
         self._port = port
@@ -84,7 +84,7 @@ class Connection:
 
 
 async def load(port: int, route: str, *, num_clients: int, window_s: float) -> list[float]:
-    """Send requests on `num_clients` connections for `window_s`; return the seconds of each."""
+    """Send requests on `num_clients` connections for `window_s`, and return their seconds."""
     seconds: list[float] = []
     ends_at = time.perf_counter() + window_s
 

@@ -75,7 +75,7 @@ class ScriptedPolicy:
 
 
 class ScriptedQueue:
-    """A queue that hands out all sessions' rollouts at once, and takes nothing back."""
+    """A queue that hands out all sessions' rollouts at once, and ignores their results."""
 
     def __init__(self, assignments: Sequence[RolloutAssignment]) -> None:
         self._left = list(assignments)
@@ -103,7 +103,7 @@ class World:
 
 @dataclass
 class Found:
-    """A port that gives the routes the gateway's actor."""
+    """A port through which the routes find the gateway's actor."""
 
     actor: Any
 

@@ -52,7 +52,7 @@ class Client:
         self._port = port
 
     async def play(self, number: int, num_turns: int) -> None:
-        """Play a new conversation."""
+        """Play a new conversation in the client's session."""
         said = f"Guess my number, the {number}. of {self.name}."
         messages = [{"role": "user", "content": said}]
         async with HttpConnection(self._port) as connection:
@@ -69,7 +69,7 @@ class Client:
 
 
 class Sessions:
-    """The service's side."""
+    """The side of the service."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -131,7 +131,7 @@ def _create(client: httpx.Client, name: str) -> list[dict[str, Any]]:
 
 
 def cpu_by_part(run: Run) -> dict[str, float]:
-    """Return the seconds of processor time so far, by the title of the process."""
+    """Return the processor seconds so far, by the title of the process."""
     found: defaultdict[str, float] = defaultdict(float)
     for process in run.alive():
         title = " ".join(process.cmdline())[:60].split(" -")[0]

@@ -19,8 +19,9 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTaken:
-    """A side's report on one training step. entropy: mean of the trained tokens, nats; None if
-    the side does not compute it.
+    """A side's report on one training step.
+
+    entropy: mean over the trained tokens, in nats; None if the side does not compute it.
     """
 
     seconds: Seconds
@@ -33,9 +34,9 @@ def quiet_environment(*, num_threads: int) -> dict[str, str]:
     """Return the environment variables of every side.
 
     They set the number of threads, and let the C library keep freed memory. Without them each step
-    would get the same pages from the kernel again. The thresholds are the largest that glibc
-    accepts. A thread that waits for another sleeps, so that it occupies no core that the other
-    thread needs.
+    would get the same pages from the kernel again. The memory thresholds are the largest that glibc
+    accepts. A thread that waits for another thread sleeps, so that it occupies no core that the
+    other thread needs.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),

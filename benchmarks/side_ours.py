@@ -93,7 +93,7 @@ def train(rank: TrainerRank, shard: RankShard) -> StepStats:
 
 
 def main() -> None:
-    """Answer steps until the input ends."""
+    """Make a step for each command until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("shape", help="of the update, as JSON")

@@ -24,7 +24,7 @@ LAYOUTS = {"padded": padded_batches, "sorted": sorted_batches}
 
 
 def main() -> None:
-    """Answer steps until the input ends."""
+    """Make a step for each command until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("shape", help="of the update, as JSON")

@@ -147,7 +147,7 @@ def _first_step(run_dir: RunDir) -> dict[str, float]:
 
 
 def processor_s(root: int) -> float:
-    """Return the processor seconds of a process and its descendants, ended ones included."""
+    """Return the processor seconds of a process and its descendants, including ended ones."""
     total = 0.0
     this = psutil.Process(root)
     for process in (this, *this.children(recursive=True)):
@@ -176,7 +176,7 @@ def process_table(root: int) -> str:
 
 
 def _process_name(command: Sequence[str]) -> str:
-    """Return a short name: an actor's class, the command, or the file that is run."""
+    """Return a short name of a process: an actor's class, the command, or the file that is run."""
     words = " ".join(command).split()
     if not words:
         return "(ended)"

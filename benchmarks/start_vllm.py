@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Start an engine and sample one token; the calling process takes the time."""
+    """Start an engine and sample one token; the calling process measures the time."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(**json.loads(sys.stdin.readline()))

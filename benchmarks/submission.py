@@ -59,7 +59,7 @@ class Window:
     median_ms: float
     p99_ms: float
     cpu_ms: dict[str, float]
-    """Processor milliseconds of a request, by the title of the process."""
+    """Processor milliseconds a request, by the title of the process."""
 
 
 def bodies() -> Iterator[bytes]:

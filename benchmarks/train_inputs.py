@@ -111,7 +111,7 @@ def _ids(rng: np.random.Generator, count: int, vocabulary: int) -> NDArray[np.in
 
 
 def advantages_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return each trajectory's return minus its group's mean."""
+    """Return the advantage of each trajectory: its return minus its group's mean."""
     returns: dict[str, list[float]] = {}
     for each in trajectories:
         returns.setdefault(each.group_id, []).append(return_of(each))

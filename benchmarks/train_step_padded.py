@@ -73,7 +73,7 @@ def check_equal(taken: Mapping[str, StepTaken]) -> str | None:
 
 
 def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
-    """Return ratios with their spread, and seconds and numbers of every side."""
+    """Return the ratios with their spread, and the seconds and numbers of every side."""
     seconds = {name: [each.seconds for each in steps] for name, steps in taken.items()}
     ratios = {}
     for name in (*GOALS, *ALSO):

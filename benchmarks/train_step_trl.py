@@ -90,9 +90,9 @@ def check_equal(ours: StepTaken, theirs: StepTaken) -> str | None:
 
 
 def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
-    """Return the ratios of TRL's seconds to ours for each type, and the ratios below the goal.
+    """Return the ratios of TRL's seconds to ours for each data type, and the ratios below the goal.
 
-    Also return each side's median seconds, and its loss, gradient norm and entropy.
+    The result also has each side's median seconds, loss, gradient norm and entropy.
     """
     seconds = {name: [each.seconds for each in steps] for name, steps in taken.items()}
     ratios = {

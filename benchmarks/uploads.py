@@ -55,7 +55,7 @@ LIMITS = UploadLimits(
 
 
 class Columns:
-    """A trajectory's numbers."""
+    """The numbers of a trajectory, as columns."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.token_ids = rng.integers(0, VOCABULARY, NUM_TOKENS).astype(np.int32)
@@ -88,7 +88,7 @@ class Columns:
 
 
 class Side:
-    """One form of a request; each request has trajectories that the store does not have yet."""
+    """One form of a request; each request has trajectories that are not in the store yet."""
 
     def __init__(self, name: str, store: UploadStore, term: int, columns: list[Columns]) -> None:
         self._name, self._store, self._term = name, store, term
@@ -130,7 +130,7 @@ class Side:
         assert len(reply.accepted) == len(uploads), reply
 
     def time(self) -> tuple[Seconds, Seconds]:
-        """Return the time to process one request, and the time of another without storing it."""
+        """Return the times to process one request, and another one without storing it."""
         raw, other = self.next_body(), self.next_body()
         return time_once(partial(self.take, raw)), time_once(partial(self.read, other))
 

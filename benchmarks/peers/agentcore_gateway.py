@@ -1,4 +1,4 @@
-"""The gateway of agentcore-rl-toolkit 0.2.0 with scripted answers; runs in its own environment.
+"""Run the gateway of agentcore-rl-toolkit 0.2.0 with scripted answers, in its own environment.
 
     python agentcore_gateway.py MODEL ANSWERS KIND MODE
 
@@ -33,7 +33,7 @@ TOKENS_AN_ANSWER, UNIT = 256, 2.0**-16
 
 
 class Script:
-    """A script that gives its answers in turn and at once, for any request."""
+    """A script that returns its answers one after another, at once and for any request."""
 
     def __init__(self, path: str, kind: str) -> None:
         self._answers: list[list[int]] = json.loads(Path(path).read_text())[kind]

@@ -1,6 +1,4 @@
-"""The tasks of both sides of `end_to_end`: rewards and a class of tools, as TRL's trainers take
-them.
-"""
+"""The tasks of both sides of `end_to_end`: rewards and a class of tools in TRL's form."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ def right(completions: list[Any], answer: list[str], **columns: Any) -> list[flo
 
 
 class Game:
-    """A game of finding a number, one for each episode; its public methods except `reset` are
-    tools.
+    """A game of finding a number, with an object for each episode.
+
+    The tools are its public methods except `reset`.
     """
 
     def reset(self, secret: int, **columns: Any) -> None:

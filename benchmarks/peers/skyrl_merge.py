@@ -1,4 +1,4 @@
-"""SkyRL 0.3.0's merge_stepwise_output, timed on command; runs in its own environment.
+"""Time SkyRL 0.3.0's merge_stepwise_output on command, in its own environment.
 
 Each line of the input is a command: `load PATH SHARED` makes the inputs from a file of plays, `time
 COUNT` merges all of them COUNT times and answers with the CPU seconds of one pass, and `save PATH`

@@ -1,4 +1,4 @@
-"""TRL 1.16.0's GRPOTrainer from the command to the last step; runs in its own environment.
+"""Run TRL 1.16.0's GRPOTrainer from the command to the last step, in its own environment.
 
 The module writes the token ids of every row's prompt (prompts.json), and a line of JSON after each
 step (steps.jsonl): Unix seconds, the mean reward of its completions, their number, and the seconds

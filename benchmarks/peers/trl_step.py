@@ -1,11 +1,11 @@
-"""TRL 1.16.0's GRPOTrainer, one training step for each command; runs in its own environment.
+"""Run TRL 1.16.0's GRPOTrainer in its own environment, one training step for each command.
 
 Each line of the input is a command; `step` lets the trainer make its next optimiser step and
 answers with a line of JSON. Completions are read from a file through `rollout_func`, so nothing is
-generated. The time that the trainer needs to accept, score and pad them is measured and subtracted
-from its step. Of the documented options, those that are fast on a CPU are used: no gradient
-checkpointing, no KL term, no logging, the fused optimiser, the caller's number of rows at once. The
-module imports nothing of Rayloom.
+generated. The time that the trainer needs to accept, score and pad the completions is measured and
+subtracted from its step. Of the documented options, those that are fast on a CPU are used: no
+gradient checkpointing, no KL term, no logging, the fused optimiser, the caller's number of rows at
+once. The module imports nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # not installed here
-    """A trainer that reports the callback's times for each step."""
+    """A trainer that records the callback's numbers: time aside, losses and gradient norm."""
 
     aside: tuple[float, ...] = (0.0, 0.0)
     losses: tuple[float, ...] = ()
@@ -57,7 +57,7 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # not installed here
 
 
 class OneStepAtATime(TrainerCallback):  # type: ignore[misc]
-    """A callback that waits for a command before each step, and answers after it."""
+    """A callback that waits for a command before each step, and answers after the step."""
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer
@@ -124,7 +124,7 @@ def reward(completions: list[Any], gain: list[float], **named: Any) -> list[floa
 
 
 def main() -> None:
-    """Train until the input ends."""
+    """Train, one step for each command, until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("completions", help="file of the benchmark")

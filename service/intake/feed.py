@@ -29,13 +29,13 @@ class FeedKind(StrEnum):
     TRAINED = "trained"
     """A rollout left the window with a training step; the entry names the step."""
     EVICTED = "evicted"
-    """A rollout was evicted, for the reason in the entry."""
+    """A rollout was evicted; the entry has the reason."""
     SESSION_OPENED = "session_opened"
     SESSION_ENDED = "session_ended"
     SESSION_REWARDED = "session_rewarded"
-    """An ended session got its pending reward, or its deadline passed without one."""
+    """An ended session got its pending reward, or the deadline of this reward passed."""
     WENT_BACK = "went_back"
-    """The run continues from an older checkpoint, because the newest one could not be read."""
+    """The run continues from an older checkpoint than the newest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,10 @@ class FeedEntry:
     """One entry of the feed. A field that the entry's kind does not use is None."""
 
     number: int = 0
-    """Number of the entry; numbers ascend from 1 and may have gaps. 0 before it is stored."""
+    """Number of the entry; numbers ascend from 1 and may have gaps.
+
+    It is 0 before the entry is stored.
+    """
     at: float
     """Time when the entry was stored, in seconds since 1970."""
     kind: FeedKind
@@ -95,4 +98,4 @@ class FeedPage:
 
     entries: tuple[FeedEntry, ...]
     oldest: int
-    """The smallest number that is kept; 0 if the feed is empty."""
+    """The smallest number of a kept entry; 0 if the feed is empty."""

@@ -33,7 +33,7 @@ class SessionFilter:
 
 
 SessionPlace = tuple[int, int]
-"""The submission's position, and the member."""
+"""Place in the order of sessions: the submission's position, and the session's member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class SessionView:
     member: int
     status: SessionStatus
     created_at: float
-    """Seconds since 1970, as are the next two fields."""
+    """Seconds since 1970; the next two fields are in this unit too."""
     opened_at: float | None
     ended_at: float | None
     reward: float | None

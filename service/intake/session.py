@@ -1,7 +1,7 @@
 """Sessions, which are rollouts that external agents play over HTTP: their request, state and end.
 
-A session is one rollout, with the number `member`, of a submission (`service.intake.submission`)
-whose task has the environment `SESSION`. Its turns are in `service.intake.turns`.
+A submission (`service.intake.submission`) whose task has the environment `SESSION` has one session
+for each rollout; `member` is the number of the rollout. Its turns are in `service.intake.turns`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SessionSpec:
     max_turns: int
     max_tokens_per_turn: int
     ttl_s: float
-    """Seconds from a session's admission, or from its claim, until it ends if it is unfinished."""
+    """Seconds from a session's admission or claim after which an unfinished session ends."""
     idle_s: float
     """Seconds without a request after which the session ends."""
     reward_deadline_s: float
@@ -53,8 +53,10 @@ class SessionRequest:
     keys: tuple[SessionKeys, ...]
     """Digests of each session's keys, in the order of the members."""
     asked: Mapping[str, int | float | bool] = field(default_factory=dict)
-    """The limits that the client's request named; the others in `spec` are the run's defaults,
-    which may change when the run is resumed."""
+    """The limits that the client's request named.
+
+    The other limits in `spec` are the run's defaults, which may change when the run is resumed.
+    """
 
 
 class SessionStatus(StrEnum):
@@ -75,16 +77,14 @@ class SessionTotals:
     num_turns: int
     num_sampled_tokens: int
     num_ambiguous: int
-    """Number of conversations that were rendered again because several turns with equal texts
-    match.
-    """
+    """Number of conversations that were rendered again because several turns have equal texts."""
     num_left_out: int
-    """Number of turns that are not trained."""
+    """Number of turns that are left out of the training."""
     num_malformed: int
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
-    """Why each untrained turn is left out, by its number; empty in records of older versions."""
+    """Reason for which each untrained turn is left out, by number; empty in older records."""
     ignored: Mapping[str, int] = field(default_factory=dict)
-    """Ignored parameters that agents sent, each with its number of turns."""
+    """Parameters that agents sent and that were ignored, with the number of turns for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,19 +123,19 @@ class SessionEnd:
     """The final status: finished, discarded or expired."""
     outcome: Outcome
     reward: float | None
-    """Reward of the whole session, in addition to `turn_rewards`; None if pending or absent."""
+    """Reward of the whole session, in addition to `turn_rewards`; None if pending or missing."""
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards by the number of the turn."""
     judged: int | None = None
-    """Number of the turn that the client named as the judged one; None if it named none."""
+    """Number of the turn that the client named as the judged one; None if it named no turn."""
     detail: str = ""
     ended_at: float
     """Seconds since 1970."""
     reward_until: float | None = None
     """Deadline of a pending reward (seconds since 1970); None if no reward is pending."""
     digest: str = ""
-    """Digest of the request that ended the session; the same request again changes nothing."""
+    """Digest of the request that ended the session; a repeat of this request changes nothing."""
     totals: SessionTotals | None = None
     """Totals, which are kept longer than the turns; None if the turns were not read at the end."""
 
@@ -151,7 +151,7 @@ class Cut:
     num_turns: int | None = None
     """Number of turns that were stored or in progress at the refusal; None if unknown.
 
-    Turns with this number or a higher one came later.
+    Turns with this number or a higher number came later.
     """
     follows: int | None = None
     """Number of the newest turn that the request continued or whose reply it contained, or None."""
@@ -169,12 +169,12 @@ class StoredSession:
     key_name: str = ""
     """Name of the client's key from which the session's keys are derived.
 
-    Empty for the first admin key, or without a key.
+    It is empty if this is the first admin key, or if there is no key.
     """
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None
-    """Time when the session's group was first admitted, in seconds since 1970; None before."""
+    """Seconds since 1970 at which the session's group was first admitted; None before that."""
     claimed_by: str = ""
     """Name that the claiming client gave; empty if the session is unclaimed or needs no claim."""
     claimed_at: float | None = None
@@ -190,7 +190,7 @@ class StoredSession:
 
     @property
     def is_taken(self) -> bool:
-        """Whether an agent may use the session: it is claimed, or needs no claim."""
+        """Whether an agent may use the session, because it is claimed or needs no claim."""
         return self.spec.join_s is None or bool(self.claimed_by)
 
     @property

@@ -2,7 +2,8 @@
 
 A submission is one task with the requested number of rollouts; the client chooses its id. A
 submission has a position in the backlog; when a group number is free, the group of its rollouts is
-admitted. Only the store keeps the task itself, as long as its rollouts may be played again.
+admitted. Only the store keeps the task itself, and only as long as the task's rollouts may be
+played again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 class Status(StrEnum):
-    """The state of a rollout, or of a submission as a whole."""
+    """The state of a rollout, or the common state of a submission."""
 
     QUEUED = "queued"
     """The rollout or submission is accepted, but its group is not admitted yet."""
@@ -53,7 +54,7 @@ class RolloutRequest:
     min_usable_samples: int | None = None
     """Number of usable rollouts that are enough to train; None if the group waits for all."""
     digest: str
-    """Digest of the request; equal for a repeated request, different for a changed one."""
+    """Digest of the request; a repeated request has the same digest, a changed one another."""
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""
@@ -62,7 +63,7 @@ class RolloutRequest:
     It is empty if this is the first admin key, or if there is no key.
     """
     batch: str = ""
-    """The client's name for a batch of tasks; empty if it gave none."""
+    """The client's name for a batch of tasks; empty if the client gave no name."""
     sessions: SessionRequest | None = None
     """The sessions of a task for external agents, one for each rollout; None for other tasks."""
 
@@ -116,7 +117,7 @@ class RolloutRequest:
 
 
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A `RolloutRequest` on its way to the store; only the store reads its task.
+    """A `RolloutRequest` on its way to the store; only the store decodes the task.
 
     It is a Struct, because there are many requests, and a Struct is made and sent several times
     faster than a dataclass.
@@ -159,7 +160,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     id: str
     position: int
-    """Position in the order of acceptance (1, 2, 3, …), which is never given twice."""
+    """Position in the order of acceptance (1, 2, 3, …), which no other submission ever gets."""
     digest: str
     num_samples: int
     num_bytes: int
@@ -167,7 +168,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds since 1970."""
     environment: str
     key_name: str = ""
-    """Name of the request's key, as in `RolloutRequest`."""
+    """Name of the key of the request; see `RolloutRequest`."""
     batch: str = ""
     is_cancelled: bool = False
 
@@ -225,9 +226,9 @@ class RolloutView:
     result: RolloutResult | None = None
     """Result of the last ended attempt; None until an attempt has ended."""
     step: int | None = None
-    """The training step that took the rollout; None if none did."""
+    """The training step that took the rollout; None if no step did."""
     reason: str | None = None
-    """The reason why the rollout was evicted; None if it was not."""
+    """The reason why the rollout was evicted; None if it was not evicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +239,7 @@ class SubmissionView:
     position: int
     status: Status
     num_ahead: int
-    """Number of submissions that will be admitted before this one; 0 if it is not queued."""
+    """Number of submissions that will be admitted before this one; 0 unless it is queued."""
     rollouts: tuple[RolloutView, ...]
     environment: str
     batch: str
@@ -278,13 +279,13 @@ class SubmitReply:
 
     backlog: Backlog
     places: tuple[PlaceAnswer, ...] = ()
-    """The position of each task, in the order of the request; empty if it is refused."""
+    """The position of each task, in the order of the request; empty if the request is refused."""
     conflicts: tuple[str, ...] = ()
     """Ids that were accepted before with another content; the request is then refused."""
     is_key_taken: bool = False
     """Whether another request was accepted with the same idempotency key."""
     refusal: str = ""
-    """The reason why nothing can be accepted now; empty if there is none."""
+    """The reason why nothing can be accepted now; empty if there is no such reason."""
     is_quota: bool = False
     """Whether the request exceeds a limit of the caller's key."""
     retry_after_s: int | None = None

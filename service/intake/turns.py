@@ -18,7 +18,10 @@ from service.intake.session import Cut, SessionEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """One sampled turn. It has only the messages and ids that the turn added, not its history."""
+    """One sampled turn.
+
+    It has only the messages and ids that the turn added, without those of the earlier turns.
+    """
 
     number: int
     """Number of the turn (0, 1, 2, …) in the order in which the session's turns were stored."""
@@ -34,23 +37,23 @@ class SessionTurn:
     """Whether the prompt begins with all ids of the parent; False if the chat was rendered again,
     or if there is no parent."""
     new_token_ids: TokenIds
-    """[N] int32; the ids after the parent's if `extends_parent`, else those of the whole prompt."""
+    """[N] int32; the prompt's ids after the parent's if `extends_parent`, else all of its ids."""
     sampled_token_ids: TokenIds
     """[A] int32; the ids that the engine sampled."""
     logprobs: LogProbs
-    """[A] float32, nats."""
+    """[A] float32, nats; the log-probabilities of the sampled ids."""
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     num_inserted: int = 0
     """Number of tokens in the new ids that Rayloom inserted to close an answer that was cut off."""
     break_reason: BreakReason | None = None
-    """The reason why the chat was rendered again; None if it was not."""
+    """The reason why the chat was rendered again; None if it was not rendered again."""
     is_malformed: bool = False
     """Whether a call in the reply is unreadable or names an undeclared tool."""
     is_auxiliary: bool = False
     """Whether the client marked the turn as outside the task."""
     is_unseen: bool = False
-    """Whether the client left before the answer, and has not repeated the request."""
+    """Whether the client disconnected before the answer, and has not repeated the request."""
     expert_indices: ExpertIndices | None = None
     cache_salt: str = ""
     replica: str = ""
@@ -67,8 +70,10 @@ class SessionTurn:
     The parent's options then apply.
     """
     is_instructed: bool = False
-    """Whether the first message of the conversation came as a request's instructions, which later
-    instructions replace. All turns of a conversation have the value of its first turn."""
+    """Whether the conversation's first message was sent as a request's instructions.
+
+    Later instructions replace these. All turns of a conversation have the value of its first turn.
+    """
     stop_string: str = ""
     """The stop string before which the reply's text was cut; empty if it was not cut."""
     ignored: tuple[str, ...] = ()
@@ -85,7 +90,7 @@ class SessionIntent:
 
     An intent is removed when its turn is stored, or when no turn can be stored any more. An intent
     that remains after a crash shows that a turn may have been sampled and lost. Intents are stored
-    a moment after the engine is called; a crash within that moment leaves no intent.
+    a moment after the engine is called, so a crash within that moment leaves no intent.
     """
 
     request_id: str
@@ -140,7 +145,7 @@ class TurnUnseen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """The session's group was admitted; a later such change has no effect."""
+    """The session's group was admitted; only the first such change has an effect."""
 
     session_id: str
     opened_at: float
@@ -149,7 +154,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionClaimed:
-    """A client claimed the session; a later such change has no effect."""
+    """A client claimed the session; only the first such change has an effect."""
 
     session_id: str
     name: str

@@ -25,9 +25,9 @@ class PolicyFacts:
     tokenizer_fingerprint: str
     """Fingerprint of the tokenizer, from `actors.environment.rendering.tokenizer_fingerprint`."""
     vocab_size: int | None
-    """Size of the policy's vocabulary; None if it is not known."""
+    """Size of the policy's vocabulary; None if unknown."""
     mixture: MixtureShape | None
-    """Shape of the mixture of experts; if None, recorded experts cannot be replayed."""
+    """Shape of the mixture of experts; if it is None, recorded experts cannot be replayed."""
     max_context_tokens: int
     """Maximum number of tokens of prompt and reply together."""
     temperature: float
@@ -41,9 +41,12 @@ class Upload:
     """The trajectory's id, which is unique in the run."""
     group: str
     digest: str
-    """Digest of the trajectory, its group's id and its metadata; equal in JSON and MessagePack."""
+    """Digest of the trajectory, its group's id and its metadata.
+
+    It is the same for JSON and for MessagePack.
+    """
     content: bytes
-    """The encoded trajectory (`service.gateway.upload_content`), without an assignment."""
+    """The encoded trajectory (`service.gateway.upload_content`), without a group assignment."""
     oldest_version: int
     newest_version: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -52,11 +55,11 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """A client's rule for when a group is complete."""
+    """A client's rule that decides when a group is complete."""
 
     id: str
     num_members: int | None = None
-    """Number of members that completes the group; None if the client states none."""
+    """Number of members with which the group is complete; None if the client states no number."""
     closes: bool = False
     """Whether to complete the group after this upload, with the members that it then has."""
 
@@ -66,7 +69,7 @@ class UploadLimits:
     """The run's limits for an upload."""
 
     oldest_version: int
-    """Oldest version that sampled tokens may have; older ones would be too old when admitted."""
+    """Oldest version that sampled tokens may have, so that they are not too old when admitted."""
     newest_version: int
     """The newest version that can have sampled tokens."""
     min_members: int
@@ -76,7 +79,10 @@ class UploadLimits:
 
 
 class UploadRefusal(StrEnum):
-    """The reason why a trajectory of an upload is refused; stable, for programs."""
+    """The reason why a trajectory of an upload is refused.
+
+    The values are stable, because programs use them.
+    """
 
     STALE_POLICY = "stale-policy"
     UNKNOWN_VERSION = "unknown-version"
@@ -102,7 +108,7 @@ class UploadGroup:
     id: str
     num_uploaded: int
     num_members: int | None
-    """Number of members that completes the group; if None, the client closes it."""
+    """Number of members with which the group is complete; if it is None, the client closes it."""
     is_closed: bool
     """Whether the group is complete, so that it can be submitted and accepts no more members."""
 

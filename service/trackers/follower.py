@@ -37,7 +37,7 @@ class Target:
     name: str
     """Name of the setting that turns the tracker on."""
     address: str
-    """The run's location in the tracker; it stays the same after --resume."""
+    """Address of the run in the tracker, which stays the same after --resume."""
     make: Callable[[], Tracker]
     """Function that creates the tracker; the follower's thread calls it until it succeeds."""
     completions: Completions | None = None
@@ -55,7 +55,7 @@ class Follower(threading.Thread):
         places_file: Path,
         tell: Callable[[str], None],
     ) -> None:
-        """Create a follower. tell: shows a notice to the user."""
+        """Create a follower. tell: function that shows a notice to the user."""
         super().__init__(name=f"tracker {target.name}", daemon=True)
         self._setting = f"trackers.{target.name}"
         self._target, self._store, self._tell = target, store, tell
@@ -155,7 +155,7 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """Return the progress of the target; if the target has changed, start from the beginning.
+        """Return the progress of the target; if the target has changed, return the beginning.
 
         Raises: OSError; ValueError if the file of the progress was altered.
         """
