@@ -69,7 +69,7 @@ class Client:
 
 
 class Sessions:
-    """The side of the service."""
+    """The side of sessions: a running `rayloom serve` and the clients' conversations."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

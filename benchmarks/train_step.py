@@ -1,4 +1,4 @@
-"""Compare a training step with shared prefixes with the same step without.
+"""Compare two training steps of the same samples, one with shared prefixes and one without them.
 
     python -m benchmarks.train_step
 

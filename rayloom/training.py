@@ -403,7 +403,7 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
 
 
 def _name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which a run imports a function; store a function that has none.
+    """Return the name by which a run imports a function; a function without one is stored first.
 
     store: directory of the run's functions. what: the argument, for an error's text.
     """

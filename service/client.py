@@ -117,8 +117,8 @@ class Client:
             url: Address of the service, with the run's prefix if it has one, without /api.
             key: Key for the API. None if it requires none.
             patience_s: Seconds for which a request is repeated if the service does not answer.
-            transport: Passed to httpx.Client; None uses the default. For tests.
-            sleep: Called with the seconds of each pause. For tests.
+            transport: Passed to httpx.Client; None uses the default. Only tests set it.
+            sleep: Called with the seconds of each pause. Only tests set it.
         """
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(

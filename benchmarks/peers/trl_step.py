@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # not installed here
-    """A trainer that records the callback's numbers: time aside, losses and gradient norm."""
+    """A trainer that records each step's losses, its gradient norm and the time for completions."""
 
     aside: tuple[float, ...] = (0.0, 0.0)
     losses: tuple[float, ...] = ()

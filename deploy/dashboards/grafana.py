@@ -233,7 +233,7 @@ def to_json(dashboard: Dashboard) -> str:
 
 
 def _mend(tree: dict[str, Any]) -> None:
-    """Remove the keys that the SDK writes and the current Grafana refuses from the tree itself."""
+    """Remove, in place, the keys that the SDK writes and the current Grafana refuses."""
     del tree["style"]
     tree["annotations"]["list"] = [_ALERTS]
     for variable in tree["templating"]["list"]:

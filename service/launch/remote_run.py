@@ -229,7 +229,10 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether the address has the checkpoint; True too if this machine lacks it."""
+    """Return whether a checkpoint needs no upload.
+
+    This is so if the address has the checkpoint, or if this machine lacks it.
+    """
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

@@ -50,9 +50,9 @@ def check_lease_free(run_dir: RunDir) -> None:
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
-    """Check the commits, newest first, until one can be read; return why the earlier ones cannot.
+    """Check the commits, newest first, until one can be read; return the faults of the others.
 
-    Returns: a sentence for each commit that cannot be used, by its directory's name.
+    The result has a sentence for each commit that cannot be used, by the name of its directory.
     """
     faults: dict[str, str] = {}
     for commit in commits:

@@ -303,7 +303,7 @@ def words(name: str) -> str:
 
 
 def statistic_tables(totals: RunTotals) -> tuple[Table, ...]:
-    """Return a table for each group of statistics: the first, extreme and last value of each.
+    """Return a table for each group of statistics, with each one's first, extreme and last values.
 
     The prefix that a group's names share appears only in its caption.
     """

@@ -372,7 +372,7 @@ class Control(ControlPort):
     # -- operations -----------------------------------------------------------------------------
 
     async def operation(self, operation_id: str) -> OperationAnswer:
-        """Return an operation. Raises: ControlRefused if it is unknown."""
+        """Return an operation. Raises: ControlRefused if the operation is unknown."""
         if (found := self._operations.get(operation_id)) is None:
             raise ControlRefused(
                 RefusalCode.UNKNOWN,

@@ -146,7 +146,7 @@ class RunStatus:
     """Number of trajectories that ended in this process."""
 
     sampled_tokens: int = 0
-    """Number of sampled tokens in these trajectories."""
+    """Number of sampled tokens in the trajectories that ended in this process."""
 
     engines_ready: int = 0
 

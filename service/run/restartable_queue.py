@@ -253,7 +253,7 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The opening of the queue whose cuts are accepted."""
+        """The number of the queue's opening whose cuts are accepted."""
         return self._opening
 
     @property

@@ -149,7 +149,7 @@ class SftRun:
             await asyncio.sleep(_LOOK_S)
 
     async def _start(self) -> tuple[RestartableTrainer, int, Path | None]:
-        """Start the ranks from the newest checkpoint that can be loaded, and return the trainer.
+        """Start the ranks from the newest checkpoint that can be loaded.
 
         Returns: the trainer, the number of finished steps, and the checkpoint.
         """

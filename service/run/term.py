@@ -77,7 +77,7 @@ class ParentUnusable(Exception):
     """The checkpoint from which the term continues (the lease's parent) cannot be loaded."""
 
     def __init__(self, directory: str, reason: str) -> None:
-        """Report a checkpoint. directory: name of its directory."""
+        """Create the error. directory: name of the checkpoint's directory."""
         super().__init__(directory, reason)
         self.directory, self.reason = directory, reason
 

@@ -410,7 +410,7 @@ def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
 def every_checkpoint(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
     """Return the checkpoints of every lineage, newest first.
 
-    only_usable: leave out checkpoints without the queue's snapshot.
+    only_usable: whether to leave out checkpoints without the queue's snapshot.
     """
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]

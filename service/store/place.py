@@ -43,7 +43,7 @@ class StoreOptions:
     database_url: str | None = None
     """URL of a PostgreSQL database.
 
-    If it is None and there is no state_dir, the environment's URL is used if it has one.
+    If this and state_dir are None, the environment's URL is used, if there is one.
     """
 
     def check(self) -> None:

@@ -139,10 +139,11 @@ class ReadOnlyStore:
         return self.read(every_checkpoint)
 
     def check(self) -> None:
-        """Search for damage that is not found at the opening, for at most two seconds.
+        """Search the database for damage, for at most two seconds.
 
-        The check reads some hundred MiB in this time. In a larger database, damage in the other
-        parts is found only when they are used. Raises: StoreError.
+        When a database is opened, such damage is not found. The check reads some hundred MiB in
+        this time. In a larger database, damage in the other parts is found only when they are used.
+        Raises: StoreError.
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:

@@ -58,7 +58,7 @@ class Pausable(StrEnum):
     ADMISSION = "admission"
     """No new group is admitted to the window; admitted groups are played and trained."""
     GENERATION = "generation"
-    """Engines freeze the turns in flight and begin no others; no rollout is handed out."""
+    """Engines freeze the turns in flight and begin no new turns; no rollout is handed out."""
     TRAINING = "training"
     """The current step is finished and published; the next one is not begun."""
 

@@ -52,7 +52,7 @@ class Push:
     increments: tuple[Metric, ...] = ()
     values: tuple[Metric, ...] = ()
     is_last: bool = False
-    """Whether the process ends in order after this push; the endpoint then keeps its values."""
+    """Whether the process ends normally after this push; the endpoint then keeps its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
