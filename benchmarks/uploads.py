@@ -130,7 +130,7 @@ class Side:
         assert len(reply.accepted) == len(uploads), reply
 
     def time(self) -> tuple[Seconds, Seconds]:
-        """Return the times to process one request, and another one without storing it."""
+        """Return the times of two requests: one is processed, the other one is not stored."""
         raw, other = self.next_body(), self.next_body()
         return time_once(partial(self.take, raw)), time_once(partial(self.read, other))
 

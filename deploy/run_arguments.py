@@ -17,7 +17,7 @@ class RunArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: dict[str, Any] | Path = Field(
-        description="the configuration itself, or a YAML file on every node that may import this"
+        description="the configuration, or a YAML file on each node that imports the application"
     )
     run_dir: Path = Field(description="on storage that every node sees; a run in it is resumed")
     state_dir: Path | None = Field(

@@ -143,8 +143,8 @@ def _start_local(config: Config) -> None:
     except Exception as error:
         # Ray raises plain Exceptions, for example for a full disk or a port that is in use.
         raise ConfigError(
-            f"a local Ray did not start ({_first_line(error)}); expected it to start here; see "
-            "the newest session of its temporary directory, free memory and disk, or "
+            f"a local Ray did not start ({_first_line(error)}); expected it to start; see the logs "
+            "of the newest session in its temporary directory, free memory and disk space, or "
             "join a cluster with --address"
         ) from error
 

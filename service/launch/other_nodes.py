@@ -103,9 +103,9 @@ def find_unshared(needed: Sequence[SharedPath]) -> str | None:
     for shared in needed:
         if digest_of(shared.witness) != shared.digest:
             return (
-                f"{shared.key}: {shared.path} is not what it is where the command runs; expected a "
-                "path on a file system that all nodes of the run mount at the same place; move it "
-                "there"
+                f"{shared.key}: {shared.path} differs from this path on the command's node; "
+                "expected a path on a file system that all nodes of the run mount at the same "
+                "place; move it there"
             )
         if shared.is_written and (reason := _write_fault(shared.path)):
             return (

@@ -115,8 +115,8 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
     if found is None:
         there = ", ".join(commit.directory for commit in commits)
         raise ConfigError(
-            f"--checkpoint {name}: the run in {run_dir.path} cannot go back to it; expected the "
-            f"name or the step of one of its checkpoints: {there or 'it has none'}"
+            f"--checkpoint {name}: the run in {run_dir.path} cannot return to this checkpoint; "
+            f"expected the name or the step of one of its checkpoints: {there or 'it has none'}"
         )
     if fault := find_faults(run_dir.checkpoints, [found]).get(found.directory):
         raise ConfigError(f"--checkpoint {name}: {fault}")

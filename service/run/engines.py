@@ -89,10 +89,10 @@ class Engines:
     ) -> None:
         """Store the settings; `open_term` starts the engines.
 
-        Args: run_id: the same in every process of this run. orphan_timeout_s: the setting
-        `run.orphan_timeout_s`. has_api: whether the run has an API that outlives the supervisor. If
-        so, `stop` leaves the board running, and the board ends the API if no term calls it for
-        `orphan_timeout_s`.
+        Args: run_id: id of the run, which is the same in every process. orphan_timeout_s: the
+        setting `run.orphan_timeout_s`. has_api: whether the run has an API that outlives the
+        supervisor. If so, `stop` leaves the board running, and the board ends the API if no term
+        calls it for `orphan_timeout_s`.
         """
         self.settings = settings
         self.app_name = ""

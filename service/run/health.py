@@ -40,7 +40,7 @@ FAULTS_COUNT_S = 24 * 3600.0
 REMEDIES = {
     Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
     Outcome.TRUNCATED_CONTEXT: "raise model.max_context_tokens, or shorten the prompts",
-    Outcome.WALL_TIMEOUT: "check what it waits for, or raise rollouts.turn_deadline_s",
+    Outcome.WALL_TIMEOUT: "check what the rollouts wait for, or raise rollouts.turn_deadline_s",
     Outcome.STALE: "lower algorithm.max_lag",
     Outcome.AGENT_ERROR: "check the model's chat template and rollouts.template_options",
     Outcome.ENVIRONMENT_ERROR: "fix the environment, or its tasks",
@@ -66,7 +66,7 @@ TOKEN_REMEDIES: Mapping[TokenCause, str] = {
     EvictionReason.NONFINITE_STEP: "lower trainer.learning_rate",
     EvictionReason.CANCELLED: "their groups were cancelled or closed early "
     "(algorithm.min_usable_samples), or a part of the run ended: see the earlier notices",
-    LeftOutReason.AUXILIARY: "the agent marks these turns as outside its task; check that they are",
+    LeftOutReason.AUXILIARY: "the agent marks these turns as outside its task; check the marks",
     LeftOutReason.UNSEEN: "check why the agents end their requests before the answers come",
     LeftOutReason.TITLE: "turn off titles in the agent, or set sessions.titles to train",
 }
@@ -216,9 +216,9 @@ def readiness(
         reasons.append(f"the run is {phase.value}" + (f": {detail}" if detail else ""))
     elif behind_s > publish_limit_s:
         reasons.append(
-            f"{engines_ready} of {engines_expected} engines hold the current version, for "
-            f"{behind_s:.0f} s now; a publish may take {publish_limit_s:g} s; see the logs of "
-            "the engines"
+            f"{engines_ready} of {engines_expected} engines hold the current version; this has "
+            f"lasted {behind_s:.0f} s, and a publication may take {publish_limit_s:g} s; see the "
+            "logs of the engines"
         )
     return ReadyAnswer(
         ready=not reasons,

@@ -206,7 +206,7 @@ class RestartableQueue:
             await retry(self._open_next, on=ActorLost, limit_s=REOPEN_LIMIT_S)
             self._recorder.replaced(
                 Part.QUEUE,
-                f"{loss}; its successor continues, and what was in flight is played again",
+                f"{loss}; its successor continues, and the rollouts in flight are played again",
             )
 
     async def _open_next(self) -> None:

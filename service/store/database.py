@@ -308,7 +308,7 @@ class Database:
     def unusable(self, what: str, error: DBAPIError | NoConnectionLeft) -> StoreError:
         expected = "a server that answers, and a user that may use the run's schema"
         if self._file is not None:
-            expected = "a run's own, whole and writable, on a disk that is not full"
+            expected = "a run's own database, undamaged and writable, on a disk that is not full"
             # After a crash of the run, SQLite has to write an index before it can read.
             if not os.access(self._file.parent, os.W_OK):
                 expected += f"; the directory {self._file.parent} cannot be written"

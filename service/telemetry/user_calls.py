@@ -81,8 +81,8 @@ class UserCalls:
         of_tasks = f"; tasks such as {tasks}" if tasks else ""
         return (
             f"{function}: {' and '.join(parts)} (the first: {self._firsts[function]}{of_tasks}). "
-            "Each call fails separately: a score is a reward_error, a tool's answer an error, an "
-            "environment's an environment_error"
+            "Each call fails separately: a score becomes a reward_error, a tool's answer an error, "
+            "and an environment's answer an environment_error"
         )
 
 

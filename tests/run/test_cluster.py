@@ -51,7 +51,7 @@ except ConfigError as error:
         # Ray makes its session below a file.
         env={**os.environ, "RAY_TMPDIR": "/dev/null"},
     )  # fmt: skip
-    assert re.search(r"a local Ray did not start \(.*expected it to start here", done.stdout), done
+    assert re.search(r"a local Ray did not start \(.*expected it to start", done.stdout), done
 
 
 # It starts Ray, and a worker writes more than its files may hold: 15 s.

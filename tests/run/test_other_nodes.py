@@ -58,7 +58,9 @@ def test_a_directory_of_the_node_itself_is_no_shared_one(
         witness.write_text(content)
     fault = find_unshared([shared(tmp_path, witness, digest=there)])
     assert fault is not None
-    assert fault.startswith(f"run directory: {tmp_path} is not what it is where the command runs")
+    assert fault.startswith(
+        f"run directory: {tmp_path} differs from this path on the command's node"
+    )
     assert "mount at the same place" in fault
 
 

@@ -167,7 +167,7 @@ def test_each_part_runs_on_the_nodes_of_its_role(tmp_path: Path, small_model: st
             assert run.wait(limit_s=WAIT_S) == 2, run.output.read_text()
             said = " ".join(run.output.read_text().split())
         assert "run directory: " in said
-        assert "is not what it is where the command runs" in said
+        assert "differs from this path on the command's node" in said
         assert any(f"node {node.address}: " in said for node in there.trainers)
 
         sections = {"run": {"steps": 6, "checkpoint_every": 3}}

@@ -108,7 +108,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         run.kill_part(ENGINE)
         (reason,) = api.wait_ready(is_ready=False, limit_s=STEP_S)
         assert "0 of 1 engines hold the current version" in reason
-        assert "a publish may take 8 s" in reason
+        assert "a publication may take 8 s" in reason
         wait_for_gauge(run, "rayloom_engines_ready", 0)
         api.wait_ready(is_ready=True, limit_s=START_S)
         wait_for_gauge(run, "rayloom_engines_ready", 1)

@@ -38,7 +38,8 @@ def test_the_first_lost_calls_of_a_function_are_reported_with_their_ends_and_tas
     assert shown.notices == [
         "my.py:score: 3 calls were ended at their limit and 1 call was lost with its process (the "
         "first: no answer within 20 s; tasks such as row-1, row-2). Each call fails separately: "
-        "a score is a reward_error, a tool's answer an error, an environment's an environment_error"
+        "a score becomes a reward_error, a tool's answer an error, and an environment's answer an "
+        "environment_error"
     ]
     assert (shown.lost("killed"), shown.lost("died")) == (3, 1)
 
