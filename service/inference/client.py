@@ -72,8 +72,10 @@ class ReplicaAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return groups of candidates in order of preference; in a group Serve takes the shortest
-        queue."""
+        """Return groups of candidates in order of preference.
+
+        Of each group, Serve picks the replica with the shortest queue.
+        """
         if not candidate_replicas:
             return []
         wanted = "" if pending_request is None else pending_request.metadata.session_id
@@ -84,8 +86,8 @@ class ReplicaAffinityRouter(RequestRouter):
 def engines_handle(app_name: str) -> DeploymentHandle[Any]:
     """Return the handle of the deployment of an application's engines.
 
-    It is not always the application's ingress (`HaproxyIngress`). Raises: RayServeException if
-    there is no such deployment.
+    This deployment is not always the application's ingress (`HaproxyIngress`).
+    Raises: RayServeException if there is no such deployment.
     """
     try:
         return serve.get_deployment_handle(DEPLOYMENT_NAME, app_name)
@@ -94,9 +96,10 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """Convert an error to PolicyUnavailable, PolicyDeadlineExceeded or ValueError.
+    """Return an error that can be pickled and has the same message.
 
-    vLLM's own errors may not be picklable.
+    It is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. An error of vLLM may have a
+    subclass that cannot be pickled.
     """
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
@@ -122,11 +125,11 @@ class LostReplicas:
         self._names: dict[str, None] = {}
 
     def address(self, replica: str) -> str:
-        """Return the replica to send a request to: `replica`, or "" (any) if that one is lost."""
+        """Return where to send a request: to `replica`, or "" (to any) if `replica` is lost."""
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record the answer to a request for the replica `asked`; "": the request was for any."""
+        """Record the answer to a request to the replica `asked`; if it is "", any could answer."""
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)
         is_elsewhere = isinstance(answer, GenerateReply) and answer.replica != asked
@@ -153,10 +156,10 @@ class ServePolicyClient:
         return ServePolicyClient, (self.app_name,)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn; if there is no engine, retry until the deadline.
+        """Sample one turn, and return the reply; if there is no engine, retry until the deadline.
 
-        Raises: PolicyDeadlineExceeded, PolicyUnavailable; ValueError if the request can never be
-            served.
+        Raises: PolicyDeadlineExceeded and PolicyUnavailable as in `until_available`; ValueError if
+            the request can never be served.
         """
         deadline_at = asyncio.get_running_loop().time() + request.deadline_s
         return await until_available(
@@ -245,7 +248,7 @@ class ServePolicyClient:
 
 
 def linger_s(turn_s: float) -> float:
-    """Return the seconds for which to gather requests, if a turn takes turn_s seconds.
+    """Return the number of seconds for which to gather requests if a turn takes turn_s seconds.
 
     Example: linger_s(0.2) -> 0.004
     """
@@ -274,11 +277,12 @@ def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None
 async def until_available(
     attempt: Callable[[], Awaitable[_Answered]], *, deadline_s: float, margin_s: float = 0.0
 ) -> _Answered:
-    """Repeat an attempt until an engine answers, for at most deadline_s.
+    """Repeat an attempt until an engine answers, for at most deadline_s, and return the answer.
 
-    This is safe: no token that a dead engine sampled was returned, and each attempt sends the same
-    token ids. The pauses between attempts avoid a busy loop while there is no engine.
-    Args: margin_s: seconds after the deadline in which an attempt may report that it has passed.
+    Repeating is safe: no token that a dead engine sampled was returned, and each attempt sends the
+    same token ids. The pauses between attempts avoid a busy loop while there is no engine.
+    Args: margin_s: seconds after deadline_s in which an attempt may still raise
+        PolicyDeadlineExceeded itself.
     Raises: PolicyUnavailable if there was no engine until the deadline, or if an engine was lost
         and the remaining time was too short; PolicyDeadlineExceeded if there was an engine all the
         time; any other error of an attempt, at once.

@@ -1,4 +1,4 @@
-"""The inference deployment: one vLLM engine in each Serve replica, with weights from the board.
+"""The inference deployment: vLLM engines, one in each Serve replica, with weights from a board.
 
 A term deploys the engines, publishes its weights, and waits for the first ready replica:
 
@@ -34,8 +34,8 @@ from service.inference.replica import RPC_TIMEOUT_S, InferenceReplica, ReplicaDe
 from service.inference.settings import EngineSettings
 
 STATUS_POLL_S = 0.2
-# Not more often: each request for Serve's status uses two processes on cores that a starting engine
-# needs.
+# Do not ask more often: each request for Serve's status uses two processes on cores that a starting
+# engine needs.
 SERVE_STATUS_EVERY_S = 2.0
 MAX_FAILURE_CHARACTERS = 600
 # A traceback's last line, "package.module.Name: what happened", which may have more lines.
@@ -127,7 +127,7 @@ async def wait_ready(
 
 
 async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: float) -> None:
-    """Raise PolicyUnavailable if the deployment has failed, or there is no progress."""
+    """Raise PolicyUnavailable if the deployment failed or made no progress for quiet_limit_s."""
     application = (await asyncio.to_thread(serve.status)).applications.get(name)
     failed = application is None or application.status is ApplicationStatus.DEPLOY_FAILED
     if not failed and status.quiet_s <= quiet_limit_s:
@@ -145,8 +145,9 @@ async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: floa
 
 
 def last_failure(messages: Sequence[str]) -> str:
-    """Return the last exception in Serve's messages, from its name on, in one line.
+    """Return the last exception in Serve's messages, as one line that begins with its name.
 
+    If the last message contains no exception, return that message as one line.
     Args: messages: the messages of the application and its deployments; the message of a failed
     deployment ends with the traceback.
     """
@@ -174,15 +175,15 @@ def _of_one(settings: EngineSettings) -> EngineSettings:
 def application_name(run_id: str, *, term: int) -> str:
     """Return the application name of a run's engines.
 
-    Args: term: the term that started them; a new board has new engines.
+    Args: term: the term that started the engines.
     """
     return f"{run_id}-t{term}"
 
 
 def find_leftover(run_id: str, settings: EngineSettings) -> str:
-    """Find a deployment of an earlier term of a run whose engines have these settings.
+    """Return the name of a run's application, left by an earlier term, that has these settings.
 
-    Returns: the name of its application; empty if no engine with these settings answers.
+    Return an empty name if no engine with these settings answers.
     """
     for name in _leftovers(run_id):
         with suppress(RayServeException, RayError, TimeoutError):
@@ -194,7 +195,7 @@ def find_leftover(run_id: str, settings: EngineSettings) -> str:
 
 
 def delete_leftovers(run_id: str, *, but: str = "") -> None:
-    """End the deployments that earlier terms of a run left on the cluster, except `but`."""
+    """End the applications that earlier terms of a run left on the cluster, except `but`."""
     for name in _leftovers(run_id):
         if name != but:
             delete_inference(name)
@@ -207,5 +208,5 @@ def _leftovers(run_id: str) -> list[str]:
 
 
 def delete_inference(name: str) -> None:
-    """Drain and end the replicas, within the settings' graceful_shutdown_s."""
+    """End an application, whose replicas may finish requests for graceful_shutdown_s seconds."""
     serve.delete(name)

@@ -72,9 +72,9 @@ class PolicyEngine:
     """The owner of one `AsyncLLM`; all methods must be called in one event loop."""
 
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
-        """Keep the settings; nothing starts.
+        """Store the settings, and start nothing.
 
-        Args: directory: for the sockets and files of only this engine; `shutdown` removes it.
+        Args: directory: place of this engine's own sockets and files; `shutdown` removes it.
         """
         self.settings = settings
         self._directory = directory
@@ -93,9 +93,8 @@ class PolicyEngine:
         self._adapter_of_requests = None if settings.lora is None else policy_adapter()
 
     async def start(self) -> StartStages:
-        """Start the engine process with the weights in the model's directory.
+        """Start the engine process with the weights in the model's directory; return the stages.
 
-        Returns: the stages of the start.
         Raises: ValueError if a parser that the settings name cannot be used.
         """
         began = time.time()
@@ -142,15 +141,15 @@ class PolicyEngine:
     # Sampling
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.
+        """Sample one turn, and return the reply.
 
-        Raises: ValueError if the request can never be served; PolicyDeadlineExceeded, after
-            aborting the request; PolicyUnavailable if the engine is dead.
+        Raises: ValueError if the request can never be served; PolicyDeadlineExceeded if the
+            request had to be aborted at its deadline; PolicyUnavailable if the engine is dead.
         """
         self._check(request)
         try:
             async with asyncio.timeout(request.deadline_s):
-                # Before sampling, so that a parser that cannot be loaded does not cost a turn.
+                # Load the parser before sampling, so that a failure does not cost a turn.
                 parser = None if request.tools is None else await self._loaded_parser()
                 await self._admission.wait()
                 salt = request.cache_salt or f"{self.term}:{self.version}"
@@ -167,9 +166,9 @@ class PolicyEngine:
         return reply if parser is None else await _with_parts(reply, request, parser)
 
     async def _loaded_parser(self) -> ReplyParser:
-        """Return the parser. It is loaded at the first request that needs it; most runs need none.
+        """Return the parser of replies, which is loaded when a request first needs it.
 
-        Raises: ValueError.
+        Raises: ValueError if the parser cannot be loaded (`load_parser`).
         """
         if self._parser is None:
             self._parser = asyncio.create_task(asyncio.to_thread(load_parser, self.settings))
@@ -181,7 +180,7 @@ class PolicyEngine:
 
         Args: text: the text to check; None uses the tokens of `weights.board.check_tokens`.
         Returns: the scores; None if there was no answer in time.
-        Raises: PolicyUnavailable.
+        Raises: PolicyUnavailable if the engine is dead.
         """
         text = text or CheckText(token_ids=check_tokens(self._vocabulary_size))
         prompt = text.token_ids.tolist()
@@ -220,7 +219,7 @@ class PolicyEngine:
     ) -> RequestOutput:
         output: RequestOutput | None = None
         request_id = str(next(self._request_ids))
-        # The form that vLLM's renderer makes of a prompt; vLLM would do it in a thread.
+        # Convert the prompt as vLLM's renderer does; vLLM would do it in a thread.
         rendered = tokens_input(prompt, cache_salt=salt)
         stream = self._engine.generate(
             rendered, params, request_id, lora_request=self._adapter_of_requests
@@ -255,7 +254,7 @@ class PolicyEngine:
         lowest, highest = request.prompt_token_ids.min(), request.prompt_token_ids.max()
         if lowest < 0 or highest >= self._vocabulary_size:
             raise ValueError(
-                f"inference: token ids from {lowest} to {highest}, expected 0 to "
+                f"inference: got token ids from {lowest} to {highest}, expected 0 to "
                 f"{self._vocabulary_size - 1}; the tokenizer is not this model's"
             )
 
@@ -264,7 +263,7 @@ class PolicyEngine:
     async def apply(
         self, publication: Publication, buffers: Sequence[Bytes], *, on_progress: Callable[[], None]
     ) -> None:
-        """Load a version between two steps of the scheduler.
+        """Load a published version into the engine between two steps of vLLM's scheduler.
 
         Args: buffers: the buffers of the publication's groups, in the same order, on this machine.
         on_progress: called after each group.
@@ -289,9 +288,9 @@ class PolicyEngine:
         address: str,
         on_progress: Callable[[], None],
     ) -> None:
-        """Receive a version during sampling, then load it as `apply` does.
+        """Receive a version in a broadcast during sampling, then load it as `apply` does.
 
-        Args: address: the address at which other members reach this node.
+        Args: address: the address at which other members of the broadcast reach this node.
         Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as in `apply`.
         """
         progress = self._directory / seat.name
@@ -343,7 +342,7 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no others; if False, resume.
+        """Freeze the turns in flight, with their cache, and begin no others, or resume all turns.
 
         The requests' deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
         """
@@ -360,7 +359,7 @@ class PolicyEngine:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Keep the scheduler running in the block, in which held turns continue too."""
+        """Run vLLM's scheduler during the block, even if turns are held; these continue too."""
         async with self._update_lock:
             if not self.is_held:
                 yield
@@ -374,7 +373,7 @@ class PolicyEngine:
                     await self._unless_dead(self._engine.pause_generation(**KEEP_TURNS))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, None]) -> None:
-        """Await calls of the engine process. Raises: EngineDeadError if it dies meanwhile."""
+        """Await a call to the engine process. Raises: EngineDeadError if the process dies."""
         # vLLM's client itself waits without a bound for the answer of a process that was killed.
         calling = asyncio.create_task(call)
         try:
@@ -409,7 +408,7 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the layers whose experts are recorded; () on CPU.
+    """Return the numbers of the layers whose experts are recorded; an empty tuple on CPU.
 
     Only vLLM's model runner V2, which needs Triton, returns routed experts.
     """
@@ -444,10 +443,11 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for the policy's adapter; {} without one.
+    """Return vLLM's options for the policy's adapter; an empty dictionary without an adapter.
 
-    Layers without an adapter stay as they are, above all the output head: vLLM's adapted head fails
-    if it scores a prompt while other requests run.
+    The options name the adapted layers, so that vLLM leaves the others unchanged. Above all it must
+    leave the output head: vLLM's head with an adapter fails if it scores a prompt while other
+    requests run.
     """
     if settings.lora is None:
         return {}
@@ -476,10 +476,10 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the stages of a start; times are in seconds since 1970.
+    """Return the stages of a start that took time; an eager engine has no stage of compilation.
 
-    Args: workers: the marks of each worker (`WorkerExtension`); the slowest worker counts.
-    Returns: the stages that took time; an eager engine has no stage of compilation.
+    Args: began, ended: times in seconds since 1970. workers: the result of `start_marks` of each
+    worker; the slowest worker counts.
     """
     imported, loaded, compile_s = (max(marks) for marks in zip(*workers, strict=True))
     stages = (
@@ -520,7 +520,7 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
 async def _follow(
     paths: Sequence[Path], *, num_groups: int, on_progress: Callable[[], None]
 ) -> None:
-    """Wait until each worker has received all groups. Raises: BroadcastFailed."""
+    """Wait until each worker has received all groups. Raises: BroadcastFailed if one cannot."""
     num_received, heard_at = 0, time.monotonic()
     while True:
         states = [read_progress(path) for path in paths]

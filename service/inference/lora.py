@@ -22,9 +22,9 @@ _ADAPTER_ID = 1
 
 
 def policy_adapter() -> LoRARequest:
-    """Return vLLM's name of the installed adapter, which every request has.
+    """Return the LoRARequest that names the installed adapter; every request to vLLM has it.
 
-    If no adapter is installed, vLLM tries to read one from the path, and fails.
+    If no adapter is installed, vLLM tries to read an adapter from the path, and fails.
     """
     return LoRARequest("policy", _ADAPTER_ID, "/no-adapter-is-installed")
 
@@ -33,10 +33,10 @@ def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) ->
     """Install tensors as the adapter of an engine's worker, between two steps of the scheduler.
 
     Args: tensors: A and alpha / rank * B of every adapted layer, by PEFT's names.
-    Raises: ValueError if a layer has no place for its adapter in vLLM's model.
+    Raises: ValueError if there are no tensors, or if vLLM's model lacks an adapted layer.
     """
     if not tensors:
-        raise ValueError("inference: got a publication without an adapter, expected one")
+        raise ValueError("inference: got a publication without an adapter, expected an adapter")
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     rank = max(ranks)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -70,7 +70,7 @@ class OneAdapter(PunicaWrapperCPU):
     """
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
-        """Write scale * A x. Args: y: [T, rank] float32. w_t_all: [1, 1, rank, in]."""
+        """Write scale * A x to y. Args: y: [T, rank] float32. w_t_all: A as [1, 1, rank, in]."""
         is_adapted = (self.token_lora_indices >= 0)[:, None]
         shrunk = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
         y[:, : shrunk.shape[1]] = torch.where(is_adapted, scale * shrunk, 0.0)
@@ -84,7 +84,7 @@ class OneAdapter(PunicaWrapperCPU):
         y_slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        """Add B x to a slice of y. Args: x: [T, rank]. w_t_all: [1, 1, out, rank]."""
+        """Add B x to a slice of y. Args: x: [T, rank]. w_t_all: B as [1, 1, out, rank]."""
         part: Any = y[:, y_offset : y_offset + y_slice_size]
         expanded = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
         if add_inputs:

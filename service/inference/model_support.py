@@ -133,9 +133,10 @@ def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Return whether vLLM runs transformers' implementation because it has none of its own.
+    """Return whether vLLM can run transformers' implementation of a model that it lacks itself.
 
-    False for a mixture of experts: vLLM would combine its own experts with an unknown router.
+    Return False for a mixture of experts, because vLLM would combine its own experts with a router
+    that it does not know.
     """
     from transformers import AutoModelForCausalLM
 

@@ -5,8 +5,8 @@ vLLM's parsers do not report failures, so a turn counts as malformed if its text
 call and the parser found no call; the turn loop checks the found calls
 (`actors.environment.tool_calls.check_calls`).
 
-Imported by the engine's replica, which has already imported all of vLLM; in other processes the
-import takes eleven seconds. The tokenizer is loaded with the first request that needs it.
+The engine's replica imports this module after all of vLLM; in another process the import takes
+eleven seconds. The tokenizer is loaded with the first request that needs it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ UNREADABLE = MalformedCall(
 
 
 def load_parser(settings: EngineSettings) -> ReplyParser:
-    """Load the tokenizer and find the parsers of a model.
+    """Load a model's tokenizer, and return the parser of its replies.
 
     Raises: ValueError if the tokenizer cannot be loaded, or if a parser named by the settings does
         not exist or cannot be used with the tokenizer.
@@ -84,10 +84,10 @@ def find_parser(
     reasoning_parser: str = AUTO,
     stop_token_ids: Sequence[int] = (),
 ) -> ReplyParser:
-    """Choose the parsers by name, or by the tokenizer's chat template.
+    """Return a parser that uses vLLM's parsers of these names, or those of the chat template.
 
-    Args: tokenizer: from vLLM's `get_cached_tokenizer`; another one would build its vocabulary
-    again for each reply.
+    Args: tokenizer: a result of vLLM's `get_cached_tokenizer`; another tokenizer would build its
+    vocabulary again for each reply.
     Raises: ValueError if vLLM does not know a name, or the parser does not fit the tokenizer.
     """
     renderer = ChatRenderer(tokenizer)
@@ -105,8 +105,7 @@ def find_parser(
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
-    """Return the parser to use: `wanted`, or `found` if `wanted` is auto. Return None to use no
-    parser.
+    """Return the name of the parser: `wanted`, or `found` if `wanted` is auto; None for no parser.
 
     Raises: ValueError if the wanted parser cannot be used.
     """
@@ -134,7 +133,10 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
 def _compose(
     tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> type[Parser] | None:
-    """Return vLLM's class that combines both parsers. Raises: TypeError if one cannot be used."""
+    """Return vLLM's class that combines the named parsers; None if no parser is named.
+
+    Raises: TypeError if a parser cannot be used.
+    """
     return ParserManager.get_parser(
         tool_parser_name=tool_parser,
         reasoning_parser_name=reasoning_parser,
@@ -173,7 +175,7 @@ class ReplyParser:
     def parse(
         self, prompt: TokenIds, sampled: TokenIds, tools: tuple[ToolSchema, ...]
     ) -> ParsedReply:
-        """Split a reply.
+        """Split a sampled reply, and return its thinking, content and tool calls.
 
         Args: prompt: [P] int32, the prompt, whose end may open a thought. sampled: [A] int32.
         tools: the tools that the prompt declares; if empty, the reply is not searched for calls.
@@ -250,7 +252,7 @@ class ReplyParser:
         return (UNREADABLE,) if self._start is not None and self._start in text else ()
 
     def _text(self, sampled: TokenIds) -> str:
-        """Return the text with special tokens, which parsers need, except the end tokens."""
+        """Return the reply's text with special tokens, which parsers need, up to the end token."""
         ids = sampled.tolist()
         while ids and ids[-1] in self._end_ids:
             ids.pop()
@@ -284,7 +286,7 @@ class ReplyParser:
 
 
 def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
-    """Return the request that vLLM's parsers require besides a text, for its tools."""
+    """Return a request with these tools, which vLLM's parsers require besides the text."""
     body: dict[str, Any] = {"messages": []}
     if tools:
         body |= {"tools": [tool.for_template() for tool in tools], "tool_choice": "auto"}

@@ -90,12 +90,12 @@ def session_directory() -> Path:
 
 
 def make_engine_directory(parent: Path, name: str) -> Path:
-    """Create a directory in `parent` for one engine's sockets and temporary files.
+    """Create and return a directory in `parent` for one engine's sockets and temporary files.
 
     By default vLLM creates such files in the system's temporary directory, and a killed engine
-    leaves them there. In the directory of the Ray session they are separate from those of other
-    runs, and removed with the session. If the path is too long for a socket, the directory is
-    created in the system's temporary directory nevertheless.
+    leaves them there. In the directory of the Ray session they are separate from the files of other
+    runs, and are removed with the session. If the path would be too long for a socket, create the
+    directory in the system's temporary directory.
     """
     directory = parent / f"engine-{name}"
     if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
@@ -146,16 +146,19 @@ class InferenceReplica:
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Join the board, or the next term's if this one has died. Raises: PolicyUnavailable."""
+        """Join the board, or the next term's board if this one has died.
+
+        Raises: PolicyUnavailable if the next board does not appear in time.
+        """
         try:
             await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
         except ACTOR_DEATHS:
             await self._meet_next_board()
 
     async def _meet_next_board(self) -> None:
-        """Wait for the board of the run's next term.
+        """Wait for the board of the run's next term, and join it.
 
-        Raises: PolicyUnavailable if none appears, after deleting this application.
+        If no board appears, delete this application. Raises: PolicyUnavailable in this case.
         """
         logger.warning("inference: the weight board is gone; waiting for the next one")
 
@@ -166,7 +169,7 @@ class InferenceReplica:
             await self._join()
 
         try:
-            # ValueError: there is no actor of that name.
+            # `ray.get_actor` raises ValueError if there is no actor of this name.
             errors = (ValueError, RayError, TimeoutError)
             await retry(find_and_join, on=errors, limit_s=self._orphan_timeout_s)
         except (ValueError, RayError, TimeoutError) as error:
@@ -238,8 +241,8 @@ class InferenceReplica:
 
     async def check_health(self) -> None:
         """Raise PolicyUnavailable if the replica is unhealthy; Serve then replaces it."""
-        # Not left to Serve, which repeats a failed check three times and then waits for a graceful
-        # end, which a dead engine cannot reach.
+        # Do not leave this to Serve, which repeats a failed check three times and then waits for a
+        # graceful end, which a dead engine cannot reach.
         await self._end_if_dead()
         await self._engine.check_health()
         if self._pulling.done():
@@ -378,7 +381,7 @@ class InferenceReplica:
         return fetched
 
     async def _load_broadcast(self, publication: Publication) -> bool:
-        """Take part in the next broadcast. Returns: False if there was none or it failed."""
+        """Load a version from the next broadcast. Returns: False if there was none or it failed."""
         from service.inference.engine import BroadcastFailed
 
         waiting = self._board.take_seat.remote(self._name, POLL_S)

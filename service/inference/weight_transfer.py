@@ -132,18 +132,20 @@ class WorkerExtension:
     weight_transfer_engine: WeightTransferEngine[Any, Any]
 
     def start_marks(self) -> tuple[float, float, float]:
-        """Return when vLLM was imported and when the model was loaded, both in seconds since 1970,
-        and the seconds of the compilation."""
+        """Return the time of vLLM's import, that of the model's loading, and the compile seconds.
+
+        Both times are in seconds since 1970.
+        """
         transfer = self.weight_transfer_engine
         assert isinstance(transfer, _LayerwiseReload)
         compilation = self.vllm_config.compilation_config
         return plugin.registered_at, transfer.made_at, compilation.compilation_time
 
     def install_adapter(self) -> None:
-        """Replace the policy's adapter by the one that the last update has transferred.
+        """Replace the policy's adapter by the adapter that the last update has transferred.
 
-        Call it after vLLM has ended an update, because that end removes all adapters. Raises:
-        ValueError.
+        Call this after vLLM has ended an update, because its end removes all adapters.
+        Raises: ValueError as `service.inference.lora.install_adapter`.
         """
         transfer = self.weight_transfer_engine
         assert isinstance(transfer, _LayerwiseReload)
@@ -151,7 +153,7 @@ class WorkerExtension:
 
 
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
-    """A loader of packed weight groups, by vLLM's layerwise reload."""
+    """A loader of packed weight groups that uses vLLM's layerwise reload."""
 
     supports_draft_weight_update = False
 
@@ -183,7 +185,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         return adapter or {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one group. Raises: ValueError if its bytes differ from the trainer's."""
+        """Load one weight group. Raises: ValueError if its bytes differ from the trainer's."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             # Wait for the copies, because their source is unmapped with its last view.
@@ -234,7 +236,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
     _reception: Reception | None = None
 
     def init_transfer_engine(self, init_info: CollectiveInitInfo) -> None:
-        """Start to receive, and return at once."""
+        """Start to receive a broadcast's groups, and return at once."""
         seat, worker = Seat(**init_info.seat), self.parallel_config.rank
         self._reception = Reception(
             seat,
@@ -258,7 +260,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack the weights again that vLLM's CPU kernels need packed and that a reload leaves unpacked.
+    """Pack the weights that vLLM's CPU kernels read in packed form and a reload leaves unpacked.
 
     A head that shares its weight with the embedding gets the new weight by the reload, but the
     kernel would continue to use an old packed copy. A mixture's experts are packed in place only
