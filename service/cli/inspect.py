@@ -196,7 +196,7 @@ def _check_options_of_one(request: InspectRequest) -> None:
     """Check the options for a single trajectory. Raises: ConfigError."""
     if "/" in request.target:
         raise ConfigError(
-            f"inspect: {request.target} is not there; expected a run directory, a journal file, "
+            f"inspect: {request.target} does not exist; expected a run directory, a journal file, "
             "or a trajectory's id; `rayloom inspect RUN_DIR` lists the ids"
         )
     if given := request.given("step", "outcome", "limit"):

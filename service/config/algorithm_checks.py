@@ -1,4 +1,4 @@
-"""Find contradictions among the settings of the algorithm and its schedules. Pure."""
+"""Find contradictions among the settings of the algorithm and its schedules."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def _check_refills(config: Config) -> list[str]:
 
 
 def _check_scale(config: Config) -> Iterator[str]:
-    """Yield a contradiction if advantages need group statistics but have no group baseline."""
+    """Yield a contradiction if advantages are scaled by a group's returns without a group baseline.
+
+    A group baseline is the mean or leave_one_out.
+    """
     algorithm = config.algorithm
     if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:
         yield (
@@ -261,7 +264,7 @@ def _check_bands(config: Config) -> Iterator[str]:
 
 
 def _check_unread_loss(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that was changed but has no effect."""
+    """Yield a sentence for each setting of the loss that was changed but has no effect."""
     loss, default = config.algorithm.loss, LossSettings()
     is_clipped = loss.objective in _CLIPPED
     uses = {
@@ -295,7 +298,7 @@ def _check_reference(config: Config) -> Iterator[str]:
 
 
 def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
-    """Yield the contradictions among a schedule's settings as the configuration has them."""
+    """Yield the contradictions among the settings of one schedule."""
     key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
     is_wsd = kind is ScheduleKind.WSD
     if kind is ScheduleKind.CONSTANT:
@@ -308,9 +311,9 @@ def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
                 )
     if is_wsd and schedule.decay_updates is None:
         yield (
-            f"{key}.decay_updates is null with kind wsd; expected the number of updates, the last "
-            "ones, over which the rate decays; set it, for example to a tenth of the updates, or "
-            "choose kind linear, which decays from the warm-up on"
+            f"{key}.decay_updates is null with kind wsd; expected the number of updates at the end "
+            "in which the rate decays; set it, for example to a tenth of the updates, or choose "
+            "kind linear, which decays from the warm-up on"
         )
     if not is_wsd and schedule.decay_updates is not None:
         yield (
@@ -320,9 +323,9 @@ def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
 
 
 def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
-    """Yield a contradiction if warm-up and decay do not fit into the updates of a schedule.
+    """Yield a contradiction if warm-up and decay have more updates than the schedule.
 
-    planned: the schedule with its number of updates.
+    planned: the schedule with its number of updates filled in.
     """
     if planned.kind is ScheduleKind.CONSTANT:
         return

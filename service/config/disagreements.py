@@ -1,7 +1,7 @@
-"""Find settings that contradict each other. Pure.
+"""Find settings that contradict each other; `file.py` calls this module.
 
 All such checks are in this module, `task_checks.py` and `algorithm_checks.py`; components trust the
-settings that they receive. Called by `file.py`.
+settings that they receive.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import Dtype
+from actors.user_code import type_of
 from service.config.algorithm_checks import ALGORITHM_CHECKS, check_schedules
 from service.config.task_checks import TASK_CHECKS
 from service.config.tree import Config
@@ -18,7 +19,7 @@ from service.inference.settings import ADAPTER_RANKS, CPU_BLOCK_TOKENS
 
 
 def disagreements(config: Config) -> Iterator[str]:
-    """Yield a sentence for each contradiction, with got, expected and remedy."""
+    """Yield a sentence for each contradiction, with the remedy."""
     checks = (
         _check_model,
         *TASK_CHECKS,
@@ -94,7 +95,7 @@ def _check_template(config: Config) -> Iterator[str]:
     for name, value in config.rollouts.template_options.items():
         if not isinstance(value, bool | int | float | str | None):
             yield (
-                f"rollouts.template_options.{name}: got a {type(value).__name__}, expected "
+                f"rollouts.template_options.{name}: got {type_of(value)}, expected "
                 "true, false, a number, a text or null; chat templates are given plain values"
             )
 
@@ -128,8 +129,8 @@ def _check_weights(config: Config) -> Iterator[str]:
     elif not inference.is_on_cpu and inference.gpus_per_replica % 1:
         yield (
             f"inference.weight_backend is collective with inference.gpus_per_replica "
-            f"{inference.gpus_per_replica:g}; expected whole GPUs, since NCCL takes no two members "
-            "on one; use object_store"
+            f"{inference.gpus_per_replica:g}; expected whole GPUs, because NCCL refuses two "
+            "members on one GPU; use object_store"
         )
 
 
@@ -171,7 +172,7 @@ def _check_engine_args(config: Config) -> Iterator[str]:
 
 
 def _check_gpus(config: Config) -> Iterator[str]:
-    """Yield a sentence for each process that needs GPUs and has none, or does not use its GPUs."""
+    """Yield a sentence for each kind of process that lacks GPUs, or does not use its GPUs."""
     inference, trainer = config.inference, config.trainer
     if (trainer.device is Device.CUDA) != (trainer.gpus_per_rank > 0):
         yield (

@@ -23,8 +23,9 @@ from service.config.tree import Config
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be run; the message says what is wrong, got, expected and the
-    remedy.
+    """A configuration that cannot be run.
+
+    The message says what is wrong, what was given, what was expected, and what to do.
     """
 
 
@@ -54,21 +55,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """Validate a plain tree: first the bounds of each leaf, then that settings agree.
+    """Return the configuration of a plain tree, after a check of all bounds and contradictions.
 
-    Raises: ConfigError.
+    Raises: ConfigError that names the problems.
     """
     sections = _without_removed(_filled(tree), source=source)
     return _parsed(sections, Config, disagreements, source=source, overrides=overrides)
 
 
 def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
-    """Read a configuration of `rayloom sft`, as `load_config` does. Raises: ConfigError."""
+    """Return the configuration of `rayloom sft` in a file, as `load_config` does for a run.
+
+    Raises: ConfigError that names the problems.
+    """
     return parse_sft(_read_yaml(path), source=str(path), overrides=overrides)
 
 
 def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
-    """Validate a plain tree of `rayloom sft`, as `parse_config` does. Raises: ConfigError."""
+    """Return the configuration of `rayloom sft` of a plain tree, as `parse_config` does for a run.
+
+    Raises: ConfigError that names the problems.
+    """
     return _parsed(_filled(tree), SftConfig, _sft_disagreements, source=source, overrides=overrides)
 
 
@@ -78,7 +85,10 @@ def _sft_disagreements(config: SftConfig) -> Iterator[str]:
 
 
 def _filled(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a tree with {} for empty sections, whose keys are all commented out."""
+    """Return a copy of a tree in which sections without a value are {}.
+
+    A section has no value if all its keys are commented out.
+    """
     return deepcopy({name: {} if section is None else section for name, section in tree.items()})
 
 
@@ -108,8 +118,8 @@ def _parsed(
 def _with_template(config: _Root) -> _Root:
     """Return the configuration with a chat template's path replaced by the template's text.
 
-    All processes of the run use this text, and so does a resumed run. Raises: ConfigError if the
-    file cannot be read or is not a template.
+    All processes of the run use this text, also after a resumption. Raises: ConfigError if the file
+    cannot be read or is not a template.
     """
     given = config.model.chat_template
     if given is None or given == RAW or _SIGN in given:
@@ -159,7 +169,8 @@ def dump_sft(config: SftConfig) -> str:
 def describe_config(config: Config, options: Any = None) -> str:
     """Return the effective configuration as YAML, with a comment that describes each setting.
 
-    Args: options: the environment's options as their dataclass; None prints them as given.
+    Args: options: the environment's options as a dataclass with defaults; if None, the options are
+    shown as given.
     """
     values, schema = adapter_of(Config).dump_python(config, mode="json"), config_schema()
     sections = dict(schema["$defs"])
@@ -192,7 +203,7 @@ def sft_schema() -> dict[str, Any]:
 def _described(
     values: Mapping[str, Any], section: Mapping[str, Any], sections: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield lines of YAML with comments.
+    """Yield the lines of a section as YAML, with a comment that describes each setting.
 
     Args: values: a section of the configuration. section: the JSON schema of `values`. sections:
     the schemas to which `section` refers, by name.
@@ -214,10 +225,9 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of the section that a setting contains; empty if it contains no
-    section.
+    """Return the JSON schema of a setting that is itself a section; empty if it is a plain value.
 
-    If the setting contains a map of sections, the schema has the map's keys as properties.
+    If the setting is a map of sections, the schema has the map's keys as properties.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:
@@ -235,11 +245,11 @@ _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9.:_]+))")
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader for plain values that refuses duplicate keys, aliases that expand too far, and
-    numbers of base 8 or 60 that look like something else.
+    """A loader of plain YAML values that refuses three kinds of misleading files.
 
-    YAML's own loader silently keeps the last of two equal keys. Aliases can expand a few lines into
-    more values than fit into memory. 010 is the number 8 in YAML 1.1, and 12:30 is 750.
+    It refuses duplicate keys, of which YAML's own loader silently keeps the last; aliases that
+    expand a few lines into more values than fit into memory; and numbers of base 8 and 60, because
+    in YAML 1.1 the value 010 is the number 8, and 12:30 is 750.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -279,7 +289,7 @@ class _Loader(yaml.SafeLoader):
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
     """Return the number of values of a tree after its aliases are expanded.
 
-    Infinity if an alias refers to a node that contains it.
+    Return infinity if an alias refers to a node that contains the alias.
     """
     if not isinstance(node, yaml.CollectionNode):
         return 1
@@ -307,7 +317,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if path.is_dir():
             raise ConfigError(f"configuration {path} is a directory; give the path of a YAML file")
         if not path.exists():
-            raise ConfigError(f"configuration {path} is not there; give the path of a YAML file")
+            raise ConfigError(f"configuration {path} does not exist; give the path of a YAML file")
         tree = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None

@@ -1,6 +1,6 @@
 """Check the settings that determine which tokens an evaluation may sample.
 
-Used for a configuration, and by the API for evaluations that operators request.
+The checks of a configuration use this module, and so does the API for requested evaluations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from actors.environment.settings import KeptTokens, StructuredOutputs
 def kept_tokens_problems(key: str, kept: KeptTokens, *, temperature: float) -> Iterator[str]:
     """Yield a sentence for each invalid setting.
 
-    key: the section with the settings, for messages; empty if they have no section.
+    key: name of the section with the settings, for messages; empty if there is no section.
     """
     prefix = f"{key}." if key else ""
     for name, value, is_off in (
@@ -23,15 +23,15 @@ def kept_tokens_problems(key: str, kept: KeptTokens, *, temperature: float) -> I
     ):
         if temperature == 0 and not is_off:
             yield (
-                f"{prefix}{name} is {value:g} with temperature 0, which takes the likeliest token "
-                "always; expected a temperature above 0; set it, or leave the other out"
+                f"{prefix}{name} is {value:g} with temperature 0, which always takes the likeliest "
+                "token; expected a temperature above 0; set it, or leave the other out"
             )
     if kept.structured_outputs is not None:
         yield from _structured_problems(f"{prefix}structured_outputs", kept.structured_outputs)
 
 
 def _structured_problems(key: str, structured: StructuredOutputs) -> Iterator[str]:
-    # Imported here, because most configurations have no structured outputs.
+    # Import these here, because most configurations have no structured outputs.
     import regex
     from jsonschema import Draft202012Validator, SchemaError
 

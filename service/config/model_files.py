@@ -1,7 +1,7 @@
 """Check the files of a model directory: its settings, and the headers of its weights.
 
 Without these checks, every rank and every engine would fail at once, minutes later. The checks read
-only headers, never the weights. Called by `service.config.preflight`.
+only headers, never the weights. `service.config.preflight` calls this module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from service.user_cache import user_cache
 
 _ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
-# Settings files, checked here because transformers, tokenizers and vLLM each raise another error
-# for a broken file.
+# These settings files are checked here, because transformers, tokenizers and vLLM each raise
+# another error for a broken file.
 _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _REMEDY = "copy or download the model again, or export it again with `rayloom export`"
 
@@ -43,7 +43,7 @@ def check_model_files(directory: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a model's settings file. Raises: ConfigError if it does not contain a JSON object."""
+    """Return the JSON object in a model's settings file. Raises: ConfigError if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -52,7 +52,7 @@ def read_object(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(
-            f"model.path: {file} holds a {type(found).__name__}, expected a JSON object; {_REMEDY}"
+            f"model.path: {file} contains {type_of(found)}, expected a JSON object; {_REMEDY}"
         )
     return found
 
@@ -73,11 +73,12 @@ def check_architecture(
     are read.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
-        inference: None for a model that only the trainer holds. lora: the policy's adapters.
+        inference: the engines' settings, or None for a model that only the trainer holds.
+        lora: shape of the policy's adapters.
         has_head: False for a critic, whose output head is not read.
     Raises: ConfigError that names the unsupported part.
     """
-    # Imported here, because it takes four seconds: it imports torch.
+    # Import this here, because it imports torch, which takes four seconds.
     from transformers import AutoConfig
 
     from actors.trainer import model_check, weights_check
@@ -126,10 +127,10 @@ def _refused_as(model: str) -> Iterator[None]:
 
 
 def check_adapters(model: str, config: Any, lora: LoraSettings) -> None:
-    """Check that a model has the layers of its adapters.
+    """Check that a model has the layers that its adapters need.
 
     Args: model: name of the model for errors. config: transformers' settings of its architecture.
-    Raises: ConfigError.
+    Raises: ConfigError if the model lacks them.
     """
     from actors.trainer.lora import target_names
 
@@ -147,7 +148,7 @@ def check_architecture_once(
     lora: LoraSettings | None = None,
     has_head: bool = True,
 ) -> None:
-    """Check as `check_architecture` does, but skip a check that has already passed for this user.
+    """Call `check_architecture`, unless the same check has already passed for this user.
 
     The check is repeated if anything changes on which it depends: config.json, the headers of the
     weight files, the arguments, the packages, or the code of the check. A failed check is

@@ -1,4 +1,4 @@
-"""Check a tracker of the user's own before a run starts. Called by `preflight`."""
+"""Check a tracker of the user's own before a run starts; `preflight` calls this module."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CALLS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
 
 
 def check_own_tracker(settings: OwnTrackerSettings) -> None:
-    """Check that the class can be imported and called as a tracker is.
+    """Check that the user's class can be imported, and that it accepts the calls of a tracker.
 
-    Raises: ConfigError.
+    Raises: ConfigError if it does not.
     """
     try:
         found = find(settings.use, what=KEY)
@@ -66,14 +66,17 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
 
 
 def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
-    """Return a method as an instance of the class has it. Raises: ConfigError."""
+    """Return a method bound to an object, to check its signature.
+
+    Raises: ConfigError if the class has no such method.
+    """
     try:
         method = inspect.getattr_static(kind, name, None)
         if isinstance(method, singledispatchmethod):
-            # Its own signature has `self`, even of an instance.
+            # Even if bound to an instance, the dispatcher itself has `self` in its signature.
             method = method.func
         if hasattr(type(method), "__get__"):
-            # The signature is the same for every instance, so that none needs to be made.
+            # Bind it to any object: the signature is the same as for an instance of the class.
             method = method.__get__(object(), kind)
     except Exception as error:
         # A metaclass and a descriptor of the user's may raise anything.
@@ -97,7 +100,7 @@ def _check_call(
     *,
     use: str,
 ) -> None:
-    """Check that a call would fit the signature. Raises: ConfigError."""
+    """Check that a call with these arguments fits the signature. Raises: ConfigError if not."""
     try:
         signature = inspect.signature(called)
     except Exception:  # noqa: BLE001

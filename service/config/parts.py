@@ -14,7 +14,7 @@ from service.config.tree import Config
 def step_settings(config: Config, *, shape: ModelShape | None = None) -> StepSettings:
     """Return the settings of the merge actor.
 
-    shape: shape of the trained model; if None, samples are not checked against it.
+    shape: shape of the trained model; if None, samples are not checked against a shape.
     """
     return StepSettings(
         algorithm=config.algorithm,

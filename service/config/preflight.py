@@ -1,8 +1,8 @@
 """Check a configuration against the machine before anything starts.
 
-Every check raises ConfigError; its message says what was wrong, got and expected, and the remedy.
-The checks read files, load the tokenizer and begin one task. The user's own functions are called in
-a child process.
+A failed check raises ConfigError, whose message says what is wrong, what was given, what was
+expected and what to do. The checks read files, load the tokenizer and begin one task in each
+environment. The user's own functions are called in a child process.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def check_without_model(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> dict[str, Observation]:
-    """Run every check that needs no model, before a model is built.
+    """Run the checks that need no model, and return the first observation of each environment.
 
     Args: is_local: whether the run starts its own Ray on this machine; if not, the cluster's size
     counts. trial: selects which of the user's own functions are called. tell: called with each
     warning.
-    Returns: the first observation of each environment, by name.
-    Raises: ConfigError.
+    Returns: the observations by the environment's name.
+    Raises: ConfigError if a check fails.
     """
     check_machine(config, is_local=is_local)
     check_parsers(config)
@@ -68,10 +68,10 @@ def check_without_model(
 
 
 def check_machine(config: Config, *, is_local: bool) -> None:
-    """Run the checks that need only the machine; the command line runs them before slow imports.
+    """Run the checks that need only this machine; the command line runs them before slow imports.
 
-    The nodes of a cluster are checked after it is joined (`service.launch.other_nodes`). Raises:
-    ConfigError.
+    The nodes of a cluster are checked after the cluster is joined (`service.launch.other_nodes`).
+    Raises: ConfigError if a check fails.
     """
     check_trackers(config)
     if is_local:
@@ -91,9 +91,9 @@ def check_with_model(
 ) -> None:
     """Run the checks that need the model's files.
 
-    Args: model_path: directory of the model's files (the tiny model is built earlier). was_loaded:
+    Args: model_path: directory of the model's files, after the tiny model was built. was_loaded:
         whether the resumed run has loaded this model before.
-    Raises: ConfigError.
+    Raises: ConfigError if a check fails.
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
@@ -113,7 +113,7 @@ def check_model_sources(config: Config) -> None:
 
 
 def companions(config: Config) -> dict[str, str]:
-    """Return the configured models other than the policy, by key."""
+    """Return the configured models other than the policy, by the setting that names each."""
     named = {
         "algorithm.reference": config.algorithm.reference,
         _CRITIC: config.algorithm.critic.model,
@@ -135,7 +135,7 @@ def check_model_source(path: str, *, key: str) -> None:
         )
     if not directory.is_dir():
         raise ConfigError(
-            f"{key}: {path} is not there; expected a directory in Hugging Face format or a "
+            f"{key}: {path} does not exist; expected a directory in Hugging Face format or a "
             "hub name such as Qwen/Qwen3-0.6B; build a small one with `rayloom model tiny DIR`"
         )
     missing = [
@@ -172,10 +172,11 @@ class RegisteredParsers:
 
 
 def registered_parsers() -> RegisteredParsers | None:
-    """Read the names from the installed vLLM's source, because importing vLLM takes eleven seconds.
+    """Return the names of the parsers in the installed vLLM.
 
-    Returns: None if vLLM is not installed or its source has another form; then wrong names fail
-    when the engines start.
+    The names are read from vLLM's source, because importing vLLM takes eleven seconds. Return None
+    if vLLM is not installed or its source has another form; the start of the engines then fails if
+    a name is wrong.
     """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -191,7 +192,7 @@ def registered_parsers() -> RegisteredParsers | None:
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
-    """Return the keys of the dictionary that a module assigns to a name; empty if there is none."""
+    """Return the text keys of the dictionary that a module assigns to a name, or an empty set."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     return frozenset(
         key.value
@@ -339,7 +340,7 @@ def check_trackers(config: Config) -> None:
         if not is_used:
             continue
         try:
-            # Not find_spec: wandb leaves a folder of its name where it runs.
+            # find_spec would also find the folder `wandb` that wandb creates where it runs.
             distribution(package)
         except PackageNotFoundError:
             raise ConfigError(
@@ -365,7 +366,7 @@ def check_memory(config: Config) -> None:
         raise ConfigError(
             f"the engines' caches ({config.inference.num_replicas} x "
             f"inference.kv_cache_gib {config.inference.kv_cache_gib:g}) and queue.max_mib "
-            f"({config.queue.max_mib}) ask for {wanted_gib:.1f} GiB, expected at most 80% of this "
+            f"({config.queue.max_mib}) need {wanted_gib:.1f} GiB, expected at most 80% of this "
             f"machine's {total_gib:.1f} GiB; lower them"
         )
 

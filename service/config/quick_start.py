@@ -1,9 +1,8 @@
-"""Build the configurations of `rayloom train --dataset … --reward …` and of `rayloom sft --dataset
-…`, which have no file. Pure.
+"""Build configurations for `rayloom train` and `rayloom sft` with --dataset in place of a file.
 
-The result is a tree like that of a file; `--set` overrides its values. Without a model, the tiny
-model is built and trained on the CPU. With another model, engine and trainer share a GPU if there
-is one.
+The result is a tree like that of a file; `--set` overrides its values. If no model is named, the
+tiny model is built and trained on the CPU. Otherwise engine and trainer share a GPU if the machine
+has a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _TINY: dict[str, Any] = {
 
 
 def sft_tree(*, model: str | None, has_gpu: bool) -> dict[str, Any]:
-    """Return a tree of the sections `model` and `trainer` for `rayloom sft`.
+    """Return the sections `model` and `trainer` of a configuration of `rayloom sft`.
 
     model: a directory or hub name; None for the tiny model.
     """
@@ -84,7 +83,7 @@ def tasks_of(
 def quick_tree(
     dataset: str, *, model: str | None, has_gpu: bool, has_tools: bool
 ) -> dict[str, Any]:
-    """Return a tree of all sections except `tasks`.
+    """Return all sections of a run's configuration except `tasks`.
 
     Args: dataset: data set after which the run is named. model: a directory or hub name; None for
     the tiny model.
@@ -93,7 +92,7 @@ def quick_tree(
     if has_tools:
         tree["rollouts"] |= {"max_turns": MAX_TOOL_TURNS}
         if model is None:
-            # A call is longer than an answer.
+            # A call of a tool is longer than an answer.
             tree["rollouts"]["max_tokens_per_turn"] = 32
             tree["model"]["max_context_tokens"] = 512
     return tree

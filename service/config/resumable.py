@@ -1,4 +1,4 @@
-"""Check which settings changed between a run and its resumption. Pure functions of two trees.
+"""Check which settings changed between a run and its resumption.
 
 A resumed run plays the stored groups again under their old numbers, so settings that affect stored
 groups may not change. All other settings may: `run.steps`, the learning rate, the numbers of ranks,
@@ -17,9 +17,9 @@ FIXED_SECTIONS = ("model", "tasks", "mixture")
 
 
 def refused_changes(before: Config, now: Config) -> list[str]:
-    """Return a sentence for each refused change, with got, expected and the reason.
+    """Return a sentence for each refused change; the list is empty if the run can be resumed.
 
-    Empty if the run can be resumed.
+    A sentence says what is set now, what was expected, and why.
     """
     found = [
         f"section {section} differs from the run's own; expected the same, because the checkpoint "
@@ -54,7 +54,7 @@ def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -
     Stored turns and uploads are trained with the temperature at which they were sampled.
 
     Args: num_kept_samples: number of stored turns and uploads in the run's database.
-    Returns: see `refused_changes`.
+    Returns: a list with one sentence, or an empty list if the run can be resumed.
     """
     own, new = before.rollouts.temperature, now.rollouts.temperature
     if new == own or not num_kept_samples:

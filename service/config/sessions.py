@@ -1,4 +1,4 @@
-"""Settings of sessions. This module has plain values only, because the configuration imports it."""
+"""Settings of sessions. The configuration imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SystemMessages = Literal["merge", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """Sessions: rollouts that external agents play over HTTP. The cost of one session is bounded by
-    rollouts.max_turns, rollouts.max_tokens_per_turn and rollouts.episode_deadline_s.
+    """Sessions, which are rollouts that external agents play over HTTP. The cost of one session is
+    bounded by rollouts.max_turns, rollouts.max_tokens_per_turn and rollouts.episode_deadline_s.
     """
 
     __pydantic_config__ = STRICT

@@ -19,7 +19,7 @@ from service.inference.settings import InferenceSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSettings:
-    """The chats of `rayloom sft`, and how they are trained; other commands do not read it."""
+    """The chats of `rayloom sft`, and how they are trained; other commands ignore this section."""
 
     __pydantic_config__ = STRICT
 
@@ -64,9 +64,9 @@ class SftConfig:
     sft: SftSettings
 
     def as_run(self, *, num_steps: int) -> Config:
-        """Return the configuration of a run with this trainer, without engines and environments.
+        """Return a run's configuration with this trainer, without engines and environments.
 
-        The checks of models, machines and schedules take it.
+        It is the argument of the checks of models, machines and schedules.
         """
         return Config(
             run=RunSettings(name="sft", seed=self.sft.seed, steps=num_steps),

@@ -1,4 +1,4 @@
-"""Load a reward function that scores answers again, such as the one that audit.shadow names."""
+"""Load a reward function that scores answers a second time, such as that of audit.shadow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_shadow(
         problem = str(error).removeprefix("group_").removeprefix("reward: ")
         raise ConfigError(f"{key}: {problem}") from error
     except Exception as error:
-        # Importing the user's own module may raise any type.
+        # Importing the user's own module may raise any exception.
         raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error
     if missing := sorted(found.required & EXTRAS):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Find contradictions among the settings of tasks, mixture, curriculum and evaluation. Pure."""
+"""Find contradictions among the settings of tasks, mixture, curriculum and evaluation."""
 
 from __future__ import annotations
 

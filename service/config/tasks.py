@@ -1,8 +1,8 @@
 """Open a run's tasks, check their data, and check that the first prompt can be rendered.
 
-For the last check the environment begins a task, the chat template renders it, and an answer must
-fit after it; no turn is played. Called by `service.config.preflight`, by the run, and by the API's
-settings.
+For the last check the environment begins a task, the chat template renders the prompt, and an
+answer must fit after it; no turn is played. `service.config.preflight`, the run and the API's
+settings call this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from actors.environment.tasks import (
 from actors.environment.tokenizer import load_tokenizer
 from actors.options import user_code
 from actors.types import SESSION, Task
-from actors.user_code import closing, describe, location, note_of_close, root_cause
+from actors.user_code import closing, describe, location, note_of_close, root_cause, type_of
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import AUTO
@@ -67,11 +67,11 @@ def open_tasks(
     model_path: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TaskSource:
-    """Open the task set.
+    """Return the source of a run's tasks, without the tasks whose prompts are too long.
 
-    Args: model_path: model whose tokenizer measures the prompts; tasks with too long prompts are
-        left out if the environment builds prompts from data. None leaves out no task. tell: called
-        with a sentence on the number of tasks that were left out.
+    Args: model_path: model whose tokenizer measures the prompts. If it is None, or the environment
+        does not build prompts from data, no task is left out. tell: called with a sentence on the
+        number of tasks that were left out.
     Raises: ConfigError if a file cannot be used, or has no prompt that fits.
     """
     if config.mixture:
@@ -125,7 +125,7 @@ def open_sets(
 ) -> list[EvaluationSet]:
     """Return the sets to evaluate: the run's own held-out tasks, if any, then each named set.
 
-    For a mixture, return the held-out tasks of each part.
+    For a mixture, return one set with the held-out tasks of each part.
 
     Args: tasks: the run's tasks. model_path, tell: see `open_tasks`.
     Raises: ConfigError if a set's tasks cannot be read.
@@ -172,7 +172,7 @@ def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
 
 @contextmanager
 def _named_refusals(name: str) -> Iterator[None]:
-    """Prefix refusals that the block raises with the name of a part of the mixture."""
+    """Add the name of a part of the mixture to the message of a ConfigError in the block."""
     try:
         yield
     except ConfigError as error:
@@ -184,7 +184,7 @@ def _tell_with_key(key: str, tell: Callable[[str], None], text: str) -> None:
 
 
 def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings | None:
-    """Return the source of a set's tasks; None if it plays the run's own held-out tasks."""
+    """Return the settings of a set's own tasks; None if the set plays the run's held-out tasks."""
     columns = settings.columns
     named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
     if all(each is None for each in named):
@@ -223,7 +223,10 @@ def _check_environment(tasks: PackedTasks, config: Config, *, key: str) -> None:
 def _read(
     settings: TasksSettings, checks: Mapping[str, DataCheck]
 ) -> tuple[PackedTasks, PackedTasks | None]:
-    """Return the training tasks and the evaluation split, if any. Raises: BadTaskFile."""
+    """Return the training tasks, and the evaluation split or None.
+
+    Raises: BadTaskFile if a file or data set cannot be used.
+    """
     if settings.dataset is None:
         assert settings.file is not None
         return PackedTasks(read_tasks(settings.file, checks=checks)), None
@@ -242,7 +245,10 @@ def _read(
 def _fitting(
     config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
 ) -> PackedTasks:
-    """Return the tasks whose prompts leave room for an answer. Raises: ConfigError."""
+    """Return the tasks whose prompts leave room for an answer.
+
+    Raises: ConfigError if there are none, or if a prompt cannot be rendered.
+    """
     if (first_messages := _first_messages(config)) is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
@@ -273,14 +279,20 @@ def _fitting(
 def _first_messages(
     config: Config,
 ) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
-    """Return a function that builds a task's prompt from its data; None if only a reset can."""
+    """Return the function that builds a task's prompt from its data.
+
+    Return None if the environment has no such function, so that only a reset shows the prompt.
+    """
     if not config.has_environment:
         return None
     return getattr(maker(config)(), "first_messages", None)
 
 
 def _data_checks(config: Config) -> dict[str, DataCheck]:
-    """Return the checks of task data by environment name. Raises: ConfigError."""
+    """Return the check of each environment's task data, by the environment's name.
+
+    Raises: ConfigError if an environment cannot be created.
+    """
     if not config.has_environment:
         return {}
     checks = {}
@@ -291,9 +303,10 @@ def _data_checks(config: Config) -> dict[str, DataCheck]:
 
 
 def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the JSON schema of task data by environment name; empty if only agents play.
+    """Return the JSON schema of each environment's task data, by the environment's name.
 
-    Raises: ConfigError for an environment that cannot be created, or declares no schema.
+    The result is empty if external agents play all tasks. Raises: ConfigError if an environment
+    cannot be created, or declares no schema.
     """
     if not config.has_environment:
         return {}
@@ -301,15 +314,15 @@ def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
 
 
 class _Exited(Exception):
-    """The environment tried to end the process."""
+    """An environment's attempt to end the process."""
 
 
 def check_prompt(config: Config, model_path: str, observation: Observation) -> None:
     """Check that the first prompt can be rendered and leaves room for an answer.
 
-    If prompts are known in advance, at least one of them must fit; the others are left out.
-    observation: the first observation of this configuration's environment, which is not a mixture.
-    Raises: ConfigError.
+    If prompts are known in advance, it is enough that one of them fits.
+    observation: the first observation of the environment; `config` must not be a mixture.
+    Raises: ConfigError if the prompt cannot be rendered or does not fit.
     """
     if _first_messages(config) is not None:
         open_sets(config, open_tasks(config, model_path=model_path), model_path=model_path)
@@ -326,7 +339,10 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
 
 
 def first_observations(config: Config) -> dict[str, Observation]:
-    """Return the first observation of each environment, by name. Raises: ConfigError."""
+    """Return the first observation of each environment, by the environment's name.
+
+    Raises: ConfigError as `first_observation`.
+    """
     if not config.mixture:
         return {config.tasks.environment: first_observation(config)}
     found = {}
@@ -337,7 +353,7 @@ def first_observations(config: Config) -> dict[str, Observation]:
 
 
 def check_prompts(config: Config, model_path: str, observations: Mapping[str, Observation]) -> None:
-    """Check the first prompt of each environment, as `check_prompt` does. Raises: ConfigError."""
+    """Call `check_prompt` for each environment. Raises: ConfigError if a check fails."""
     if not config.mixture:
         return check_prompt(config, model_path, observations[config.tasks.environment])
     for name, member in config.members.items():
@@ -346,9 +362,10 @@ def check_prompts(config: Config, model_path: str, observations: Mapping[str, Ob
 
 
 def first_observation(config: Config) -> Observation:
-    """Begin the first task in an environment, as an episode does. Raises: ConfigError.
+    """Begin the first task in an environment, as an episode does, and return the observation.
 
-    If external agents play, return a user's message "Hello." instead.
+    If external agents play, return a user's message "Hello." instead. Raises: ConfigError if the
+    task cannot be begun.
     """
     name = config.tasks.environment
     if not config.has_environment:
@@ -368,23 +385,23 @@ def first_observation(config: Config) -> Observation:
             f"{note_of_close(error)}"
         ) from error
     except BaseException as error:
-        # The user's own code runs here before the start: it may raise any type.
+        # The user's own code has run here, which may raise any exception.
         raise ConfigError(
             f"tasks.environment: {name!r} could not begin task {task.task_id!r}: "
             f"{_error_text(error)}; fix the task or the environment"
         ) from error
     if not isinstance(found, Observation):
         raise ConfigError(
-            f"tasks.environment: reset of {name!r} returned a {type(found).__name__}, expected an "
+            f"tasks.environment: reset of {name!r} returned {type_of(found)}, expected an "
             "Observation of actors.environment.protocol"
         )
     return found
 
 
 def options_read(settings: TasksSettings) -> Any:
-    """Return the environment's options as their dataclass; None if they have none.
+    """Return the environment's options as a dataclass; None if the environment declares none.
 
-    External agents have none either. Raises: ConfigError.
+    Also return None for external agents. Raises: ConfigError if an option cannot be used.
     """
     if settings.environment in ("", SESSION):
         return None
@@ -395,9 +412,9 @@ def options_read(settings: TasksSettings) -> Any:
 
 
 def own_names(settings: TasksSettings) -> list[str]:
-    """Return the names of the user's own code in a configuration: functions, classes, modules.
+    """Return the names of the user's own functions, classes and modules in the settings of tasks.
 
-    Raises: ConfigError.
+    Raises: ConfigError if the environment's options cannot be read.
     """
     if ":" in settings.environment:
         return [settings.environment]
@@ -406,7 +423,10 @@ def own_names(settings: TasksSettings) -> list[str]:
 
 
 def maker(config: Config) -> Callable[[], Environment]:
-    """Return a function that makes the configured environment. Raises: ConfigError."""
+    """Return a function that makes the configured environment.
+
+    Raises: ConfigError if the environment cannot be imported or made.
+    """
     name = config.tasks.environment
     try:
         return resolve(name, config.tasks.options)
@@ -417,7 +437,7 @@ def maker(config: Config) -> Callable[[], Environment]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Importing its module and making an environment runs the user's own code again.
+        # Importing the module and making an environment runs the user's own code.
         raise ConfigError(
             f"tasks.environment: {name!r} cannot be made: {_error_text(error)}; fix the environment"
         ) from error
@@ -430,13 +450,13 @@ def _error_text(error: BaseException) -> str:
 
 
 class _TooLong(Exception):
-    """A method did not end in time; the message names the method or the line, and the remedy."""
+    """Raised if a method does not end in time; the message names the place and the remedy."""
 
 
 def _begun(make_environment: Callable[[], Environment], task: Task) -> object:
-    """Return the result of reset, called in a thread because the user's method may block.
+    """Return the result of reset, which is called in a thread because the user's code may block.
 
-    Raises: _TooLong; any exception of the user's code.
+    Raises: _TooLong if reset or close does not end in time; any exception of the user's code.
     """
     found: Future[object] = Future()
 
@@ -474,9 +494,9 @@ async def _ended(method: str, call: Awaitable[Any]) -> object:
             return await call
     except TimeoutError as error:
         if not limit.expired():
-            # Raised by the user's code.
+            # The user's code has raised this error.
             raise
-        raise _TooLong(f"its {method} took more than {RESET_LIMIT_S:.0f} s; look there") from error
+        raise _TooLong(f"its {method} took more than {RESET_LIMIT_S:.0f} s; shorten it") from error
 
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
@@ -513,7 +533,10 @@ def _check_tools(
 
 
 def _renderer(config: Config, model_path: str) -> ChatRenderer:
-    """Return the renderer of the configured model. Raises: ConfigError."""
+    """Return the renderer of the configured model.
+
+    Raises: ConfigError if the tokenizer, the template or its options cannot be used.
+    """
     options = config.rollouts.template_options
     try:
         tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
@@ -524,9 +547,9 @@ def _renderer(config: Config, model_path: str) -> ChatRenderer:
 
 
 def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
-    """Check that each option is a variable of the template, because it ignores a misspelt option.
+    """Check that the chat template has a variable for each option.
 
-    Raises: ConfigError.
+    The template itself would ignore a misspelt option. Raises: ConfigError if an option is unknown.
     """
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     known = template_variables(tokenizer.chat_template)

@@ -1,6 +1,4 @@
-"""Settings of the trackers. This module has plain values only, because the configuration imports
-it.
-"""
+"""Settings of the trackers. The configuration imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ class TrackioSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTrackerSettings:
-    """A tracker of your own: a class with the methods write, flush and close."""
+    """A tracker of your own, which is a class with the methods write, flush and close."""
 
     __pydantic_config__ = STRICT
 

@@ -1,10 +1,10 @@
-"""The one configuration tree: `Config`, and those of its leaves that no component declares.
+"""The configuration tree `Config`, and the settings that no component declares.
 
-A leaf is the settings dataclass of the component that reads it: each setting is declared once, with
-its default, its bounds and its description. Constructing a leaf directly checks nothing: `file.py`
-reads a tree from YAML and checks the bounds, `disagreements.py` checks settings against each other,
-and `preflight.py` checks a tree against the machine. Pure functions receive leaves, never the tree.
-This module imports nothing heavy.
+Most sections are settings dataclasses of the components that read them: each setting is declared
+once, with its default, its bounds and its description. Constructing such a dataclass checks
+nothing: `file.py` reads a tree from YAML and checks the bounds, `disagreements.py` checks settings
+against each other, and `preflight.py` checks a tree against the machine. Pure functions receive
+sections, never the tree. This module imports nothing slow.
 """
 
 from __future__ import annotations
@@ -172,14 +172,12 @@ class TasksSettings:
 
     @property
     def place(self) -> Path | None:
-        """Path of the file or the local data set; None if there is neither, or the data set is on a
-        hub.
-        """
+        """Path of the file or the local data set, if there is one; None for a data set on a hub."""
         return _place(self.file, self.dataset)
 
 
 def _given(settings: MemberRollouts | MemberEvaluation) -> dict[str, Any]:
-    """Return the settings that are not null, except the table of outcomes."""
+    """Return the settings of a section that are not null, except the table of outcomes."""
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values.pop("outcomes", None)
     return {name: value for name, value in values.items() if value is not None}
@@ -227,7 +225,7 @@ class EvaluationSetSettings:
 
     @property
     def place(self) -> Path | None:
-        """Path of the set's own file or local data set; None if it has neither."""
+        """Path of the set's own file or local data set; None if the set has neither."""
         return _place(self.file, self.dataset)
 
     @property
@@ -284,7 +282,10 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Return the sampling of an evaluation, with each k of pass@k: 1, 2 and 4 for six samples."""
+    """Return the sampling of an evaluation.
+
+    It includes each k for which pass@k is reported; for six samples these are 1, 2 and 4.
+    """
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,
@@ -301,7 +302,7 @@ def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRollouts:
-    """Differences in how one part of a mixture is played; null: the value of rollouts."""
+    """Settings of `rollouts` that differ in one part of a mixture; null keeps the common value."""
 
     __pydantic_config__ = STRICT
 
@@ -323,7 +324,7 @@ class MemberRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEvaluation:
-    """Differences in how one part of a mixture is evaluated; null: the value of evaluation."""
+    """Settings of `evaluation` that differ in one part of a mixture; null keeps the common one."""
 
     __pydantic_config__ = STRICT
 
@@ -471,8 +472,9 @@ class Config:
 
     @property
     def members(self) -> dict[str, Config]:
-        """The configuration of each environment, by the environment's name in its tasks: one for
-        each part of a mixture; without a mixture, only this configuration.
+        """The configuration of each environment, by the environment's name in its tasks.
+
+        A mixture has one for each part; without a mixture, there is only this configuration.
         """
         if not self.mixture:
             return {self.tasks.environment: self}
@@ -520,8 +522,7 @@ class Config:
 
     @property
     def engine_reads_text(self) -> bool:
-        """Whether the engines need the text of what they sample, for stop strings or structured
-        outputs."""
+        """Whether the engines need text besides tokens, for stop strings or structured outputs."""
         return any(
             each.rollouts.stop or any(s.structured_outputs for s in each.evaluation.all_settings)
             for each in (self, *self.members.values())
@@ -542,8 +543,9 @@ class Config:
 
     @property
     def policies(self) -> dict[str, OutcomePolicy]:
-        """Outcome rules by environment, without retries for sessions and uploads, whose clients
-        cannot be made to play again.
+        """Outcome rules by environment.
+
+        Sessions and uploads have no retries, because their clients cannot be made to play again.
         """
         once = self.outcome_policy.without_retries()
         members = {name: each.outcome_policy for name, each in self.members.items()}
@@ -551,19 +553,24 @@ class Config:
 
     @property
     def temperatures(self) -> dict[str, float]:
-        """Training temperature by environment; external agents get the run's own."""
+        """Training temperature by environment; external agents use that of the whole run."""
         members = {name: each.rollouts.temperature for name, each in self.members.items()}
         return {**members, **dict.fromkeys((SESSION, UPLOADED), self.rollouts.temperature)}
 
     @property
     def policy_schedule(self) -> ScheduleSettings:
-        """trainer.schedule with `updates` filled in: if null, the updates of run.steps."""
+        """The schedule of the policy's learning rate, with null `updates` replaced by a number.
+
+        The number is that of the updates in all steps of the run.
+        """
         return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
 
     @property
     def critic_schedule(self) -> ScheduleSettings:
-        """algorithm.critic.schedule with `updates` filled in: if null, run.steps, because a critic
-        makes one update per step."""
+        """The schedule of the critic's learning rate, with null `updates` replaced by a number.
+
+        The number is run.steps, because a critic makes one update in each step.
+        """
         return self._planned(self.algorithm.critic.schedule, 1)
 
     def _planned(self, schedule: ScheduleSettings, updates_per_step: int) -> ScheduleSettings:
@@ -571,10 +578,10 @@ class Config:
 
     @property
     def group_rule(self) -> GroupRule | None:
-        """The rule by which the audit computes a group's advantages again.
+        """The rule with which the audit recomputes a group's advantages from the returns.
 
-        None if returns do not determine the advantages: they are shaped, or normalised over the
-        step.
+        None if the returns of a group do not determine them: they are shaped, or normalised over
+        the step.
         """
         algorithm = self.algorithm
         rules = [r for each in self.members.values() for r in each.rollouts.outcomes.values()]

@@ -2,7 +2,8 @@
 
 If a call ends the child (`trial_child`) or does not return, another child makes the remaining
 calls. A function that can never work is refused; every other finding is a warning
-(`docs/reward-functions.md`, "Tried before the start"). Called by `service.config.preflight`.
+(`docs/reward-functions.md`, "Tried before the start"). `service.config.preflight` calls this
+module.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ class Trial:
     judges: bool = False
     """Whether judges are called too, over the network."""
     answer: str | None = None
-    """Column with the reference answer; None: see `task_data.reference_of`."""
+    """Column with the reference answer; None chooses one (`task_data.reference_of`)."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Reward functions that are only imported, each with the setting or option that names it."""
 
 
 class Fate(StrEnum):
-    """The way in which a call ended. The values are parts of sentences."""
+    """The way in which a call ended. The values are parts of the sentences of messages."""
 
     SCORED = "gave a number"
     SILENT = "gave None"
@@ -84,7 +85,7 @@ _REMEDY_OF_METHOD = "return what docs/environments.md describes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of a user's function, before or after it was made."""
+    """A call of a user's function, with its result once it was made."""
 
     environment: str
     function: str
@@ -124,7 +125,7 @@ class Request:
 
 
 def has_own_code(config: Config) -> bool:
-    """Return whether an environment is the user's own class or calls functions of the user."""
+    """Return whether a configuration has an environment of the user's own, or functions."""
     return any(is_own(each.tasks) for each in config.members.values())
 
 
@@ -133,9 +134,9 @@ def is_own(settings: TasksSettings) -> bool:
 
 
 def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[str, Observation]:
-    """Try the functions of a configuration, and begin each environment's first task.
+    """Try the functions of a configuration, and return the first observation of each environment.
 
-    tell: called with each warning. Returns: the first observation of each environment, by name.
+    tell: called with each warning. Returns: the observations by the environment's name.
     Raises: ConfigError if an import, a first task or a function can never work, or if the data lack
     the column that `trial` names.
     """
@@ -149,7 +150,7 @@ def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[
 
 
 class _Trials:
-    """The results of the child processes so far, and the supervision of the current one."""
+    """The results of the child processes so far, and the supervision of the current process."""
 
     def __init__(self, config: Config, trial: Trial) -> None:
         self._config, self._trial = config, trial
@@ -225,9 +226,9 @@ class _Trials:
                 self._stderr = (self._stderr + part)[-_STDERR_BYTES:]
 
     def _take(self, ours: Connection, process: subprocess.Popen[bytes], dump: IO[bytes]) -> bool:
-        """Process the child's next message. Returns: whether more messages are expected.
+        """Process the child's next message, and return whether more messages are expected.
 
-        Raises: ConfigError, as `follow_child`; EOFError if the child has ended.
+        Raises: ConfigError as `follow_child`; EOFError if the child has ended.
         """
         started = time.monotonic()
         end = started + self._limit_s
@@ -270,8 +271,8 @@ class _Trials:
     def _late(self, place: str) -> None:
         """Record that the child took too long for the current call.
 
-        place: the line that the child executes, for the error. Raises: ConfigError if no call is
-        running.
+        place: the line that the child executes, for the error. Raises: ConfigError if the child was
+        not calling a function.
         """
         if self._call is None:
             raise ConfigError(
@@ -283,13 +284,13 @@ class _Trials:
         self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Record that the child process ended. Raises: ConfigError if it was not in a call."""
+        """Record that the child ended. Raises: ConfigError if it was not calling a function."""
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]
         if self._call is None:
             raise ConfigError(
-                f"{self._what}: the process ended while it was to {self._doing} ({why}); "
+                f"{self._what}: the process ended when it tried to {self._doing} ({why}); "
                 "expected a module that raises an exception instead; fix it"
             )
         self._lost(self._call, Fate.ENDED, f"({why})")
@@ -308,11 +309,11 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
         if odd and all(each.fate in _FATAL for each in own):
             raise ConfigError(f"{_error_text(odd[0])}; {_remedy(odd[0])}")
         if odd and odd == own:
-            tell(f"{_error_text(odd[0])}, and so for all {len(own)} answers: check the function")
+            tell(f"{_error_text(odd[0])}, as for all {len(own)} answers: check the function")
         elif odd:
             tell(f"{_error_text(odd[0])}; that may be right for this answer")
         if any(each.fate is None for each in own):
-            tell(f"{own[0].function} was not called: {CALLS_LIMIT_S:.0f} s had passed")
+            tell(f"{own[0].function} was not called, because the calls took {CALLS_LIMIT_S:.0f} s")
     for name in dict.fromkeys(each.environment for each in calls):
         _compare([each for each in calls if each.environment == name], tell=tell)
 
@@ -320,15 +321,15 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 def _own_last(path: Sequence[str]) -> list[str]:
     """Return an import path with the working directory last.
 
-    A user's file may have the name of a module that the child imports. The child finds its own
-    module first, and the user's file is refused with a sentence later.
+    A user's file may have the name of a module that the child imports. With this path the child
+    imports its own module, and refuses the user's file later with a message.
     """
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)
 
 
 def _place_of(process: subprocess.Popen[bytes], dump: IO[bytes]) -> str:
-    """Return the line of the user's code that a child executes; empty if unknown."""
+    """Return the file and line of the user's code that a child executes; empty if unknown."""
     process.send_signal(signal.SIGUSR1)
     end = time.monotonic() + _DUMP_S
     frames: list[str] = []

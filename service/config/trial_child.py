@@ -1,8 +1,8 @@
 """Call a user's own functions in the child process of a trial.
 
-The child imports the functions, begins the first task of each environment and calls every function
-twice: with the reference answers of two tasks, or with made-up answers if the data have none.
-Started by `trial.py`.
+`trial.py` starts the child. It imports the functions, begins the first task of each environment and
+calls every function twice: with the reference answers of two tasks, or with made-up answers if the
+data have none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MADE_UP = ("I do not know.", "1")
 _MAX_LOOKED_AT = 64
 # Similarity, by difflib, of two names of which one is probably a misspelling of the other.
 _ALIKE = 0.8
-# Exceptions that a call raises whatever the answer is.
+# Exceptions that a call raises for every answer.
 _IN_LOOP = re.compile("cannot be called from a running event loop|loop is( already)? running")
 _OTHER_ARGUMENTS = re.compile("unexpected keyword argument|missing .* argument|multiple values for")
 _BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
@@ -61,7 +61,7 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     tasks.RESET_LIMIT_S, tasks.BLOCKED_S = request.reset_limit_s, request.blocked_s
-    # Works even if the user's code holds the interpreter's lock.
+    # faulthandler writes the frames even if the user's code holds the interpreter's lock.
     faulthandler.register(signal.SIGUSR1, file=request.dump, all_threads=False)
     try:
         _try_all(request, said)
@@ -78,7 +78,7 @@ def main() -> None:
 def _try_all(request: Request, said: Connection) -> None:
     """Import the environments, and make the calls that earlier children did not make.
 
-    Raises: ConfigError.
+    Raises: ConfigError if an environment, a task or a function cannot be used.
     """
     trial = request.trial
     for name, key in trial.others.items():
@@ -106,16 +106,17 @@ def _try_all(request: Request, said: Connection) -> None:
 async def _call_all(
     name: str, config: Config, request: Request, said: Connection, *, what: str
 ) -> None:
-    """Call the functions of one environment with two answers each.
+    """Call each function of an environment with two answers, and send the results.
 
-    what: the settings that name the environment, for messages. Raises: ConfigError.
+    what: the settings that name the environment, for messages. Raises: ConfigError if the tasks
+    cannot be opened or have no such answer.
     """
     source = tasks.open_tasks(config)
     task = source.task(0)
     answers = _answers(source, task, request.trial.answer)
     environment = tasks.maker(config)()
     await environment.reset(task)
-    # A group function compares answers, so that its score of one says nothing about that answer.
+    # A group function compares answers, so its score of a single answer means nothing.
     of_groups: Sequence[RewardFunction] = ()
     if isinstance(environment, SingleTurnEnvironment):
         of_groups = environment.group_functions
@@ -232,9 +233,9 @@ async def _scored(
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
 ) -> tuple[Fate, str, float]:
-    """Take a task's first step with the answer `text`; return its fate, the problem and 0.
+    """Take a task's first step with the answer `text`; return its fate, the problem and 0.0.
 
-    is_copied: whether a run copies the step's result from a worker to the actor.
+    is_copied: whether a run copies the step's result from a worker process to the actor.
     """
     try:
         async with closing(environment.close):
@@ -257,7 +258,7 @@ async def _stepped(
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Have an environment score a group of two equal answers; return how the call ended."""
+    """Score a group of two equal answers by an environment; return fate, problem and 0.0."""
     try:
         async with closing(environment.close):
             found = await environment.score_group(task, [text, text])

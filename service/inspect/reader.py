@@ -80,7 +80,7 @@ def open_journal(place: Path) -> OpenJournal:
     """Open a run's directory, or one journal file. Raises: ConfigError."""
     if not os.path.exists(place):
         raise ConfigError(
-            f"inspect: {place} is not there; expected a run directory or a journal file; name one"
+            f"inspect: {place} does not exist; expected a run directory or a journal file; name one"
         )
     if place.is_file():
         step = load_step(place)

@@ -18,7 +18,7 @@ from worlds.runs.run_driver import SMALL, small_config
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-key": ({"run": {"stepz": 1}}, "unknown key"),
     "group-of-one": ({"algorithm": {"group_size": 1}}, "expected at least 2"),
-    "no-model": ({"model": {"tiny": None, "path": "/no/such/model"}}, "is not there"),
+    "no-model": ({"model": {"tiny": None, "path": "/no/such/model"}}, "does not exist"),
     "no-host": ({"metrics": {"host": "no.such.host.invalid"}}, "metrics.host"),
     "no-room": ({"model": {"max_context_tokens": 12}}, "32 or more"),
     # torch counts the GPUs, so that this one comes last.
@@ -85,7 +85,7 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
         ("train", "--dataset", "a.jsonl"): "expected --reward too",
         ("train", "--dataset", "", "--reward", "my.py:score"): "expected --dataset too",
         ("train", "--resume", str(tmp_path / "no")): "got no config.yaml in it",
-        ("train", "nofile.yaml"): "nofile.yaml is not there",
+        ("train", "nofile.yaml"): "nofile.yaml does not exist",
         ("train", config, "--run-dir", ""): "expected",
         ("train", config, "--run-dir", "/proc/foo"): "expected",
         ("train", config, "--run-dir", "/dev/null/run"): "expected",

@@ -62,16 +62,16 @@ def test_the_run_comes_first_and_the_older_form_shows_the_same(run_dir: Path) ->
     assert first.code == older.code == 0 and ONE in first.out and first.out == older.out
     assert audit.code == 2 and f"checks a whole journal, got the id {ONE}" in audit.err
     assert twice.code == 2 and "leave --run out" in twice.err
-    assert unknown.code == 2 and f"{nowhere} is not there" in unknown.err
+    assert unknown.code == 2 and f"{nowhere} does not exist" in unknown.err
     assert stop.code == 2 and "has no config.yaml, expected a run's directory" in stop.err
 
 
 def test_a_path_that_is_not_there_is_called_one(run_dir: Path) -> None:
     nowhere = run_dir / "nowhere"
-    assert f"{nowhere} is not there" in refused(nowhere)
-    assert f"{nowhere} is not there" in refused(nowhere, audit=True)
-    assert f"{nowhere} is not there" in refused(ONE, run=nowhere)
-    assert "is not there" in refused("n/" + "o" * 5000)
+    assert f"{nowhere} does not exist" in refused(nowhere)
+    assert f"{nowhere} does not exist" in refused(nowhere, audit=True)
+    assert f"{nowhere} does not exist" in refused(ONE, run=nowhere)
+    assert "does not exist" in refused("n/" + "o" * 5000)
 
 
 def test_an_empty_text_names_nothing_to_look_at() -> None:
@@ -125,4 +125,4 @@ def test_nothing_is_lost_where_the_terminal_has_no_unicode(run_dir: Path) -> Non
 
 def test_a_refusal_is_heard_where_the_terminal_has_no_unicode(tmp_path: Path) -> None:
     done = called(tmp_path / "宿…", PYTHONIOENCODING="latin-1")
-    assert done.returncode == 2 and "\\u5bbf\\u2026 is not there" in done.stderr
+    assert done.returncode == 2 and "\\u5bbf\\u2026 does not exist" in done.stderr

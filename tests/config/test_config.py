@@ -383,7 +383,7 @@ def test_a_directory_is_refused_as_one(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
 
 

@@ -223,10 +223,10 @@ def test_a_model_whose_answers_would_never_end_is_refused(model: str, tmp_path: 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "none"])
 def test_a_model_that_is_not_there_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path.*is not there.*rayloom model tiny"):
+    with pytest.raises(ConfigError, match=r"model\.path.*does not exist.*rayloom model tiny"):
         preflight.check_model_source(path, key="model.path")
     # Whoever starts the run: one that is resumed may have lost its model.
-    with pytest.raises(ConfigError, match=r"model\.path.*is not there"):
+    with pytest.raises(ConfigError, match=r"model\.path.*does not exist"):
         preflight.check_without_model(config_with(path))
 
 
@@ -249,7 +249,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 def test_a_reference_or_critic_that_is_not_there_is_refused_by_its_own_key(
     model: str, algorithm: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: /nope is not there"):
+    with pytest.raises(ConfigError, match=rf"{key}: /nope does not exist"):
         preflight.check_model_sources(config_with(model, algorithm=algorithm))
 
 
@@ -386,7 +386,7 @@ class NoStep:
         ("Raises", "Own: mine"),
         ("ExitsWhenMade", "cannot be made: SystemExit: 4"),
         ("Blocks", r"blocks the event loop \(.*hostile.py:\d+ in reset\).*use asyncio.to_thread"),
-        ("Hangs", "its close took more than 1 s; look there"),
+        ("Hangs", "its close took more than 1 s; shorten it"),
         ("TimesOut", r"TimeoutError: of its own \(.*hostile.py:\d+ in reset"),
         ("Synchronous", r"step is not a coroutine, expected `async def step\(self, action\)`"),
         ("TakesNothing", r"step: too many positional arguments, expected `async def step\(self, a"),

@@ -139,7 +139,7 @@ def test_an_unknown_id_is_refused_with_the_nearest(run_dir: Path) -> None:
 def test_what_holds_no_journal_is_refused(tmp_path: Path) -> None:
     assert "has no journal" in refused(tmp_path)
     assert "has no journal" in refused(tmp_path, audit=True)
-    assert "is not there" in refused(tmp_path / "nowhere", audit=True)
+    assert "does not exist" in refused(tmp_path / "nowhere", audit=True)
 
 
 def test_a_damaged_file_is_named(run_dir: Path) -> None:

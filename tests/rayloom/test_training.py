@@ -117,6 +117,6 @@ def test_serve_and_evaluate_are_refused_as_the_commands_are(
     with pytest.raises(rayloom.ConfigError, match=r"run\.stepz"):
         with rayloom.serve({"run": {"stepz": 1}}):
             pytest.fail("it did not start")
-    with pytest.raises(rayloom.ConfigError, match=r"nothing\.yaml is not there"):
+    with pytest.raises(rayloom.ConfigError, match=r"nothing\.yaml does not exist"):
         rayloom.evaluate("nothing.yaml", tasks=2)
     assert not list(tmp_path.iterdir())
