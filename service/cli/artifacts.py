@@ -32,9 +32,11 @@ from service.store.tables import FORMAT
 
 
 def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = False) -> str:
-    """Write a checkpoint, or a run's newest committed one, as a Hugging Face model directory.
+    """Write a checkpoint as a Hugging Face model directory, and return a sentence about it.
 
-    only_adapter: write its adapters in PEFT's format. Raises: ConfigError.
+    source: a checkpoint, or a run, of which the newest committed checkpoint is written.
+    only_adapter: write the checkpoint's adapters in PEFT's format. Raises: ConfigError if the
+    export fails.
     """
     checkpoint = checkpoint_of(source, command="export")
     manifest = export_to(checkpoint, directory, command="export", only_adapter=only_adapter)
@@ -46,10 +48,10 @@ def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = Fal
 
 
 def export_to_address(source: Path, url: str, *, only_adapter: bool = False) -> str:
-    """Write a checkpoint as a model directory at an fsspec address, with its marker last.
+    """Write a checkpoint as a model directory at an fsspec address; return a sentence about it.
 
-    An interrupted export is continued by the same command. only_adapter: write its adapters in
-    PEFT's format. Raises: ConfigError.
+    The marker of a complete upload is written last. The same command continues an interrupted
+    export. source, only_adapter: see `export_checkpoint`. Raises: ConfigError if the export fails.
     """
     checkpoint = checkpoint_of(source, command="export")
     try:
@@ -82,10 +84,10 @@ def export_to(
     dtype: Dtype = Dtype.FLOAT32,
     only_adapter: bool = False,
 ) -> Progress:
-    """Write a checkpoint as a Hugging Face model directory.
+    """Write a checkpoint as a Hugging Face model directory, and return its progress.
 
-    command: name of the command for errors. only_adapter: write its adapters in PEFT's format.
-    Raises: ConfigError.
+    command: name of the command for errors. only_adapter: write the checkpoint's adapters in
+    PEFT's format. Raises: ConfigError if the export fails.
     """
     import torch
 
@@ -108,7 +110,7 @@ def export_to(
 def checkpoint_of(source: Path, *, command: str) -> Path:
     """Return the directory of a checkpoint, or of a run's newest committed checkpoint.
 
-    command: name of the command for errors. Raises: ConfigError.
+    command: name of the command for errors. Raises: ConfigError if there is no such checkpoint.
     """
     run_dir = RunDir(path=source)
     if not run_dir.database_file.is_file() and not run_dir.store_file.is_file():
@@ -147,9 +149,9 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
-    """Return the run's checkpoints; None if another format keeps them in other tables.
+    """Return the run's checkpoints; None if a database of another format stores them differently.
 
-    Raises: StoreError.
+    Raises: StoreError if the database of this format cannot be read.
     """
     number = store.format_number()
     try:
@@ -161,7 +163,10 @@ def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
 
 
 def move(run: Path, options: StoreOptions) -> str:
-    """Move a run's database to another place, under a term of its own. Raises: ConfigError."""
+    """Move a run's database to another place in a new term, and return a sentence about it.
+
+    Raises: ConfigError if the move is refused.
+    """
     run_dir = RunDir(path=run)
     check_no_sft(run_dir, what="move")
     if not run_dir.config_file.is_file():
@@ -194,7 +199,10 @@ def _is_same_file(url: str, other: str) -> bool:
 def write_reasoning_gym(
     family: str, out: Path, *, count: int, seed: int, options: Sequence[str]
 ) -> str:
-    """Write tasks of a reasoning-gym family. Raises: ConfigError."""
+    """Write tasks of a reasoning-gym family, and return a sentence about the file.
+
+    Raises: ConfigError if they cannot be made or written.
+    """
     try:
         tasks = generate_tasks(family, count, seed=seed, options=dict(map(_option, options)))
         write_tasks(out, tasks)
@@ -204,7 +212,10 @@ def write_reasoning_gym(
 
 
 def write_generated(environment: str, out: Path, *, count: int, seed: int) -> str:
-    """Write generated tasks of an environment. Raises: ConfigError."""
+    """Write generated tasks of an environment, and return a sentence about the file.
+
+    Raises: ConfigError if they cannot be made or written.
+    """
     try:
         resolve(environment, {})
         source = GeneratedTasks(environment, run_seed=seed)
@@ -217,7 +228,10 @@ def write_generated(environment: str, out: Path, *, count: int, seed: int) -> st
 def write_code_search(
     repository: Path, out: Path, *, source: QuestionSource, count: int, max_files: int
 ) -> str:
-    """Write questions about a git repository, and its files next to them. Raises: ConfigError."""
+    """Write questions about a git repository and an archive of its files; return a sentence.
+
+    Raises: ConfigError if they cannot be made or written.
+    """
     archive = out.with_name(f"{out.stem}.tar.gz")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
         build_tokenizer().save_pretrained(directory, save_jinja_files=False)
         check_with_model(config, observations, model_path=directory)
     if config.trainer.lora is not None:
-        # Imported here, because it imports torch.
+        # Import this here, because it imports torch.
         from actors.trainer.tiny.model import tiny_config
 
         tiny = tiny_config(build_tokenizer())
@@ -51,7 +51,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
 
 
 def describe_batch(config: Config) -> str:
-    """Describe the rollouts of a run.
+    """Return a phrase that describes the rollouts of a run.
 
     Example: 100 steps, each of 16 groups of 16 rollouts (256 rollouts)
     """
@@ -63,7 +63,7 @@ def describe_batch(config: Config) -> str:
 
 
 def describe_template(config: Config) -> str:
-    """Describe the model's chat template in comments, so that the output remains valid YAML."""
+    """Return a description of the model's chat template in comments, which are valid YAML."""
     name = config.model.path or "the tiny model"
     try:
         template = config.model.chat_template

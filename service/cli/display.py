@@ -1,4 +1,4 @@
-"""The display of a run: a live picture on a terminal, and plain lines everywhere else.
+"""The display of a run, which is a live picture on a terminal and plain lines everywhere else.
 
 The command line opens a display, passes it each RunStatus, and closes it. If the terminal or pipe
 is gone, a display shows nothing more and raises no error. It uses the terminal's own colours, so
@@ -172,7 +172,9 @@ def picture(
 def sparkline(
     values: Sequence[float | None], *, width: int, low: float | None, high: float | None
 ) -> str:
-    """Return one block character for each bucket of neighbouring values; a space if none is known.
+    """Return one block character for each bucket of neighbouring values.
+
+    If no value of a bucket is known, its character is a space.
 
     low, high: ends of the scale; None uses the least and the greatest value.
     Example: sparkline([0, .5, 1], width=3, low=0, high=1) -> '▁▅█'
@@ -292,9 +294,7 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
 
 
 def _tokens(tokens: TokenCounts) -> Text:
-    """Return the share of sampled tokens that were trained, and the shares that were not, for the
-    most frequent causes.
-    """
+    """Return the trained share of the sampled tokens, and the shares left out, by cause."""
     if not tokens.sampled:
         return Text(units.UNKNOWN, style=DIM)
     shares = [("trained", tokens.trained_share), *tokens.causes()[:SHOWN_CAUSES]]

@@ -1,8 +1,8 @@
-"""`rayloom evaluate`: play a configuration's held-out tasks with a checkpoint or a model, and end.
+"""`rayloom evaluate`: play a configuration's held-out tasks with a checkpoint or a model.
 
-It uses the parts of a run except the queue and the trainer: the engines load the weights from a
-weight board, and environment actors play the tasks. All parts run on this machine, and end with the
-command.
+The command uses the parts of a run except the queue and the trainer: the engines load the weights
+from a weight board, and environment actors play the tasks. All parts run on this machine, and end
+with the command.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EvaluateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Policy:
-    """The weights that play the tasks."""
+    """The model whose weights play the tasks."""
 
     label: str
     """Name of the checkpoint or of the model."""
@@ -96,7 +96,7 @@ class _Policy:
 def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages) -> int:
     """Play the tasks, print the results and write the rollouts. Returns: the exit code.
 
-    stages: progress of the start; its current stage is the loading of packages.
+    stages: display of the start's progress; its current stage is the loading of packages.
 
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
@@ -153,7 +153,10 @@ def _with_model(config: Config, path: str) -> Config:
 def _chosen_set(
     config: Config, request: EvaluateRequest, *, model_path: str | None = None
 ) -> EvaluationSet:
-    """Return the set to play. model_path: see `open_tasks`. Raises: ConfigError."""
+    """Return the set of tasks to play. model_path: see `open_tasks`.
+
+    Raises: ConfigError if the request names no set, or more tasks than the set has.
+    """
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
     if (found := sets.get(request.set_name)) is None and config.mixture:
@@ -177,7 +180,10 @@ def _chosen_set(
 
 
 def _checkpoint(request: EvaluateRequest) -> Path | None:
-    """Return the checkpoint's directory; None if the model itself plays. Raises: ConfigError."""
+    """Return the directory of the checkpoint that plays; None if the configured model plays.
+
+    Raises: ConfigError if there is no such checkpoint.
+    """
     if request.is_model_given:
         return None
     if request.checkpoint is None:
@@ -208,7 +214,10 @@ def _out(request: EvaluateRequest, checkpoint: Path | None) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Write the checkpoint as a model, or build the tiny model. Raises: ConfigError."""
+    """Return the model that plays, after writing the checkpoint as a model if one is given.
+
+    Raises: ConfigError if the model cannot be made.
+    """
     if checkpoint is None:
         model = model_path(config, scratch)
         return _Policy(label=config.model.path or "the tiny model", model=model)
@@ -283,9 +292,10 @@ def _play_and_report(
 async def _play(
     config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, stages: Stages
 ) -> list[Played]:
-    """Start the parts, play the set, write the rollouts, and end the parts.
+    """Start the parts, play the set, write and return the rollouts, and end the parts.
 
-    Raises: PolicyUnavailable, ActorLost, WeightError, RayError, OSError.
+    Raises: PolicyUnavailable, ActorLost, WeightError or RayError if a part fails; OSError if the
+    rollouts cannot be written.
     """
     engines = Engines(
         engine_settings(config, model=policy.model),
@@ -317,7 +327,7 @@ async def _play(
         played = await play(
             members, plays, settings, notice=lambda text: say(f"rayloom: {text}", err=True)
         )
-        # Before the actors end: their objects in the object store end with them.
+        # Write before the actors end, because their objects in the object store end with them.
         await asyncio.to_thread(write_lines, out, played)
         return played
     finally:
@@ -340,7 +350,7 @@ def _member(config: Config, policy: _Policy, engines: Engines, number: int) -> M
 
 
 def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
-    """Pack a model as a trainer does; each buffer is a reference into the object store."""
+    """Return a model's weights, packed as by a trainer, with the buffers in the object store."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     packed = pack_weights(causal_lm, dtype=dtype, is_kept=True)
     return [replace(group, buffer=ray.put(group.buffer)) for group in packed]
@@ -349,7 +359,7 @@ def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
 async def _unless_stopped(
     work: Coroutine[Any, Any, list[Played]], signals: StopSignals
 ) -> list[Played]:
-    """Await the work; a signal cancels it and waits for its cleanup.
+    """Return the result of the work. After a signal, cancel the work and wait for its cleanup.
 
     Raises: KeyboardInterrupt after a signal.
     """

@@ -33,7 +33,10 @@ class ExplainRequest:
 
 
 def run_explain(request: ExplainRequest) -> int:
-    """Recompute the gradients and print them; return the exit code. Raises: ConfigError."""
+    """Recompute the gradients, print them and return the exit code.
+
+    Raises: ConfigError if the request is refused.
+    """
     source = find_source(request.run, request.step)
     # torch warns that a single process reads the checkpoint, which is intended here.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

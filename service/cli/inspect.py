@@ -64,14 +64,17 @@ class InspectRequest:
         return DEFAULT_LIMIT if self.limit is None else self.limit
 
     def given(self, *names: str) -> str:
-        """Return the named options that were given, as typed on the command line."""
+        """Return those named options that were given, in the form of the command line."""
         values = {name: getattr(self, name) for name in names}
         shown = (f"--{name} {value}" for name, value in values.items() if value is not None)
         return " and ".join(shown)
 
 
 def run_inspect(request: InspectRequest) -> int:
-    """Run the command. Returns: the exit code. Raises: ConfigError."""
+    """Show what the request asks for, and return the exit code.
+
+    Raises: ConfigError if an option has no effect, or the journal cannot be read.
+    """
     target = request.target
     if not target.strip():
         raise ConfigError(
@@ -105,7 +108,10 @@ def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _shadow_of(journal: OpenJournal, name: str) -> Verify:
-    """Return the verifier of this name, as a function. Raises: ConfigError."""
+    """Return a function that verifies the trajectories of a step with the named verifier.
+
+    Raises: ConfigError if the verifier cannot be loaded.
+    """
     from service.hacking.shadow import ShadowVerifier  # a second of imports
 
     run_dir = journal.run_dir
@@ -151,7 +157,7 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _check_audits(request: InspectRequest) -> None:
-    """Check the options for audits. Raises: ConfigError."""
+    """Check the options of audits. Raises: ConfigError if they do not fit together."""
     if request.audit and request.hacking:
         raise ConfigError(
             "inspect: --audit checks invariants and --hacking looks for reward hacking, got both; "
@@ -171,7 +177,7 @@ def _check_audits(request: InspectRequest) -> None:
 
 
 def _check_options_of_journal(request: InspectRequest) -> None:
-    """Check the options for a list or an audit. Raises: ConfigError."""
+    """Check the options of a list or an audit. Raises: ConfigError if they do not fit together."""
     target = request.target
     if request.html is not None:
         raise ConfigError(
@@ -193,7 +199,7 @@ def _check_options_of_journal(request: InspectRequest) -> None:
 
 
 def _check_options_of_one(request: InspectRequest) -> None:
-    """Check the options for a single trajectory. Raises: ConfigError."""
+    """Check the options for one trajectory. Raises: ConfigError if they do not fit together."""
     if "/" in request.target:
         raise ConfigError(
             f"inspect: {request.target} does not exist; expected a run directory, a journal file, "
@@ -222,5 +228,5 @@ def _outcome(name: str | None) -> Outcome | None:
 
 
 def write_page(path: Path, view: TrajectoryView) -> None:
-    """Write the page to a temporary file and rename it. Raises: OSError."""
+    """Write a page to a temporary file and rename the file. Raises: OSError if this fails."""
     write_aside(path, page_with(trajectory_document(view)))

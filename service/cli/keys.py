@@ -28,7 +28,10 @@ PATIENCE_S = 10.0
 
 
 def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits) -> str:
-    """Create a key. Returns: the raw key, which is not stored. Raises: ConfigError."""
+    """Create a key, and return it; the run stores only its digest.
+
+    Raises: ConfigError if the name is taken, or the run has too many keys.
+    """
     try:
         check_key(name, scope, tenant)
     except ValueError as error:
@@ -52,14 +55,17 @@ def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits
 
 
 def listing(run: Path) -> str:
-    """Return a line for each key. Raises: ConfigError."""
+    """Return a line for each key. Raises: ConfigError if the run's database cannot be opened."""
     with _opened(run) as store:
         keys = read_keys(store)
     return "\n".join(_line(key) for key in keys) or "the run has no named keys"
 
 
 def revoke(run: Path, *, name: str) -> str:
-    """Revoke a key. Returns: the key's line. Raises: ConfigError if the key does not exist."""
+    """Revoke a key, and return its line in `listing`.
+
+    Raises: ConfigError if the key does not exist.
+    """
     with _opened(run) as store:
         key = revoke_key(store, name)
     if key is None:
@@ -83,9 +89,9 @@ def _day(moment: float) -> str:
 
 @contextmanager
 def _opened(run: Path) -> Iterator[RunStore]:
-    """Open a run's database; move an older format forward if no process holds the run.
+    """Open a run's database in the block; update an older format if no process holds the run.
 
-    Raises: ConfigError if there is no run, or it cannot be opened.
+    Raises: ConfigError if there is no run, or the database cannot be opened.
     """
     run_dir = RunDir(path=run)
     try:

@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# Their commands are those of `rayloom` itself, in the order of its help.
+# The commands of these apps become commands of `rayloom` itself, in the order of its help.
 for commands in (training, cluster, checks, runs):
     app.add_typer(commands.app)
 app.add_typer(artifacts.model_app, name="model")
@@ -65,10 +65,10 @@ def common(
 
 
 def main() -> None:
-    """Run the command line; if a configuration is refused, print why and exit with code 2."""
+    """Run the command line; if a configuration is refused, print why, and exit with code 2."""
     # Users' environments are in the current directory, which a console script does not import from.
     sys.path.insert(0, os.getcwd())
-    # Set before the commands import these packages, which read them then.
+    # Set these variables now: the packages read them when the commands import the packages.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for stream in (sys.stdout, sys.stderr):

@@ -17,9 +17,9 @@ _TOKEN_LIMIT_S = 60.0
 
 
 def cluster_commands(host: str, *, port: int) -> str:
-    """Create this user's token if it is missing, and return the commands for all machines.
+    """Return the commands for all machines, after creating this user's token if it is missing.
 
-    Args: host: the head's address as the other machines reach it. port: the head's port.
+    Args: host: the address at which other machines reach the head. port: the head's port.
     Raises: ConfigError if Ray provides no token.
     """
     ray = Path(sys.executable).with_name("ray")

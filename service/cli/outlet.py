@@ -1,4 +1,4 @@
-"""Write to a terminal in such a way that the loss of the terminal never ends a run.
+"""Write to a terminal so that the loss of the terminal never ends a run.
 
 The terminal or pipe may be closed, or the disk of a redirection full. After the first failed write
 the stream is redirected to /dev/null, so that neither later writes nor the interpreter's flush at
@@ -63,7 +63,7 @@ def outlet(stream: IO[str] | None) -> Iterator[None]:
     try:
         yield
     except UnicodeError:
-        # It is a ValueError too, but not a failure of the stream.
+        # A UnicodeError is a ValueError, but not a failure of the stream.
         raise
     except LOST:
         if stream is not None:

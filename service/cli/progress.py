@@ -1,8 +1,8 @@
-"""A run's progress as lines and numbers: a line for each event, and a display's state. Pure.
+"""A run's progress as lines and numbers: a line for each event, and a display's state.
 
 The run's log, the plain display and the live display's last lines all show the lines of `step_line`
-and `evaluation_line`. A status contains only new items, so `ProgressState` accumulates them; the
-caller passes the time.
+and `evaluation_line`. A status contains only new items, so `ProgressState` accumulates them. The
+module reads no clock; callers pass the time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ProgressState:
         self._totals: deque[tuple[float, int, int]] = deque()
 
     def absorb(self, status: RunStatus, *, now: float) -> list[StoryLine]:
-        """Add a status at `now` (seconds since 1970). Returns: the new lines."""
+        """Add a status at `now` (seconds since 1970), and return the new lines."""
         previous, self.status, self.now = self.status, status, now
         lines: list[StoryLine] = []
         for record in status.records:
@@ -100,7 +100,7 @@ class ProgressState:
         return lines
 
     def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
-        """Return a line with the duration of the stage of the start that has just ended, if any."""
+        """Return a line with the duration of the start's last stage, if a stage has just ended."""
         if previous is None or previous.phase is not Phase.STARTING:
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]
@@ -155,7 +155,7 @@ class ProgressState:
         return statistics.median(record.stages.total for record in self.recent)
 
     def _left_s(self, record: StepRecord) -> float | None:
-        """Return the seconds for the steps after this one; None after the last step."""
+        """Return the expected seconds for the steps after this one; None after the last step."""
         assert self.status is not None
         num_left = self.status.steps - record.step
         return self._pace_s * num_left if num_left > 0 else None

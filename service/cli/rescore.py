@@ -46,10 +46,10 @@ class Rescored:
 def run_rescore(
     run: Path, *, rewards: Sequence[str], group_rewards: Sequence[str] = (), limit: int
 ) -> int:
-    """Score the trajectories of a run again and show the changes.
+    """Score the trajectories of a run again, show the changes, and return the exit code.
 
     rewards, group_rewards: names of the functions; their scores are added. limit: maximum number of
-    listed trajectories; 0 lists all. Returns: the exit code. Raises: ConfigError.
+    listed trajectories; 0 lists all. Raises: ConfigError if the run or a function cannot be used.
     """
     if not (rewards or group_rewards):
         raise ConfigError(
@@ -70,7 +70,7 @@ def run_rescore(
             "the repetition"
         )
     config = config_beside(run_dir)
-    # An import that hangs or ends its process is refused with a sentence.
+    # This refuses an import that hangs or ends its process, and says why.
     keys = dict.fromkeys(rewards, "--reward") | dict.fromkeys(group_rewards, "--group-reward")
     tried(config, Trial(begins=False, functions=False, others=keys), tell=warn)
     verifiers, of_groups = (
@@ -96,7 +96,7 @@ def run_rescore(
 def _warn_of_missing_tasks(
     config: Config, found: Sequence[Rescored], verifier: ShadowVerifier
 ) -> None:
-    """Warn about tasks that are not in the data now: their functions got only the prompt."""
+    """Warn of tasks that are no longer in the data, for which functions got only the prompt."""
     with_data = {
         name
         for name, each in config.members.items()
@@ -120,7 +120,7 @@ async def _all_rescored(
     verifiers: Sequence[ShadowVerifier],
     of_groups: Sequence[ShadowVerifier],
 ) -> list[Rescored]:
-    """Score the steps of a journal in order, with the same workers for all steps."""
+    """Return the trajectories of a journal with new rewards; all steps use the same workers."""
     workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
     scored_alone = partial(_is_scored_alone, config.members, config.policies)
     found: list[Rescored] = []
@@ -132,10 +132,10 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether to call the functions that score a single answer for this trajectory.
+    """Return whether to call, for this trajectory, the functions that score a single answer.
 
-    In the environments that have such functions, follow a run: call them unless the episode ended
-    without an answer. In other environments, any last reply counts as an answer.
+    In the environments single_turn and tools, a run calls such functions unless the episode ended
+    without a reply to score. In other environments, return True.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
@@ -179,9 +179,10 @@ async def _rescored(
 
 
 async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
-    """Return the scores of one function by trajectory; each call scores a group, as in a run.
+    """Return the scores of one group function by trajectory id; each call scores one group.
 
-    A group consists of the trajectories that were in its baseline, in the order of the group.
+    As in a run, the function receives the trajectories that were in the group's baseline, in the
+    order of the group.
     """
     groups: dict[str, list[Trajectory]] = {}
     for entry in step.entries:
@@ -201,7 +202,7 @@ async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
 
 
 def describe(found: Sequence[Rescored], *, limit: int) -> str:
-    """Return lines with the means, the counts and the trajectories whose rewards changed most."""
+    """Return lines with the mean rewards, the counts and the trajectories that changed most."""
     scored = [each for each in found if not isinstance(each.new, str)]
     missing = [each.new for each in found if isinstance(each.new, str)]
     lines = [f"{len(found)} trajectories that were scored"]

@@ -60,7 +60,7 @@ class SftRequest:
 
 
 def run_sft(request: SftRequest, signals: StopSignals, stages: Stages) -> int:
-    """Train on the chats until the last step, and export the model. Returns: the exit code.
+    """Train on the chats until the last step, export the model, and return the exit code.
 
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
@@ -112,7 +112,10 @@ def _trained(
     signals: StopSignals,
     stages: Stages,
 ) -> tuple[Path | None, int]:
-    """Train; return the last checkpoint, or None with the exit code of an unfinished training."""
+    """Train, and return the last checkpoint and the exit code.
+
+    The checkpoint is None if the training did not finish.
+    """
     training = SftRun(
         config,
         chats,
@@ -138,7 +141,7 @@ def _trained(
 
 @contextmanager
 def _prepared(run_dir: RunDir) -> Iterator[None]:
-    """Create the directory and lock it; remove it if the training is refused."""
+    """Create a directory and lock it during the block; remove it if the training is refused."""
     was_there = run_dir.path.exists()
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -166,7 +169,7 @@ def _check_new(run_dir: RunDir) -> None:
 
 
 def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
-    """Check that a training can resume with this configuration. Raises: ConfigError."""
+    """Check that a training can resume with this configuration. Raises: ConfigError if not."""
     before = load_sft(run_dir.config_file)
     kept = {name: getattr(before.sft, name) for name in _CHANGEABLE}
     for section, own, now in (
@@ -188,7 +191,10 @@ def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
 
 
 def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[tuple[Sample, ...]]:
-    """Check the model's files and encode every chat. Raises: ConfigError."""
+    """Return the samples of each chat, after a check of the model's files.
+
+    Raises: ConfigError if the model or a chat cannot be used.
+    """
     check_model(config.as_run(num_steps=1), model, was_loaded=was_loaded)
     check_stop_tokens(model)
     settings = config.sft
@@ -244,7 +250,7 @@ def _digest(chats: Sequence[Sequence[Sample]]) -> str:
 
 
 def _exported(checkpoint: Path, run_dir: RunDir) -> Path:
-    """Write the last checkpoint as a model directory, which replaces an earlier export."""
+    """Write the last checkpoint as a model directory in place of an earlier export; return it."""
     export = run_dir.path / EXPORT
     aside = run_dir.path / f"{EXPORT}.new"
     shutil.rmtree(aside, ignore_errors=True)

@@ -1,10 +1,9 @@
-"""`rayloom check --size`: the disks and the memory that a configuration needs, each with the inputs
-of its formula.
+"""`rayloom check --size`: compute the disk space and the memory that a configuration needs.
 
-The bytes of a token, an event and a record are measured (`docs/deploy.md`, "Disks"). The bytes of a
-parameter follow from the code: float32 weights and two moments in a checkpoint, only the weights in
-an export. With LoRA a checkpoint and an export hold only adapters, and the frozen weights in memory
-have the trainer's data type.
+The output shows the formula of each size with its inputs. The bytes of a token, an event and a
+record are measured (`docs/deploy.md`, "Disks"). The bytes of a parameter follow from the code: a
+checkpoint has float32 weights and two moments, an export only the weights. With LoRA a checkpoint
+and an export have only adapters, and the frozen weights in memory have the trainer's data type.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ TINY_PARAMETERS = 854_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The bytes of one part of a run, on a disk or in memory."""
+    """The largest size of one part of a run, on a disk or in memory."""
 
     part: str
     num_bytes: float
@@ -62,8 +61,8 @@ class Need:
 def needs(config: Config, *, num_parameters: float | None = None) -> list[Need]:
     """Return the largest size of each part of a run, on a disk or in memory.
 
-    num_parameters: number of the policy's parameters; None reads it from the model's files. Raises:
-    ConfigError.
+    num_parameters: number of the policy's parameters; None reads it from the model's files.
+    Raises: ConfigError if a number cannot be determined.
     """
     if num_parameters is not None and not 1 <= num_parameters <= MAX_PARAMETERS:
         raise ConfigError(
@@ -149,7 +148,7 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 
 
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
-    """Return the additional size of the database if the run is one of `rayloom serve`.
+    """Return the additional size of the database of a run that `rayloom serve` starts.
 
     num_turns_kept: number of sessions since the oldest kept checkpoint. of_experts: bytes of a
     token's recorded experts; None if they are not recorded.
@@ -176,7 +175,7 @@ def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> 
 
 
 def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need]:
-    """Return the memory of a rank and of publications, which are not on a disk."""
+    """Return the sizes in memory: those of a rank and of publications."""
     trainer, algorithm = config.trainer, config.algorithm
     of_dtype = 4 if trainer.dtype is Dtype.FLOAT32 else 2
     trained = num if num_adapted is None else num_adapted
@@ -235,7 +234,7 @@ def _experts(of_token: float, of_experts: int | None) -> str:
 
 
 def _evaluated(config: Config) -> tuple[int, str]:
-    """Return the number of samples of the largest evaluation, and a note on uncounted sets."""
+    """Return the samples of the largest evaluation, and a note on sets whose size is unknown."""
     own = sum(
         member.tasks.evaluation_tasks * member.evaluation.samples
         for member in config.members.values()
@@ -277,11 +276,14 @@ def _parameters(config: Config) -> float:
 
 
 def _architecture(config: Config) -> Any | None:
-    """Return transformers' settings of the model's architecture; None without its directory."""
+    """Return transformers' settings of the model's architecture.
+
+    Return None if the model is not a directory with a config.json on this machine.
+    """
     directory = Path(config.model.path or "").expanduser()
     if config.model.path is None or not (directory / "config.json").is_file():
         return None
-    # Imported here, because it takes two seconds.
+    # Import this here, because it takes two seconds.
     from transformers import AutoConfig
 
     try:
@@ -295,7 +297,10 @@ def _architecture(config: Config) -> Any | None:
 
 
 def _adapter_parameters(config: Config) -> int | None:
-    """Return the number of the adapters' parameters; None without LoRA. Raises: ConfigError."""
+    """Return the number of the adapters' parameters; None without LoRA.
+
+    Raises: ConfigError if the architecture is not known.
+    """
     lora = config.trainer.lora
     if lora is None:
         return None
@@ -336,7 +341,10 @@ def _expert_bytes(config: Config) -> int | None:
 
 
 def _elements(file: Path) -> int:
-    """Return the number of elements of all tensors, which the header lists."""
+    """Return the number of elements of all tensors in a safetensors file, from its header.
+
+    Raises: ConfigError if it is not such a file.
+    """
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

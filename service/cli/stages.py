@@ -1,4 +1,4 @@
-"""Print the progress of a start: a first line at once, then each stage with its seconds.
+"""Print the progress of a start, with a first line at once and then each stage with its seconds.
 
 The lines are plain, so that terminals, notebooks and CI logs show the same text. After the
 supervisor has started, the run's display shows the later stages. This module imports no large
@@ -32,7 +32,7 @@ class Stages:
         tell(f"rayloom: {first}")
 
     def next(self, name: str) -> None:
-        """End the current stage and begin another."""
+        """Print the end of the current stage, and begin the stage `name`."""
         self._tell(f"{self._ended()}; next: {name}")
         self._name, self._since = name, self._clock()
 

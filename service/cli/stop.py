@@ -1,6 +1,6 @@
 """`rayloom stop`: stop the runs of a cluster in order, and wait until they have ended.
 
-It is meant for people, and for the hook that Kubernetes calls before it ends the head's pod.
+People use this command, and so does the hook that Kubernetes calls before it ends the head's pod.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LOOK_EVERY_S = 0.5
 
 
 def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
-    """Stop runs of a cluster, and wait until they have ended.
+    """Stop runs of a cluster, wait until they have ended, and return the exit code.
 
-    name: the `run.name` of the runs, or the directory of one run; None stops all runs of the
-    cluster. grace_s: see `Supervisor.stop`. Returns: the exit code; 0 if there was nothing to stop.
-    Raises: ConfigError.
+    The code is 0 if there was nothing to stop. name: the `run.name` of the runs, or the directory
+    of one run; None stops all runs of the cluster. grace_s: see `Supervisor.stop`.
+    Raises: ConfigError if a directory has no run.
     """
     asked = _run_id(name) if name is not None and Path(name).is_dir() else name
     with attached(address):
@@ -62,7 +62,7 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
 
 
 def _run_id(directory: str) -> str:
-    """Return the id of the run in a directory. Raises: ConfigError if no run is in it."""
+    """Return the id of the run in a directory. Raises: ConfigError if it contains no run."""
     run_dir = RunDir(path=Path(directory))
     if not run_dir.config_file.is_file():
         raise ConfigError(
@@ -88,7 +88,7 @@ def _supervisors(name: str | None) -> dict[str, Any]:
 
 
 def _has_ended(supervisor: Any) -> bool:
-    """Return whether a run has ended; a supervisor that is gone counts as ended."""
+    """Return whether a run has ended; a run whose supervisor is gone counts as ended."""
     try:
         return bool(ray.get(supervisor.is_over.remote(), timeout=ANSWER_LIMIT_S))
     except GetTimeoutError:

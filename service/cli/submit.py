@@ -51,7 +51,10 @@ class SubmitRequest:
 
 
 def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
-    """Submit the tasks. Returns: the exit code. Raises: ConfigError if a file cannot be used."""
+    """Submit the tasks of a file, and return the exit code.
+
+    Raises: ConfigError if a file cannot be used.
+    """
     try:
         tasks = read_tasks(request.file)
         bodies = {task.task_id: _body(task) for task in tasks}
@@ -109,7 +112,10 @@ class Results:
         self.rewards: list[float] = []
 
     def __enter__(self) -> Results:
-        """Read the existing results, and open the file for appending. Raises: OSError."""
+        """Read the existing results, and open the file for appending.
+
+        Raises: OSError if the file cannot be read or written.
+        """
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
         for line in lines[:-1]:
             self._note(json.loads(line))
@@ -124,7 +130,10 @@ class Results:
             self._file.close()
 
     def add(self, name: str, answer: RolloutAnswer | None) -> None:
-        """Write the result of a task. answer: None if the service no longer has the task."""
+        """Write the result of a task.
+
+        answer: the service's answer; None if the service no longer has the task.
+        """
         line = {"id": name, "status": "unknown"}
         if answer is not None:
             line = answer.model_dump(mode="json", exclude={"ahead"})
@@ -158,7 +167,10 @@ class _Submitting:
         self.tasks_per_request = self.request.tasks_per_request
 
     def run(self) -> None:
-        """Submit all tasks, and wait for them as requested. Raises: ApiError, NoAnswer."""
+        """Submit all tasks, and wait for them if requested.
+
+        Raises: ApiError if the service refuses a task; NoAnswer if it does not answer.
+        """
         left = deque(task for task in self.tasks if task.task_id not in self.results.over)
         while left or (self.accepted and self.request.waits):
             if left and self._has_room(batch := _batch_of(left, self.tasks_per_request)):
@@ -169,7 +181,10 @@ class _Submitting:
             self.progress.show(self.summary())
 
     def _has_room(self, batch: list[Task]) -> bool:
-        """Submit a batch. Returns: False if it must be retried, later or with fewer tasks."""
+        """Submit a batch. Returns: whether the service had room; otherwise retry later.
+
+        If the batch was too large, the next batch has half as many tasks.
+        """
         try:
             self.client.submit(
                 batch[0].environment,
@@ -187,7 +202,7 @@ class _Submitting:
         return True
 
     def _look(self) -> None:
-        """Check whether the oldest accepted task has ended; the others are checked after it."""
+        """Check whether the oldest accepted task has ended, and write its result if it has."""
         name, answer = self.accepted[0], None
         try:
             answer = self.client.rollout(name, wait_s=LOOK_WAIT_S)
@@ -217,7 +232,7 @@ def _batch_of(tasks: deque[Task], size: int) -> list[Task]:
 
 
 class Progress:
-    """Shows progress: one changing line on a terminal, otherwise a line from time to time."""
+    """Shows progress in one changing line on a terminal, and otherwise in lines now and then."""
 
     def __init__(self, live: Live | None) -> None:
         self._live = live

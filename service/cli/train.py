@@ -70,9 +70,9 @@ class TrainRequest:
 
 
 def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) -> int:
-    """Train until the end, or until a signal. Returns: the exit code.
+    """Train until the run ends or a signal arrives, and return the exit code.
 
-    stages: progress of the start; its current stage is the loading of packages.
+    stages: display of the start's progress; its current stage is the loading of packages.
 
     The caller has checked the directories of the request (`check_resumable`, `check_new`).
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
@@ -123,7 +123,7 @@ def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) ->
 def _run(
     request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSignals, stages: Stages
 ) -> int:
-    """Run and show the training in a Ray cluster that has been joined; return the exit code."""
+    """Run the training in the joined Ray cluster, show it, and return the exit code."""
     config, api, is_local = request.config, request.api, request.address is None
     signals.install()
     # Serve's messages for developers are in its own log files.
@@ -178,7 +178,10 @@ def _run(
 
 
 def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
-    """Report that a run has no steps left. Raises: ConfigError, StoreError."""
+    """Report that a run has no steps left, and return the exit code.
+
+    Raises: ConfigError or StoreError if the run cannot be read.
+    """
     move_finished(run_dir)
     with run_dir.looked_into() as store:
         trackers = trackers_of(config, run_dir, run_id=run_id_of(config, run_dir), store=store)
@@ -199,7 +202,7 @@ def _show_until_done(
     *,
     stays: bool,
 ) -> int:
-    """Show the run until its end.
+    """Show the run until its end, and return the exit code.
 
     stays: whether the API continues to answer after the run's end, until a signal.
     """
@@ -248,10 +251,7 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Report the work that a second signal interrupted, from the last status.
-
-    Returns: the exit code.
-    """
+    """Report from the last status what a second signal interrupted, and return the exit code."""
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)

@@ -1,7 +1,7 @@
 """`rayloom try`: play a few tasks without a run, and show the prompt, reply and reward of each.
 
-The replies are reference answers from the data, are typed by the user, or are sampled from a model
-behind an API that is compatible with OpenAI's.
+Replies are reference answers from the data, or the user types them, or they are sampled from a
+model behind an API that is compatible with OpenAI's.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from actors.user_code import (
     describe,
     note_of_close,
     root_cause,
+    type_of,
 )
 from service import units
 from service.cli.outlet import say, warn
@@ -71,7 +72,7 @@ class TryRequest:
     config: Config
     num_tasks: int
     num_samples: int | None = None
-    """Number of times that each task is played; None: see `samples_of_task`."""
+    """Number of times that each task is played; None for the default (`samples_of_task`)."""
     answer: str | None = None
     """Column with reference answers to use as replies; None if the replies come from elsewhere."""
     model: str | None = None
@@ -89,7 +90,7 @@ class TryRequest:
 
     @property
     def samples_of_task(self) -> int:
-        """Return the number of plays of each task: one, or a group if functions score groups."""
+        """Return how often each task is played: by default once, or as often as a group needs."""
         return self.num_samples or (GROUP_SIZE if self.scores_groups else 1)
 
     def check(self) -> None:
@@ -116,16 +117,19 @@ class _Unplayed(Exception):
     """Raised if a task cannot be played to its end; the message is the reason."""
 
 
-# Returns the next reply to a chat, and the name of its source.
+# A function that returns the next reply to a chat, and the name of its source.
 _Replies = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[tuple[Action, str]]]
 
 
 def run_try(request: TryRequest) -> int:
-    """Play and show the tasks. Returns: the exit code. Raises: ConfigError."""
+    """Play and show the tasks, and return the exit code.
+
+    Raises: ConfigError if the request is refused.
+    """
     request.check()
     config = request.config
     if has_own_code(config):
-        # An import that hangs or ends its process is refused with a sentence.
+        # This refuses an import that hangs or ends its process, and says why.
         tried(config, Trial(begins=False, functions=False), tell=warn)
     workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
     source = open_tasks(config)
@@ -169,7 +173,7 @@ def _with_group_rewards(
     task: Task,
     played: Sequence[tuple[float, str]],
 ) -> list[float]:
-    """Return the rewards of a task's answers after the group functions have added their scores.
+    """Return the rewards of a task's answers with the scores of the group functions added.
 
     played: reward and text of each answer. Raises: _Unplayed if the group cannot be scored.
     """
@@ -234,7 +238,7 @@ async def _play(
 ) -> tuple[float, str]:
     """Play one task and return its reward and the text of its last reply.
 
-    Raises: _Unplayed if it cannot be played to its end; EOFError at the end of typed input.
+    Raises: _Unplayed if the task cannot be played to its end; EOFError at the end of typed input.
     """
     _set_playing(request.config, task)
     limit_s = request.config.rollouts.turn_deadline_s
@@ -242,13 +246,13 @@ async def _play(
     async with closing(lambda: _ended("close", environment.close, limit_s=limit_s)):
         start = await _ended("reset", lambda: environment.reset(task), limit_s=limit_s)
         if not isinstance(start, Observation):
-            raise _Unplayed(f"reset returned a {type(start).__name__}, expected an Observation")
+            raise _Unplayed(f"reset returned {type_of(start)}, expected an Observation")
         _show_prompt(renderer, start)
         return await _play_turns(request, environment, task, start)
 
 
 def _set_playing(config: Config, task: Task) -> None:
-    """Set the context variables that a run sets for a task; functions run in workers."""
+    """Set the context variables that a run sets while a task is played."""
     member = config.members.get(task.environment, config)
     rollout_settings.set(replace(member.rollouts, inline=False))
     task_id.set(task.task_id)
@@ -269,8 +273,7 @@ async def _play_turns(
         result = await _ended("step", step, limit_s=rollouts.turn_deadline_s)
         if not isinstance(result, StepResult):
             raise _Unplayed(
-                f"step returned a {type(result).__name__}, expected a StepResult; return one "
-                "from `step`"
+                f"step returned {type_of(result)}, expected a StepResult; return one from `step`"
             )
         if (problem := reward_problem(result)) is not None:
             raise _Unplayed(problem)
@@ -298,7 +301,7 @@ def _step(environment: Environment, action: Action) -> Callable[[], Awaitable[St
 
 
 async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """Return a call's result. Raises: _Unplayed if it raises or exceeds its time limit."""
+    """Return a call's result. Raises: _Unplayed if the call raises or exceeds its time limit."""
     try:
         return await bounded(call, limit_s=limit_s)
     except CallTimedOut as error:
@@ -354,7 +357,10 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
 
 
 async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
-    """Read the typed reply up to an empty line. Raises: EOFError if the input has ended."""
+    """Return the reply that the user types, up to an empty line, and its source.
+
+    Raises: EOFError if the input has ended.
+    """
     how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
     say(f"\nyour reply, ended by an empty line.{how}")
     lines: list[str] = []
@@ -369,7 +375,7 @@ async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[
 async def _sampled(
     request: TryRequest, chat: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> tuple[Action, str]:
-    """Request a reply from the model. Raises: _Unplayed if the request fails."""
+    """Return a reply of the model and its source. Raises: _Unplayed if the request fails."""
     assert request.base_url is not None
     body = {
         "model": request.model,
@@ -426,7 +432,10 @@ def _for_api(message: Message) -> dict[str, Any]:
 
 
 def read_schema(file: Path) -> dict[str, Any]:
-    """Return the API's `response_format` for the JSON schema in a file. Raises: ConfigError."""
+    """Return the API's `response_format` for the JSON schema in a file.
+
+    Raises: ConfigError if the file cannot be read or has no JSON schema.
+    """
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

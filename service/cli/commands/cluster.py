@@ -46,8 +46,8 @@ def submit(
     """Submit the tasks of FILE to a service, and wait until they have ended.
 
     If the command is interrupted, start it again: no task is submitted twice. Exit codes: 0 if all
-    tasks have ended (with --no-wait: are accepted), 1 if the service does not answer, 2 if it
-    refuses a task.
+    tasks have ended (or were accepted, with --no-wait), 1 if the service does not answer, 2 if the
+    service refuses a task.
     """
     from service.cli.submit import SubmitRequest, submit_file
 

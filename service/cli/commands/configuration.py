@@ -30,7 +30,10 @@ def run_configuration(
     overrides: list[str],
     group_rewards: Sequence[str] = (),
 ) -> Config:
-    """Return the file's configuration, or one for a data set and rewards. Raises: ConfigError."""
+    """Return the file's configuration, or a configuration for a data set and rewards.
+
+    Raises: ConfigError if the arguments do not name one of them, or it is refused.
+    """
     tasks = tasks_of(dataset, rewards, tools, group_rewards)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
     if file is not None:
@@ -54,7 +57,10 @@ def run_configuration(
 def sft_configuration(
     file: Path | None, *, dataset: str | None, model: str | None, overrides: list[str]
 ) -> SftConfig:
-    """Return the file's configuration, or one for a data set of chats. Raises: ConfigError."""
+    """Return the file's configuration, or a configuration for a data set of chats.
+
+    Raises: ConfigError if the arguments do not name one of them, or it is refused.
+    """
     given = [] if dataset is None else [f"sft.dataset={json.dumps(dataset)}"]
     if file is not None:
         return load_sft(file, with_model([*given, *overrides], model))
@@ -70,8 +76,8 @@ def sft_configuration(
 def own_config(run: Path, *, option: str = "--resume ", is_sft: bool = False) -> Path:
     """Return the configuration file in a run's directory. Raises: ConfigError if there is none.
 
-    option: the option that named the directory, for messages. is_sft: whether the directory may be
-    that of a supervised training.
+    option: the option that named the directory, for messages. is_sft: whether the directory of a
+    supervised training is accepted.
     """
     from service.launch.run_dir import RunDir, check_no_sft
 
@@ -86,7 +92,7 @@ def own_config(run: Path, *, option: str = "--resume ", is_sft: bool = False) ->
 
 
 def with_model(overrides: list[str], model: str | None) -> list[str]:
-    """Add an override for --model, in quotes, because a name may look like a number."""
+    """Return the overrides with one for --model, quoted because a name may look like a number."""
     if model is None:
         return list(overrides)
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
@@ -95,7 +101,7 @@ def with_model(overrides: list[str], model: str | None) -> list[str]:
 def converted(config: Config) -> Config:
     """Return the configuration with its GGUF files converted to model directories.
 
-    Raises: ConfigError.
+    Raises: ConfigError if a file cannot be converted.
     """
     from service.launch.gguf_models import with_converted_models
 
@@ -109,13 +115,13 @@ def use_functions(run: Path | None) -> None:
     if run is None or not (functions := RunDir(path=run).functions).is_dir():
         return
     sys.path.insert(0, str(functions))
-    # For each process of the run.
+    # Every process of the run reads this variable.
     paths = [str(functions), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
 
 
 def trial_of(call: bool | None, answer: str | None) -> Trial:
-    """Return which of the user's functions are called before the start."""
+    """Return the selection of the user's functions that are called before the start."""
     from service.config.trial import Trial
 
     return Trial(functions=call is not False, judges=call is True, answer=answer)

@@ -56,7 +56,7 @@ def keys_create(
         max_open_sessions=max_open_sessions,
         turns_per_minute=turns_per_minute,
     )
-    # Only the key, so that it can be piped.
+    # Print nothing but the key, so that other programs can read it.
     place, name = _run_and_name(run_and_name, run)
     typer.echo(create(place, name=name, scope=scope, tenant=tenant, limits=limits))
 
@@ -87,9 +87,10 @@ def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
 
 
 def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
-    """Return the run's directory and the key's name. Raises: ConfigError.
+    """Return the run's directory and the key's name.
 
-    run: the directory, if the option --run names it.
+    words: the arguments of the command. run: the value of --run. Raises: ConfigError if these are
+    not exactly a directory and a name.
     """
     given = [*([str(run)] if run else []), *words]
     if len(given) != 2:

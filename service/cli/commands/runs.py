@@ -224,9 +224,9 @@ def evaluate(
 
 
 def _evaluation_section(config: Config, name: str) -> str:
-    """Return the section with the sampling of a set. Raises: ConfigError.
+    """Return the key of the section with a set's sampling.
 
-    name: name of the set; empty for the run's own.
+    name: name of the set; empty for the run's own. Raises: ConfigError if there is no such set.
     """
     sections = {"": "evaluation"}
     sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}

@@ -234,7 +234,10 @@ def sft(
 
 
 def _own_sft_config(run: Path) -> Path:
-    """Return the configuration file of a supervised training. Raises: ConfigError."""
+    """Return the configuration file of a supervised training.
+
+    Raises: ConfigError if the directory has no such file.
+    """
     from service.launch.run_dir import RunDir
 
     if not RunDir(path=run).chats_file.is_file():
@@ -248,7 +251,7 @@ def _own_sft_config(run: Path) -> Path:
 def _store_options(
     state_dir: str | None, database_url: str | None, *, is_new: bool
 ) -> StoreOptions:
-    """Return the options of a new run's database. Raises: ConfigError."""
+    """Return the options of a new run's database. Raises: ConfigError if they cannot be used."""
     place = path_option("--state-dir", state_dir)
     options = StoreOptions(state_dir=place, database_url=database_url)
     if not is_new and options != StoreOptions():
@@ -268,7 +271,7 @@ def _store_options(
 def _fetch_missing(config: Config, resumed: Path) -> None:
     """Restore a run's directory from its copy at `run.checkpoint_url` if this machine lacks it.
 
-    Raises: ConfigError.
+    Raises: ConfigError if it cannot be restored.
     """
     if config.run.checkpoint_url is not None:
         from service.launch.remote_run import fetch_missing
@@ -280,7 +283,10 @@ def _fetch_missing(config: Config, resumed: Path) -> None:
 def _check_machine_and_files(
     config: Config, new_run: Path | None, resumed: Path | None, *, kind: RunKind, is_local: bool
 ) -> None:
-    """Check the machine, the directories and the model's files. Raises: ConfigError."""
+    """Check the machine, the directories and the model's files.
+
+    Raises: ConfigError if a check fails.
+    """
     from service.config.preflight import (
         check_machine,
         check_metrics_address,
@@ -300,7 +306,7 @@ def _check_machine_and_files(
     if new_run is not None:
         check_new(RunDir(path=new_run))
         with prepared_directory(RunDir(path=new_run)):
-            # The directory can be made; it is removed again, since a later error must leave none.
+            # The directory can be made. It is removed again, because a later error must leave none.
             pass
     check_address(config)
     check_model_sources(config)
