@@ -38,8 +38,8 @@ def create_app(
 ) -> FastAPI:
     """Create the application.
 
-    Args: metrics: records every request. lifespan: entered while the application serves. stream_s:
-    seconds of the stream of the feed's events.
+    Args: metrics: counts every request. lifespan: context that is open while the application
+    serves. stream_s: seconds after which a stream of the feed's events ends.
     """
     app = FastAPI(
         title="Rayloom",
@@ -59,11 +59,11 @@ def create_app(
         callers=app.state.callers,
         hosts=settings.hosts,
     )
-    # Around the guards, so that requests which they refuse count too.
+    # This middleware is outside the guards, so that requests which they refuse count too.
     app.add_middleware(CountedRequests, metrics=metrics)
     problems.install(app)
     openapi.install(app)
-    # First, since routes are tried in order, and most requests are for these.
+    # Add these routes first: routes are tried in order, and most requests are for these.
     add_rollouts(app, run, settings)
     _add_health(app, run)
     add_environments(app, settings)
@@ -104,7 +104,7 @@ async def check_query(request: Request) -> None:
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the SHA-256 of the first admin key, or a file that is read again for a new key."""
+    """Return the SHA-256 of the first admin key, or its file if the key may change there."""
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(
@@ -128,7 +128,7 @@ def _add_health(app: FastAPI, run: RunPort) -> None:
         responses={503: {"model": ReadyAnswer, "description": "not ready, with the reasons"}},
     )
     async def readyz() -> JSONResponse:
-        """Answer 200 if rollouts are played and trained on now; else 503, with the reasons."""
+        """Answer 200 if rollouts are played and trained on now, otherwise 503 with the reasons."""
         found = await run.readiness()
         return JSONResponse(found.model_dump(), status_code=200 if found.ready else 503)
 
@@ -137,7 +137,7 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 
 
 class CountedRequests:
-    """ASGI middleware that counts requests; the status is `gone` if no answer was begun."""
+    """ASGI middleware that counts requests by status, which is `gone` if no answer was begun."""
 
     def __init__(self, app: ASGIApp, *, metrics: ApiMetrics) -> None:
         self._app = app

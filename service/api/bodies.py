@@ -1,6 +1,6 @@
 """Bound the memory of requests' bodies in a process and return it to the system; find equal keys.
 
-Called by `guards`, in the API's replicas, and by `door`, in the servers of Ray Serve before them.
+`guards` uses this module in the API's replicas, and `door` in the servers of Ray Serve before them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 class BodyRoom:
-    """A budget of memory for bodies, reserved in the order of the requests; for one event loop."""
+    """A memory budget for bodies in one event loop, reserved in the order of the requests."""
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -42,7 +42,7 @@ class BodyRoom:
         """Number of bytes in use."""
 
     async def take(self, num_bytes: int, *, limit_s: float) -> bool:
-        """Wait until there is room and reserve it; return False if the time limit passes first."""
+        """Reserve room, if necessary after waiting. Return False if the time limit passes first."""
         try:
             async with asyncio.timeout(limit_s), self._turn:
                 while self.num_bytes and self.num_bytes + num_bytes > self.max_bytes:
@@ -68,7 +68,7 @@ class BodyRoom:
 
 
 def give_back_memory() -> None:
-    """Return free memory to the system: glibc keeps free pages between two used blocks."""
+    """Return free memory to the system, because glibc keeps free pages between used blocks."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -76,7 +76,7 @@ def give_back_memory() -> None:
 
 
 def announced_bytes(headers: Headers) -> int | None:
-    """Return the length of a request's body from its headers; None if they do not state it."""
+    """Return the length of a body as the request's headers state it; None if they do not."""
     if "transfer-encoding" in headers:
         return None
     announced = headers.get("content-length", "0")
@@ -85,9 +85,7 @@ def announced_bytes(headers: Headers) -> int | None:
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Return whether a body counts as large. num_bytes: None if the headers do not state its
-    length.
-    """
+    """Return whether a body counts as large. num_bytes: its length; None if that is not known."""
     return num_bytes is None or num_bytes > LARGE_BYTES
 
 

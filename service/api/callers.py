@@ -1,9 +1,8 @@
 """The senders of requests: look up their keys, and count their requests.
 
-A replica of the API caches the run's named keys, as the supervisor returned them, for `FRESH_S` at
-most, and reads them again for an unknown key. So a new key is valid at once, and a revoked one for
-up to `FRESH_S` more. The file of the first admin key is read as often. Each replica counts its own
-requests.
+A replica of the API asks the supervisor for the run's named keys every `FRESH_S`, and also if a
+request has an unknown key. So a new key is valid at once, and a revoked key stays valid for up to
+`FRESH_S`. The file of the first admin key is read as often. Each replica counts its own requests.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ BURST_S = 5.0
 class Callers:
     """Finds the sender of each request to an API replica, and counts requests by key.
 
-    Belongs to one event loop.
+    An object belongs to one event loop.
     """
 
     def __init__(
@@ -52,10 +51,11 @@ class Callers:
         first_digest: str | SecretFile[str] | None,
         defaults: KeyLimits = NO_LIMITS,
     ) -> None:
-        """Start with no keys read.
+        """Store the arguments; the first request reads the run's keys.
 
-        Args: first_digest: SHA-256 of the first admin key, or the file with that key; with None, a
-        key is required only if the run has named keys. defaults: limits of keys without their own.
+        Args: first_digest: SHA-256 of the first admin key, or the file with that key; if None, a
+        key is required only if the run has named keys. defaults: limits for keys without limits of
+        their own.
         """
         self._run = run
         self._first = first_digest
@@ -67,7 +67,10 @@ class Callers:
         self._reading: asyncio.Task[None] | None = None
 
     async def known(self, headers: Mapping[str, str]) -> Caller:
-        """Return the sender of a request with these headers. Raises: Problem; RunUnavailable."""
+        """Return the sender of a request with these headers.
+
+        Raises: Problem if there is no valid key; RunUnavailable if the keys cannot be read.
+        """
         key = bearer_of(headers)
         caller = await self.find(key)
         if caller is None:
@@ -102,7 +105,7 @@ class Callers:
         )
 
     def count(self, caller: Caller) -> None:
-        """Count a request of a caller. Raises: Problem if the caller sends too many."""
+        """Count a request of a caller. Raises: Problem if the caller sends too many requests."""
         per_s = caller.limits.requests_per_s
         if not caller.name or per_s is None:
             return
@@ -159,7 +162,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def note_caller(scope: Scope, caller: Caller) -> None:
-    """Store the caller for `caller_of`, and its key's name, which logs and records use."""
+    """Store the caller of a request for `caller_of`, and the key's name for logs and records."""
     scope.setdefault("state", {}).update(caller=caller, key_name=caller.name)
 
 

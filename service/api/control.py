@@ -1,7 +1,7 @@
 """Requests of operators to a run, and the answers.
 
-`service.run.control` in the supervisor makes the answers; Ray transports them, and the API sends
-them unchanged.
+`service.run.control` in the supervisor makes the answers. Ray transports them to the API, which
+sends them unchanged.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """A checkpoint, a return to one, or an evaluation, which continues after the answer."""
+    """An operation that continues after the answer, such as a checkpoint or an evaluation."""
 
     # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
 
@@ -156,7 +156,7 @@ class PolicyAnswer(StrictBody):
 
 
 class PoliciesAnswer(StrictBody):
-    """The policy versions, each with the engines and checkpoints that have it.
+    """The policy versions, each with the engines and checkpoints of this version.
 
     A return to a checkpoint begins a new term, which may use a version's number for another policy.
     Engines that have a version of an older term are listed in `starting`.
@@ -170,7 +170,7 @@ class PoliciesAnswer(StrictBody):
 
 
 class ControlPort(Protocol):
-    """The calls of operators: the methods of `service.run.control.Control`.
+    """The calls of operators, which `service.run.control.Control` implements.
 
     Every call may raise ControlRefused and RunUnavailable.
     """

@@ -1,4 +1,4 @@
-"""The routes of operators: pauses, checkpoints, evaluations, policies, and the run's stop.
+"""The routes of operators, for pauses, checkpoints, evaluations, policies and the run's stop.
 
 Each call that changes something is recorded with its answer (`AdminCall`), also if the run refuses
 the call. A request that no route accepted, such as one with an invalid body, is not recorded.
@@ -194,14 +194,14 @@ def _add_pauses(app: FastAPI, run: RunPort) -> None:
 
     @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
     async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
-        """Pause a part of the run until it is resumed, in later terms too; may be repeated.
-        docs/control.md lists the work that continues meanwhile.
+        """Pause a part of the run until it is resumed, in later terms too. The request may be
+        repeated. docs/control.md lists the work that continues meanwhile.
         """
         return await _noted(run, request, _asked(run.control.pause(part, body.reason)))
 
     @app.post(f"{PREFIX}/control/{{part}}/resume", responses=_NOT_NOW)
     async def resume(part: Pausable, request: Request) -> ControlAnswer:
-        """Resume a part; may be repeated."""
+        """Resume a paused part of the run. The request may be repeated."""
         return await _noted(run, request, _asked(run.control.resume(part)))
 
 
@@ -225,7 +225,7 @@ def _add_checkpoints(app: FastAPI, run: RunPort) -> None:
     async def go_back(
         request: Request, response: Response, checkpoint: str = Path(pattern=ID_PATTERN)
     ) -> OperationAnswer:
-        """Stop the current training and continue from a checkpoint: later steps are undone, and
+        """Stop the current training and continue from a checkpoint. Later steps are undone, and
         their rollouts are played again.
         """
         return await _begun(run, request, response, run.control.go_back(checkpoint))
@@ -241,7 +241,7 @@ def _add_evaluations(app: FastAPI, run: RunPort) -> None:
 
     @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
     async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:
-        """Return the state of an operation that was begun with a 202."""
+        """Return the state of an operation, which began with an answer of status 202."""
         return await _asked(run.control.operation(operation))
 
 
@@ -261,8 +261,8 @@ def _add_policies(app: FastAPI, run: RunPort) -> None:
 def _add_stop(app: FastAPI, run: RunPort) -> None:
     @app.post(f"{PREFIX}/stop", status_code=202)
     async def stop(body: StopBody, request: Request) -> StopAnswer:
-        """End the run after the current step, with a checkpoint; may be repeated. Tasks that wait
-        or are played stay accepted until the run is resumed.
+        """End the run after the current step, with a checkpoint. The request may be repeated. Tasks
+        that wait or are played stay accepted until the run is resumed.
         """
 
         async def work() -> StopAnswer:
@@ -281,7 +281,7 @@ async def _begun(
 
 
 async def _asked(work: Awaitable[Found]) -> Found:
-    """Await a call of the run. Raises: Problem if the run refuses it."""
+    """Return the result of a call of the run. Raises: Problem if the run refuses the call."""
     try:
         return await work
     except ControlRefused as refused:
@@ -296,7 +296,10 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Await an operator's call and record it with its answer. Raises: the errors of `work`."""
+    """Record an operator's call with its answer, and return the answer.
+
+    Raises: the errors of `work`; a Problem is recorded too.
+    """
     try:
         answer = await work
     except Problem as problem:
@@ -323,5 +326,5 @@ async def _note(run: RunPort, request: Request, status: int, answer: str) -> Non
 
 
 def caller_of(request: Request) -> str:
-    """Return the name of the request's key, which the guards store in the request's state."""
+    """Return the name of the request's key, which the guards have stored in its state."""
     return str(getattr(request.state, "key_name", ""))

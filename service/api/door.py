@@ -1,10 +1,10 @@
-"""Checks before every route of Ray Serve's HTTP servers: its proxy, and replicas that HAProxy
-reaches directly.
+"""Checks before every route of Ray Serve's HTTP servers.
 
-Serve calls `middlewares` in each process that opens such a server, because
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (`service.launch.cluster`). Without it Serve's
-proxy reads any sender's body without a limit, shows the names of all applications to everybody, and
-never closes a connection on which a request's head stays incomplete.
+These servers are Serve's proxy, and replicas that HAProxy reaches directly. Serve calls
+`middlewares` in each process that opens such a server, because
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function (`service.launch.cluster`). Without
+these checks Serve's proxy would read any sender's body without a limit, show the names of all
+applications to everybody, and never close a connection on which a request's head stays incomplete.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Ask the API by a request's head; return its refusal, or [] if it would read the body.
+        """Send a request's head to the API, and return the messages of its refusal.
 
-        Also return [] if the application is not Rayloom's and handles OPTIONS itself.
+        The list is empty if the API would read the body, or if the application is not Rayloom's and
+        answers OPTIONS itself.
         """
         asking = {
             **scope,
@@ -94,7 +95,7 @@ class Door:
         async def nothing() -> Message:
             nonlocal is_given
             if is_given:
-                # The client is still there, as far as the application needs to know.
+                # To the application, the client is still connected.
                 await asyncio.Event().wait()
             is_given = True
             return {"type": "http.request", "body": b"", "more_body": False}
@@ -111,8 +112,8 @@ class Door:
 async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
     """Send a refusal at once, then discard the client's further bytes for up to LINGER_S.
 
-    If the connection were closed while bytes arrive, it would be reset, and the client could not
-    read the refusal.
+    If the connection were closed while bytes arrive, the system would reset it, and the client
+    could not read the refusal.
     """
     for message in refusal:
         is_body = message["type"] == "http.response.body"
@@ -125,7 +126,7 @@ async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
 
 
 class _Counted:
-    """Passes a body on, and releases its reserved memory after the last byte."""
+    """Passes a body to the application, and releases its reserved memory after the last byte."""
 
     def __init__(self, receive: Receive, room: BodyRoom, num_bytes: int) -> None:
         self._receive, self._room, self._num_bytes = receive, room, num_bytes
@@ -137,7 +138,7 @@ class _Counted:
         return message
 
     def give_back(self) -> None:
-        """Release the body's reserved memory, if this has not been done yet."""
+        """Release the memory that is still reserved for the body."""
         self._room.give_back(self._num_bytes)
         self._num_bytes = 0
 

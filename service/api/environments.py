@@ -73,13 +73,13 @@ def _answer(name: str, settings: HttpSettings) -> EnvironmentAnswer:
 
 
 class TaskChecks:
-    """Checks the data of submitted tasks."""
+    """Checks the data of submitted tasks against the schemas of their environments."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._checks = {name: DataCheck(each) for name, each in settings.data_schemas.items()}
 
     async def check(self, environment: str, requests: Sequence[RolloutRequest]) -> None:
-        """Check tasks' data. Raises: Problem if the environment does not accept them."""
+        """Check the data of tasks. Raises: Problem if the environment does not accept them."""
         check = self._checks.get(environment)
         if check is None:
             return
@@ -102,7 +102,7 @@ class TaskChecks:
 
 
 def _problems(check: DataCheck, requests: Sequence[RolloutRequest]) -> dict[int, str]:
-    """Return the problems of the first wrong tasks, by the task's index."""
+    """Return the problems of at most MAX_ERRORS wrong tasks, by the task's index."""
     found: dict[int, str] = {}
     for index, item in enumerate(requests):
         if problem := check.problem(item.task.data):

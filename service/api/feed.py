@@ -1,4 +1,4 @@
-"""The routes of the feed: pages, and a stream of server-sent events."""
+"""The routes of the feed, which is served as pages and as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         prefer: Prefer = None,
     ) -> FeedAnswer:
         """Return the events of tasks, rollouts and sessions, in the order in which they were
-        stored. With `Prefer: wait=N`, wait until there is one. A client's key receives only its
-        tenant's events, with the tenant's own numbers.
+        stored. With `Prefer: wait=N`, wait until there is an event. A client's key receives only
+        its tenant's events, with the tenant's own numbers.
         """
         start, caller = after or 0, caller_of(request)
         page = await patiently(
@@ -93,7 +93,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
 
 
 async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedPage:
-    """Read a page. Raises: Problem if entries that the client has not seen are gone."""
+    """Return a page. Raises: Problem if entries that the client has not seen are gone."""
     page = await run.feed(after=after, limit=limit, sees=sees)
     # 0 means from the oldest entry that is kept.
     if 0 < after < page.oldest - 1:

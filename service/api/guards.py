@@ -1,12 +1,12 @@
-"""Checks before a route runs: the requested host, the headers' size, the key with its scope and
-rate, and then the body.
+"""Checks before a route runs, of the requested host, the headers' size, the key and the body.
 
-Invariants: no byte of a body is read before its key was looked up; at most `MAX_BODIES_BYTES` of
-large bodies are in memory at once, from their first byte until the route has read them. A request
-that is refused before its body was read is answered at once, and its connection closed.
+The check of the key includes its scope and its rate. Invariants: no byte of a body is read before
+the request's key was looked up; at most `MAX_BODIES_BYTES` of large bodies are in memory at once,
+from their first byte until the route has read them. A request that is refused before its body was
+read is answered at once, and its connection is closed.
 
-An unexpected error of a route is answered as a problem here: Starlette's own handler would raise
-it again, and the server might then damage the answer.
+This module also answers an unexpected error of a route as a problem. Starlette's own handler would
+raise the error again, and the server might then damage the answer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
 class Guards:
     """ASGI middleware that checks each request's host, headers, key and body.
 
-    It counts the bytes of each body, because Content-Length may be missing or wrong.
+    The guards count the bytes of each body, because Content-Length may be missing or wrong.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Guards:
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
         """Check a request's head; return the refusal, or None if the request is accepted.
 
-        method: the request's own method, also if `door` asks about the request with OPTIONS.
-        Raises: Problem; RunUnavailable.
+        method: the request's own method, even if `door` asks about the request with OPTIONS.
+        Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
         _check_headers(scope["headers"])
@@ -158,7 +158,10 @@ class Guards:
         return None
 
     async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
-        """Return the whole body of a request that may pass. Raises: Problem."""
+        """Read the body of an accepted request, and return it.
+
+        Raises: Problem if the body is too large, too slow, or has another format.
+        """
         path = scope["path"]
         has_columns = path in _COLUMN_PATHS
         most = self._max_body_bytes
@@ -204,7 +207,7 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether the route at a path checks a session's key, instead of the guards."""
+    """Return whether the route at a path itself checks the key, which is that of a session."""
     return _SESSION_PATH.match(path) is not None
 
 
@@ -214,8 +217,8 @@ class _Body:
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
         """Create a reader of a body.
 
-        room: the budget in which num_bytes are reserved for this body until `drop`; None reserves
-        no memory.
+        room: the budget in which num_bytes are reserved for this body until `drop`; None if nothing
+        is reserved.
         """
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes
@@ -259,7 +262,7 @@ class _Body:
         return {"type": "http.request", "body": whole, "more_body": False}
 
     def drop(self) -> None:
-        """Forget the body and release its reserved memory, if this has not been done yet."""
+        """Discard the body, and release the memory that is still reserved for it."""
         self._whole = None
         room, self._room = self._room, None
         if room is not None:
@@ -267,7 +270,7 @@ class _Body:
 
 
 def _session_check(scope: Scope) -> CheckSessionKey | None:
-    """Return the application's check of a session's key; None if it has no sessions."""
+    """Return the application's check of a session's key; None if the run has no sessions."""
     app = scope.get("app")
     return None if app is None else getattr(app.state, "check_session_key", None)
 
@@ -278,7 +281,7 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Make the server close the connection if the body of the request was not read."""
+    """Return the answer with a header that closes the connection if the body was not read."""
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer
@@ -315,7 +318,7 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
-    """Check that a body has one of these media types and no encoding. Raises: Problem."""
+    """Check that a body has one of these media types and no encoding. Raises: Problem if not."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(

@@ -1,4 +1,4 @@
-"""The routes of keys, for admins: create one, which is shown once, list them, revoke one."""
+"""The routes with which admins create, list and revoke named keys; a key is shown only once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NewKeyAnswer(StrictBody):
 
 
 class KeysAnswer(StrictBody):
-    """The keys, also revoked ones, in the order of their creation."""
+    """The keys, including revoked keys, in the order of their creation."""
 
     keys: list[KeyAnswer]
 
@@ -108,8 +108,9 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         responses={404: {"description": "the run has no key of this name"}},
     )
     async def revoke(name: str = Path(pattern=NAME_PATTERN)) -> KeyAnswer:
-        """Revoke a key for good, and with it the keys of the sessions that it created; may be
-        repeated. Every replica notices within three seconds."""
+        """Revoke a key permanently, and with it the keys of the sessions that it created. The
+        request may be repeated. Every replica refuses these keys after at most three seconds.
+        """
         key = await run.revoke_key(name)
         if key is None:
             raise Problem(

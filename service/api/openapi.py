@@ -1,8 +1,8 @@
-"""The OpenAPI document of the API: FastAPI's document, with every possible status.
+"""The OpenAPI document of the API, which is FastAPI's document with every possible status.
 
-`docs/openapi.json` is this document (`python -m deploy.openapi_document`). This module adds what
-all routes have in common: the guards' refusals, internal errors, keys. A route's own statuses are
-declared at the route; those of the dialects in `service.gateway.description`.
+`docs/openapi.json` is this document (`python -m deploy.openapi_document`). This module adds the
+parts that all routes have in common: the guards' refusals, internal errors and keys. Each route
+declares its own statuses; `service.gateway.description` declares those of the dialects.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ProblemBody(StrictBody):
 
 
 def install(app: FastAPI) -> None:
-    """Serve the document at /openapi.json, with routes that are added later too."""
+    """Serve the document at /openapi.json; it includes routes that are added later."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -98,9 +98,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add the security and the answers that operations have in common; keep those that a route
-    declares.
-    """
+    """Add the common security and answers to each operation, unless its route declares them."""
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])
     for parameter in operation.get("parameters", ()):
@@ -126,7 +124,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """Remove null from an optional parameter's schema: a parameter in an address is not null."""
+    """Remove null from the schema of an optional parameter, which can only be left out."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

@@ -1,4 +1,4 @@
-"""The calls of a run that the routes use, without Ray and independent of where the run is."""
+"""The calls of a run that the routes use. The module does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class RunPort(Protocol):
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all requests or none; accepted requests are stored when this returns.
+        """Submit requests, and return whether the run accepted them; it accepts all or none.
+
+        Accepted requests are stored when this returns.
 
         Args: key: as in `SubmissionQueue.submit`. limits: the limits of the caller's key.
         """
@@ -58,15 +60,15 @@ class RunPort(Protocol):
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission; the arguments and the result are those of `submission`."""
+        """Cancel a submission, and return it; the arguments are those of `submission`."""
         ...
 
     async def keys(self) -> Sequence[NamedKey]:
-        """Return the run's named keys, also revoked ones."""
+        """Return the run's named keys, including revoked keys."""
         ...
 
     async def add_key(self, key: NamedKey) -> bool:
-        """Add a key. Returns: False if its name is taken."""
+        """Add a key, and return True; return False if the name is taken or there are too many."""
         ...
 
     async def revoke_key(self, name: str) -> NamedKey | None:
@@ -83,7 +85,7 @@ class RunPort(Protocol):
     async def readiness(self) -> ReadyAnswer: ...
 
     async def gateway(self) -> Any:
-        """Return the handle of the run's gateway. Raises: RunUnavailable while there is none."""
+        """Return the handle of the run's gateway. Raises: RunUnavailable if it does not run."""
         ...
 
     @property
@@ -102,6 +104,6 @@ class RunPort(Protocol):
     async def trajectory(self, name: str) -> bytes | None:
         """Return a trajectory as JSON; None if the journal does not have it.
 
-        name: a trajectory's id, a rollout's, or TASK-MEMBER.
+        name: the id of a trajectory or of a rollout, or TASK-MEMBER.
         """
         ...

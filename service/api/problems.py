@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem details: what is wrong, and the remedy."""
+"""Errors as problem details of RFC 9457, which say what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEAR_PATHS = 3
 
 
 def shown(text: str) -> str:
-    """Return a client's text, cut to MAX_ECHO_CHARACTERS."""
+    """Return the beginning of a client's text, at most MAX_ECHO_CHARACTERS long."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
@@ -38,7 +38,7 @@ def repeated_text(key: str) -> str:
 
 
 class RunUnavailable(Exception):
-    """The run does not answer, or cannot write now; the message states the reason."""
+    """Raised if the run does not answer, or cannot write now; the message states the reason."""
 
 
 class Problem(Exception):
@@ -79,7 +79,7 @@ def unavailable(detail: str) -> Problem:
 
 
 def internal_error() -> Problem:
-    """Make the answer to an internal error, whose message is only logged."""
+    """Return the answer to an internal error, without the error's message, which is only logged."""
     return Problem(
         500,
         "internal-error",
@@ -110,7 +110,7 @@ def install(app: FastAPI) -> None:
 
 
 def _of_http(error: HTTPException, request: Request) -> Problem:
-    """Convert the errors that FastAPI itself raises."""
+    """Return an error of FastAPI itself as a Problem."""
     status, path, headers = error.status_code, shown(request.url.path), error.headers
     if status == HTTPStatus.BAD_REQUEST:
         return _malformed(shown(str(error.__cause__ or error.detail)))
@@ -130,7 +130,7 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Return the methods of all routes of the path; Starlette names only the first one's."""
+    """Return the methods of all routes of a path; Starlette names only those of the first route."""
     found = {
         method
         for route in request.app.routes
@@ -164,7 +164,7 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 
 def _problem_of(item: Mapping[str, Any]) -> str:
-    """Describe an error of pydantic, with the value unless it has parts.
+    """Return a description of a pydantic error, with the value unless it is a list or an object.
 
     Example: got 'eight', expected a valid integer
     """

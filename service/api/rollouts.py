@@ -1,4 +1,4 @@
-"""The routes of tasks and their rollouts: submit, show, list, cancel."""
+"""The routes that submit, show, list and cancel tasks and their rollouts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ KEY_TAKEN = "Idempotency-Key: another request was accepted with this key"
 class _SubmitRoute(APIRoute):
     """The route of `submit`. Pydantic reads its body directly, which is faster than FastAPI.
 
-    If the body is invalid, FastAPI reads it again and makes the error.
+    If the body is invalid, FastAPI reads it again and reports the error.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -98,7 +98,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     async def submit(
         body: SubmitBody, request: Request, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Accept a batch of tasks: all of them or none. They are stored before the answer."""
+        """Accept a batch of tasks, either all or none. They are stored before the answer."""
         caller = caller_of(request)
         requests = body.requests(num_samples=settings.algorithm.group_size, caller=caller)
         _check(body.environment, requests, settings)
@@ -140,7 +140,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         cursor: NumberCursor = None,
         limit: Limit = 100,
     ) -> RolloutsAnswer:
-        """List tasks in the order of acceptance; a page may be short, or empty, with a `next`."""
+        """List tasks in the order of acceptance. A page with a `next` may be short, or empty."""
         caller = caller_of(request)
         wanted = TaskFilter(status=status, environment=environment, batch=batch, tenant=caller.sees)
         page = await run.tasks(wanted, after=cursor or 0, limit=limit)
@@ -176,7 +176,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         },
     )
     async def cancel(request: Request, rollout_id: RolloutPath) -> RolloutAnswer:
-        """Cancel a task, if no training step has taken it; may be repeated."""
+        """Cancel a task, if no training step has taken it. The request may be repeated."""
         caller = caller_of(request)
         found = await run.cancel(caller.whole(rollout_id), sees=caller.sees)
         view = _found(rollout_id, found)
@@ -189,7 +189,7 @@ def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
     """Return the digest of an idempotency key and its tenant, for `RunPort.submit`."""
     if not idempotency_key:
         return ""
-    # Neither contains a newline.
+    # Neither the tenant nor the key contains a newline.
     return digest_of(f"{tenant}\n{idempotency_key}" if tenant else idempotency_key)
 
 
@@ -214,7 +214,7 @@ def _why_not_cancelled(rollout_id: str, view: SubmissionView) -> str:
 
 
 def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpSettings) -> None:
-    """Check a body against the run's configuration. Raises: Problem."""
+    """Check that the run's configuration allows these tasks. Raises: Problem if it does not."""
     if environment == SESSION:
         raise Problem(
             422,
@@ -245,7 +245,7 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
 def check_samples(
     task_id: str, num_samples: int, min_usable_samples: int | None, settings: HttpSettings
 ) -> None:
-    """Check the size of a group. Raises: Problem if it could never train, or is too large."""
+    """Check the size of a group. Raises: Problem if it is too large, or too small to be trained."""
     lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
     least = min_usable_samples or num_samples
     if not lowest <= least <= num_samples <= most:

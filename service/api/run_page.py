@@ -1,6 +1,6 @@
-"""The page at `/`, and its data: the state of the run, its journal, a trajectory's tokens.
+"""The page at `/`, and the routes of its data: the run's state, its journal, and trajectories.
 
-The page itself has no data and asks for the key, so that anyone who reaches the API may load it.
+The page itself contains no data and asks for the key, so anyone who reaches the API may load it.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def add_page(app: FastAPI, run: RunPort) -> None:
             ),
         ] = 0,
     ) -> dict[str, Any]:
-        """Return the run as the page at `/` shows it: summary, steps, evaluations, window, queue,
-        ledger, engines, notices, configuration. For people; its names may change.
+        """Return the state of the run that the page at `/` shows: summary, steps, evaluations,
+        window, queue, ledger, engines, notices and configuration. The names of the fields may
+        change in later versions.
         """
         found = await run.picture(term=term, after=after)
-        # In a thread: the first call has hundreds of steps and takes tens of milliseconds.
+        # Use a thread: the document of hundreds of steps takes tens of milliseconds.
         return await asyncio.to_thread(run_document, found)
 
     @app.get(f"{PREFIX}/journal", tags=["run"])
@@ -94,8 +95,9 @@ def add_page(app: FastAPI, run: RunPort) -> None:
             ),
         ],
     ) -> Response:
-        """Return a trajectory of the journal token by token, as the page at `/` shows it: mask,
-        log-probability, advantage and version of each. For people; its names may change.
+        """Return a trajectory of the journal that the page at `/` shows, with the mask,
+        log-probability, advantage and version of each token. The names of the fields may change in
+        later versions.
         """
         found = await run.trajectory(name)
         if found is None:

@@ -37,7 +37,7 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """Return the text if it has only digits: pydantic would also accept +1, 1.0 and " 1 "."""
+    """Return a text of digits. Raises: ValueError for +1, 1.0 and " 1 ", which pydantic accepts."""
     if isinstance(text, str) and not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number in digits only")
     return text
@@ -56,7 +56,7 @@ KnownId = Annotated[
 
 
 def _as_whole(value: object) -> object:
-    """Return 4.0 as 4: JSON Schema calls both integers, and some clients write the first."""
+    """Return 4.0 as 4, because JSON Schema calls both integers; return other values unchanged."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value
@@ -131,7 +131,7 @@ class SubmitBody(StrictBody):
         return self
 
     def requests(self, *, num_samples: int, caller: Caller) -> list[RolloutRequest]:
-        """Convert the tasks of a request.
+        """Return the tasks of a request in the form that the run accepts.
 
         Args: num_samples: rollouts of a task for which neither it nor the request gives a number.
         caller: the owner of the tasks.
@@ -271,7 +271,7 @@ class RolloutsAnswer(StrictBody):
 
 
 class EntryAnswer(StrictBody):
-    """An entry of the feed; fields that its kind does not have are null."""
+    """An entry of the feed; fields that an entry of this kind does not have are null."""
 
     number: int = Field(description="increases, with gaps")
     at: float = Field(description="when it was stored, in seconds since 1970")
@@ -317,7 +317,7 @@ class SubmitAnswer(StrictBody):
 
     @staticmethod
     def json_of(reply: SubmitReply, caller: Caller) -> bytes:
-        """Encode a reply with msgspec, which is faster than making one of these models."""
+        """Return a reply as JSON; msgspec encodes it, which is faster than making these models."""
         return msgspec.json.encode(
             {
                 "accepted": sum(each.is_new for each in reply.places),

@@ -1,6 +1,6 @@
 """The API's address, its settings, and its bearer key.
 
-All checks are made before anything is started; nothing here imports a web framework or Ray.
+All checks are made before anything is started. This module imports neither a web framework nor Ray.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class HttpSettings:
     def hosts(self) -> frozenset[str] | None:
         """Host names that a request may have; None allows any name, if other machines have access.
 
-        A web page of any site can send requests to loopback. If its own name resolves to loopback
-        (DNS rebinding), it could read the answers too.
+        A web page of any site can send requests to loopback. If the site's own name resolves to
+        loopback (DNS rebinding), the page could read the answers too.
         """
         if not is_loopback(self.service.host):
             return None
@@ -65,15 +65,16 @@ class HttpSettings:
 def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
     """Return the configuration with the port to listen on, and the API's settings.
 
-    Raises: ConfigError.
+    Raises: ConfigError as `http_settings` and `with_free_port`.
     """
     api = http_settings(config)
     return with_free_port(config, is_local=is_local), api
 
 
 def with_free_port(config: Config, *, is_local: bool) -> Config:
-    """Replace port 0 by a port that is free now. is_local: the API will listen on this machine.
+    """Return the configuration with port 0 replaced by a port that is free now.
 
+    Args: is_local: whether the API will listen on this machine.
     Raises: ConfigError if the port is taken, or if the port is 0 and the API listens on another
         machine, whose ports cannot be tried here.
     """
@@ -103,8 +104,9 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
 def http_settings(config: Config) -> HttpSettings:
     """Return the API's settings, and remove the API's key from the process's environment.
 
-    Call it once, before anything else reads the key. Raises: ConfigError if anyone in the network
-    could use the API, if the metrics have the API's port, or if an environment cannot be made.
+    Call this function once, before anything else reads the key. Raises: ConfigError if anyone in
+    the network could use the API, if the metrics have the API's port, or if an environment cannot
+    be made.
     """
     service = config.service
     if service.port == config.metrics.port != 0:
@@ -168,10 +170,10 @@ def _key_file() -> Path | None:
 
 
 def take_key() -> str | None:
-    """Remove the key from this process's environment and return it; None if there is none.
+    """Remove the key from this process's environment and return it; None if there is no key.
 
-    Later processes inherit the environment, and some run the user's code. The bytes are overwritten
-    in place, because Linux shows them in /proc/PID/environ.
+    Later processes inherit the environment, and some of them run the user's code. The key's bytes
+    are overwritten in place, because Linux shows them in /proc/PID/environ.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is None:
@@ -201,5 +203,5 @@ def api_application_name(run_id: str) -> str:
 
 
 def api_route(run_id: str, *, is_local: bool) -> str:
-    """Return the path prefix of a run's API: on a cluster of several runs each has its own."""
+    """Return the path prefix of a run's API; runs on a shared cluster have different prefixes."""
     return "/" if is_local else f"/{run_id}"

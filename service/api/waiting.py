@@ -1,6 +1,6 @@
-"""Long polls: `Prefer: wait=N` (RFC 7240) for answers that may take a while.
+"""Long polls, which clients request by `Prefer: wait=N` (RFC 7240).
 
-The run is polled, with pauses that grow to a second, so that no call waits in the run.
+The API polls the run, with pauses that grow to a second, so that no call waits in the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Prefer = Annotated[
 
 
 def wait_of(prefer: str | None) -> int:
-    """Return the seconds to wait that a `Prefer` header requests; 0 if it requests none.
+    """Return the number of seconds to wait that a `Prefer` header requests; 0 if it requests none.
 
     Example: 'respond-async, wait=100' -> 60.
     """
@@ -43,9 +43,9 @@ async def patiently(
     prefer: str | None,
     response: Response,
 ) -> Answer:
-    """Call `look` until its answer is enough or the time in `prefer` is up.
+    """Call `look` until its answer is enough or the time in `prefer` is up; return the last answer.
 
-    Report the time that `prefer` grants in a header of `response`.
+    Set a header of `response` to the time that `prefer` grants.
     """
     wait_s = wait_of(prefer)
     if wait_s:
