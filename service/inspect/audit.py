@@ -1,7 +1,7 @@
 """Check every trajectory, group and step of a journal, and report the result as text.
 
-Steps are read one after another, so that memory does not grow with the run. Called by
-`rayloom inspect --audit`.
+Steps are read one after another, so that memory does not grow with the run. The command
+`rayloom inspect --audit` uses this module.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Audit:
 
 
 def audit(journal: OpenJournal) -> Audit:
-    """Check a journal. Raises: ConfigError if a file cannot be read."""
+    """Check a journal, and return the result. Raises: ConfigError if a file cannot be read."""
     recorded = None
     if journal.run_dir is not None and journal.has_database:
         recorded = read_recorded(journal.run_dir)
@@ -144,7 +144,7 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """Collects the facts of all steps."""
+    """Collects the offences and counts of all steps."""
 
     def __init__(self, journal: OpenJournal, recorded: Recorded | None) -> None:
         self._journal = journal
@@ -192,7 +192,7 @@ def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
 
 
 def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
-    """Run every check of one trajectory."""
+    """Yield the offences of one trajectory, after making every check of it."""
     name = entry.trajectory.trajectory_id
     for check, text in _tokens_findings(step, entry):
         yield Offence(check=check, step=step.step, subject=name, text=text)
@@ -315,9 +315,9 @@ _WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 def check_groups(
     step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
 ) -> Iterator[Offence]:
-    """Check every group of a step.
+    """Yield the offences of every group of a step.
 
-    admitted: the ledger's events of rollouts by group; None if unknown.
+    admitted: the ledger's events of rollouts by group; None if they are not known.
     """
     groups: dict[str, list[TrajectoryEntry]] = {}
     for entry in step.entries:
@@ -330,7 +330,9 @@ def check_groups(
 
 
 def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float] | None:
-    """Return A_i = (r_i - b_i) / s, computed with plain sums; None for a group without a signal.
+    """Return a group's advantages (r_i - b_i) / s; None for a group without a signal.
+
+    They are computed with plain sums, independently of the code that trains.
 
     Example: [1, 0, 0, 0] with mean and std -> [1.499997, -.499999, -.499999, -.499999]
     """
@@ -406,17 +408,17 @@ def _check_member(
 def _check_sum(
     members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
 ) -> Iterator[tuple[Check, str]]:
-    """Check that the advantages of a group add up to 0, for baselines that imply it.
+    """Yield a problem if the advantages of a group do not add up to 0, although they must.
 
-    These are mean and leave-one-out with any scale. An untrained member counts with the advantage
-    that the group's returns give it.
+    They must with the baselines mean and leave-one-out, with any scale. An untrained member counts
+    with the advantage that the group's returns give it.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
     values = [want if e.reason is not None else _first_advantage(e) for e, want in members]
     total = sum(values)
     is_small = abs(total) <= _TOLERANCE * max(1.0, sum(map(abs, values)))
-    # Written so that NaN fails it.
+    # This comparison is false for NaN, so that NaN is an offence.
     if not is_small:
         yield Check.ZERO_SUM, f"the advantages of {len(values)} members add up to {total:.6g}"
 
@@ -432,7 +434,10 @@ def _check_admitted(
     entries: Sequence[TrajectoryEntry],
     admitted: Mapping[str, LedgerEvent],
 ) -> Iterator[Offence]:
-    """Check that the ledger has a reason for every rollout that is missing from a group."""
+    """Yield an offence if admitted rollouts are missing from a group's baseline.
+
+    It is explained if the journal or the ledger has a reason for each missing rollout.
+    """
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)
     if not missing or not counted:
@@ -455,7 +460,10 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the admitted rollouts by group. newest: the newest event of each rollout."""
+    """Return the newest event of each rollout, by group and rollout.
+
+    newest: the same events by rollout only.
+    """
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
@@ -463,7 +471,7 @@ def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEve
 
 
 def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
-    """Check that journal and ledger have the same rollouts of the step, with the same end.
+    """Yield an offence for each rollout of the step that differs between journal and ledger.
 
     newest: the newest event of each rollout in the ledger.
     """
@@ -501,7 +509,7 @@ def _exit(event: LedgerEvent) -> str:
 
 
 def _plan(journal: OpenJournal) -> RunSettings | None:
-    """Return the run's configured settings; None if unknown."""
+    """Return the run's settings `run` from its configuration; None if they are not known."""
     try:
         return config_beside(journal.run_dir).run if journal.run_dir else None
     except ConfigError:
@@ -511,7 +519,7 @@ def _plan(journal: OpenJournal) -> RunSettings | None:
 def missing_steps(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> tuple[int, ...]:
-    """Return the recorded steps without a file.
+    """Return the recorded steps that should have a journal file but have none.
 
     plan: the run's settings; None if the number of kept steps is unknown.
     Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)

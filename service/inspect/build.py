@@ -1,7 +1,4 @@
-"""Build the view of a journal entry: each token with its origin and training values. Pure.
-
-Called by `rayloom inspect`.
-"""
+"""Build the view of a journal entry, with the origin and training values of each token."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ HEADER_TRAINED = "a role header, trained"
 def build_view(
     step: JournalStep, entry: TrajectoryEntry, text: TokenText, *, is_refused: bool = False
 ) -> TrajectoryView:
-    """Build a trajectory's view. is_refused: whether the trainer refused the step's update."""
+    """Return the view of a trajectory. is_refused: whether the step's update was refused."""
     samples = [
         _SampleBuilder(sample, _trained(entry, number), text).build(number)
         for number, sample in enumerate(entry.trajectory.samples)
@@ -42,7 +39,7 @@ def build_view(
 
 
 def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
-    """Return the advantages that the trainer received for a sample, by position."""
+    """Return the advantages that the trainer received for a sample, by the token's position."""
     if not entry.advantages:
         return {}
     positions = np.flatnonzero(entry.trajectory.samples[number].mask).tolist()
@@ -50,7 +47,7 @@ def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
 
 
 class _SampleBuilder:
-    """Builds the view of one sample. trained: advantages by position."""
+    """Builds the view of one sample. trained: advantages by the token's position."""
 
     def __init__(self, sample: Sample, trained: Mapping[int, float], text: TokenText) -> None:
         self._sample, self._trained, self._text = sample, trained, text

@@ -1,8 +1,8 @@
 """A trajectory as one JSON tree, which the page shows.
 
-This module makes all text of models and environments printable; the page shows it as text and never
-as markup. `rayloom inspect --html` calls it directly. The API calls it in a separate process on the
-run's node, because the tokenizer's import takes seconds.
+This module makes all text of models and environments printable, and the page never shows it as
+markup. `rayloom inspect --html` calls this module directly. The API calls it in a separate process
+on the run's node, because the tokenizer's import takes seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
 
 
 def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
-    """Return the data of the page; the columns of a sample are ordered by position."""
+    """Return the data of the page; each column of a sample has a value for each token, in order."""
     trajectory, counts = view.entry.trajectory, view.counts
     return {
         "kind": "trajectory",
@@ -76,7 +76,7 @@ def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
     except UnknownTrajectory:
         return None
     view = build_view(step, entry, tokenizer_of(journal), is_refused=is_refused(journal, entry))
-    # ASCII: an environment's text may contain a lone surrogate.
+    # Write ASCII, because an environment's text may contain a lone surrogate.
     return json.dumps(trajectory_document(view), allow_nan=False).encode("ascii")
 
 

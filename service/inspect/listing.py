@@ -1,6 +1,6 @@
 """List the trajectories of a journal, one in each line, the newest step first.
 
-Called by `rayloom inspect`, and for the API in a separate process on the run's node.
+`rayloom inspect` uses this module, and so does the API, in a separate process on the run's node.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class JournalAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The filters of a list; None for step, outcome or task selects all.
+    """The filters of a list; if step, outcome or task is None, it selects all.
 
     limit: maximum number of rows; 0 for all.
     """
@@ -84,7 +84,10 @@ def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
 
 
 def journal_page(run_dir: RunDir, wanted: Filters, after: Place | None) -> JournalAnswer:
-    """Return a page; empty if there is no journal. Raises: ConfigError if a file is damaged."""
+    """Return a page of trajectories, which is empty if there is no journal.
+
+    Raises: ConfigError if a file is damaged.
+    """
     journal = journal_of(run_dir)
     lines: list[JournalLineAnswer] = []
     last = ""
@@ -127,7 +130,7 @@ def _row(line: JournalLineAnswer) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns with two spaces between them.
+    """Return lines with the rows in aligned columns, two spaces apart.
 
     The names in the first row decide the side: columns of words are aligned to the left, others to
     the right.
@@ -147,7 +150,7 @@ def matching(
 ) -> Iterator[tuple[JournalStep, int, TrajectoryEntry]]:
     """Yield each matching entry with its number in its step, the newest step first.
 
-    after: a step and a number in it; only entries that follow this place are yielded.
+    after: a step and the number of an entry in it; only entries after that one are yielded.
     """
     last_step, last_place = after or (math.inf, -1)
     for file in reversed(journal.files):

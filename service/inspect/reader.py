@@ -1,7 +1,4 @@
-"""Find a run's journal, and the file that has a trajectory. Reads only.
-
-Called by `rayloom inspect`.
-"""
+"""Find a run's journal, and the file that has a trajectory, without writing anything."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ RUNS = Path("runs")
 
 
 class UnknownTrajectory(ConfigError):
-    """The journal has no trajectory with that name; the message lists similar ids."""
+    """Raised if the journal has no trajectory of a name; the message lists similar ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJournal:
-    """An open journal: a run's directory or a single file.
+    """An open journal, which is that of a run's directory or a single file.
 
     place: the path that the user gave. run_dir: None for a single file. files: the surviving files,
     in the order of steps. num_superseded: number of files whose steps a later term played again.
@@ -51,7 +48,7 @@ class OpenJournal:
     refused: frozenset[str] = frozenset()
 
     def steps(self) -> Iterator[JournalStep]:
-        """Yield the steps in order. Raises: ConfigError if a file cannot be read."""
+        """Yield the journal's steps in order. Raises: ConfigError if a file cannot be read."""
         for file in self.files:
             yield load_step(file.path)
 
@@ -64,7 +61,8 @@ def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
 def newest_run(wanted: str, runs: Path = RUNS) -> Path:
     """Return the run directory under runs/ whose journal was written last.
 
-    wanted: the trajectory to look up there, for the message. Raises: ConfigError.
+    wanted: the trajectory to look up in that run, for the message. Raises: ConfigError if no run
+    under runs/ has a journal.
     """
     journals = [path for path in runs.glob("*/journal") if path.is_dir()]
     if not journals:
@@ -77,7 +75,10 @@ def newest_run(wanted: str, runs: Path = RUNS) -> Path:
 
 
 def open_journal(place: Path) -> OpenJournal:
-    """Open a run's directory, or one journal file. Raises: ConfigError."""
+    """Open the journal of a run's directory, or one journal file, and return it.
+
+    Raises: ConfigError if there is no usable journal.
+    """
     if not os.path.exists(place):
         raise ConfigError(
             f"inspect: {place} does not exist; expected a run directory or a journal file; name one"
@@ -116,13 +117,16 @@ def open_journal(place: Path) -> OpenJournal:
 
 
 def journal_of(run_dir: RunDir) -> OpenJournal | None:
-    """Return the journal of a run; None if it has none yet. Raises: ConfigError."""
+    """Return the journal of a run; None if the run has no journal yet.
+
+    Raises: ConfigError if the journal or the run's database cannot be used.
+    """
     has_any = run_dir.journal.is_dir() and any(run_dir.journal.glob("*.journal"))
     return open_journal(run_dir.path) if has_any else None
 
 
 def load_step(path: Path) -> JournalStep:
-    """Load a step. Raises: ConfigError if the file cannot be read."""
+    """Return the step in a journal file. Raises: ConfigError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return read_step(file)
@@ -131,10 +135,11 @@ def load_step(path: Path) -> JournalStep:
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
-    """Find a trajectory by its id, its rollout's id, or its task and member (TASK-MEMBER).
+    """Return a trajectory and its step.
 
-    TASK-MEMBER is also the id of a session. If there were several attempts, return the newest.
-    Raises: UnknownTrajectory; ConfigError if a file cannot be read.
+    name: the trajectory's id, its rollout's id, or its task and member (TASK-MEMBER), which is also
+    the id of a session. If there were several attempts, return the newest.
+    Raises: UnknownTrajectory if there is none; ConfigError if a file cannot be read.
     """
     known: list[str] = []
     for file in reversed(journal.files):
@@ -169,7 +174,7 @@ def _find_member(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajecto
 
 
 def tokenizer_of(journal: OpenJournal) -> TokenText:
-    """Return the tokenizer of the run's model: its tiny model, or the configured one."""
+    """Return the tokenizer of the run's model, which is the tiny model or the configured model."""
     run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
     try:
         config = config_beside(run_dir)
@@ -185,9 +190,9 @@ def tokenizer_of(journal: OpenJournal) -> TokenText:
 
 
 def config_beside(run_dir: RunDir) -> Config:
-    """Load the configuration next to a journal.
+    """Return the configuration of the run to which a journal belongs.
 
-    Raises: ConfigError if it cannot be read, or if the journal was copied without it.
+    Raises: ConfigError if the file cannot be read, or if the journal was copied without the file.
     """
     if not run_dir.config_file.is_file():
         raise ConfigError(f"there is no {run_dir.config_file.name} next to the journal")

@@ -1,6 +1,6 @@
-"""Find the files of a journal that belong to the run, by the run's database, which is only read.
+"""Find the files of a journal that belong to the run, by reading the run's database.
 
-A run's directory may have two files of a step, from two terms; the database records from which one
+A run's directory may have two files of a step, from two terms; the database records from which term
 the run continued. If the journal was copied without the database, the newest term of each step
 counts.
 """
@@ -31,7 +31,7 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surviving:
-    """The facts from the run's database that the view of a trajectory needs."""
+    """The records of the run's database that the view of a trajectory needs."""
 
     spans: tuple[Span, ...]
     refused: frozenset[str]
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def read_surviving(run_dir: RunDir) -> Surviving | None:
-    """Read the surviving steps from the run's database; None if the journal was copied without it.
+    """Return the surviving steps from the run's database; None if there is only a journal's copy.
 
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """
@@ -74,7 +74,7 @@ def read_surviving(run_dir: RunDir) -> Surviving | None:
 
 
 def read_recorded(run_dir: RunDir) -> Recorded:
-    """Read the records for an audit. Raises: ConfigError."""
+    """Return the records for an audit. Raises: ConfigError if the database cannot be read."""
     return _read(
         run_dir, lambda store: Recorded(steps=recorded_steps(store), events=read_events(store))
     )
@@ -97,14 +97,14 @@ def _surviving(store: ReadOnlyStore) -> Surviving:
 
 
 def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
-    """Read from the run's store. Raises: ConfigError."""
+    """Return the result of reading the run's store. Raises: ConfigError if it cannot be read."""
     try:
         with run_dir.looked_into() as store:
             return read(store)
     except StoreError as error:
         raise ConfigError(f"inspect: {error}") from error
     except (SQLAlchemyError, LookupError, TypeError, ValueError) as error:
-        # Rows that no run wrote.
+        # These are errors of rows that no run wrote.
         raise ConfigError(
             f"inspect: the database {shown(run_dir.database_url)} cannot be read "
             f"({type(error).__name__}: {error}); expected the rows of a run; {_RESTORE}"
@@ -114,9 +114,10 @@ def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
 def surviving_files(
     files: Sequence[JournalFile], spans: Sequence[Span] | None
 ) -> list[JournalFile]:
-    """Return one file for each step, from the run's lineage.
+    """Return one file for each step, from the terms of the run's lineage.
 
-    spans: terms of the lineage; if None, the newest term of each step counts.
+    spans: the terms of the lineage, each with its last step; if None, the newest term of each step
+    counts.
     Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. The files are
     those of steps 1 and 2 of term 1, and of step 3 of term 2.
     """
@@ -132,7 +133,7 @@ def surviving_files(
 
 
 def _check_copied(run_dir: RunDir, database: Path) -> None:
-    """Raise ConfigError if this is a run directory whose database is gone."""
+    """Raise ConfigError if this is a run's own directory without its database, and not a copy."""
     left = (
         run_dir.checkpoints,
         run_dir.log_file,

@@ -30,7 +30,7 @@ _COLUMNS = ("token", "text", "id", "is", "turn", "logprob", "version", "advantag
 
 
 def show(view: TrajectoryView, console: Console) -> None:
-    """Print the whole trajectory."""
+    """Print a trajectory's facts, its text, and the table of its sampled and faulty tokens."""
     console.print(_heading(view))
     for sample in view.samples:
         console.print()

@@ -1,7 +1,7 @@
-"""Convert token ids to their bytes; without a tokenizer, the ids themselves are shown.
+"""Convert token ids to their bytes, or to the text of their numbers if there is no tokenizer.
 
-A token need not consist of whole characters, because byte-level tokenizers cut them anywhere. Each
-token is therefore shown as its own bytes, independent of its neighbours.
+A token need not consist of whole characters, because byte-level tokenizers cut characters anywhere.
+Each token is therefore shown as its own bytes, independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TokenText:
     Example: b"<|im_end|>\\n" """
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return one byte string for each token."""
+        """Return the bytes of each token."""
         return [f"⟨{token}⟩".encode() for token in token_ids]
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
@@ -127,7 +127,7 @@ class TokenizerText(TokenText):
     def _piece(self, token: int) -> bytes:
         if token in self.added:
             return self.added[token].encode()
-        # A negative id would count from the end.
+        # Refuse a negative id, which would count from the end of the vocabulary.
         name = self.tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
         if name is None:
             return f"⟨{token}⟩".encode()
@@ -180,7 +180,7 @@ def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerTex
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level vocabularies (GPT-2's encoder)."""
+    """Return the byte for each character of a byte-level vocabulary, as in GPT-2's encoder."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): byte for byte in plain}

@@ -1,8 +1,8 @@
-"""The view of a trajectory: its samples, segments and tokens with their columns and faults. Pure.
+"""The view of a trajectory, with its samples, segments and tokens, their columns and their faults.
 
 The spans of the turns show which tokens were sampled, the advantages that the trainer received show
 which were trained, and the tokenizer shows which belong to the template. A token has a fault if
-these disagree; the facts summarise the trajectory in a few labelled lines. The terminal
+these sources disagree. The facts summarise the trajectory in a few labelled lines. The terminal
 (`terminal`), the page and the API (`document`) show only this view.
 """
 
@@ -116,7 +116,7 @@ class TrajectoryView:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Labels and values: the trajectory's end and its reason, rewards, tokens and versions."""
+        """Labelled values: the trajectory's end and its reason, rewards, tokens and versions."""
         return _facts(self.step, self.entry, is_refused=self.is_refused)
 
     @property
@@ -176,7 +176,10 @@ def exit_of(entry: TrajectoryEntry, *, is_refused: bool) -> str:
 
 
 def advantage(entry: TrajectoryEntry) -> str:
-    """Format the advantage, or the range if tokens differ; empty if nothing was trained."""
+    """Return the advantage of the trained tokens as text, or the range if they differ.
+
+    The text is empty if nothing was trained.
+    """
     values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
     if not values:
         return ""
@@ -185,14 +188,14 @@ def advantage(entry: TrajectoryEntry) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with at most four decimals, without trailing zeros."""
+    """Return a number as text with at most four decimals, without trailing zeros."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4f}".rstrip("0").rstrip(".") or "0"
 
 
 def turn_note(turn: TurnSpan) -> str:
-    """Describe a turn: reward with components, finish reason, and whether it was malformed."""
+    """Return a description of a turn: its reward with components, its finish reason, its faults."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:
         parts = visible_text(
