@@ -38,10 +38,10 @@ class Scale(StrEnum):
 class Truncation(StrEnum):
     """The treatment of a trajectory that was cut off, if the baseline is a critic.
 
-    bootstrap: it is trained, and the value after its last token is V(s_T), the critic's value of
-    its last state. terminal: it is trained, and that value is 0. mask: it is not in the loss.
-    penalty: as terminal, and an amount is subtracted from its return. drop: it is in neither the
-    loss nor the baseline.
+    With bootstrap it is trained, and the value after its last token is V(s_T), the critic's value
+    of its last state. With terminal it is trained, and that value is 0. With mask it is not in the
+    loss. With penalty it is trained as with terminal, and an amount is subtracted from its return.
+    With drop it is in neither the loss nor the baseline.
     """
 
     BOOTSTRAP = "bootstrap"
@@ -82,7 +82,7 @@ class ScheduleSettings:
 class CriticSettings:
     """A value model, and GAE over its values (PPO); used only if the baseline is critic.
 
-    The other settings of its optimiser are the policy's (`trainer`).
+    The other settings of the value model's optimiser are those of the policy (`trainer`).
     """
 
     __pydantic_config__ = STRICT
@@ -163,7 +163,10 @@ class Ratio(StrEnum):
 
 
 class Denominator(StrEnum):
-    """Policy in the ratio's denominator: the sampler's, or the trainer's at the step's start."""
+    """The policy in the ratio's denominator.
+
+    With behaviour it is the sampler's policy; with old it is the trainer's at the step's start.
+    """
 
     BEHAVIOUR = "behaviour"
     OLD = "old"
@@ -191,7 +194,7 @@ class KlEstimator(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlSettings:
-    """KL(policy || reference) as a term of the loss."""
+    """A term KL(policy || reference) in the loss."""
 
     __pydantic_config__ = STRICT
 
@@ -209,8 +212,8 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is a range [low, high] of the ratio trainer / sampler. If the denominator is old, the
-    trainer's probability in this ratio is the one at the step's start, otherwise the current one.
+    A band is a range [low, high] of the ratio trainer / sampler. The trainer's probability in this
+    ratio is that at the step's start if the denominator is old, and otherwise the current one.
     """
 
     __pydantic_config__ = STRICT
@@ -288,7 +291,7 @@ class OverlongSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlRewardSettings:
-    """KL(policy || reference) subtracted from the rewards, at each token."""
+    """The divergence KL(policy || reference), which is subtracted from the reward of each token."""
 
     __pydantic_config__ = STRICT
 
@@ -300,7 +303,7 @@ class KlRewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """Changes to returns before they are compared in groups; null or 0 changes nothing."""
+    """Changes to returns before they are compared in groups; each is off if it is null or 0."""
 
     __pydantic_config__ = STRICT
 
@@ -417,7 +420,7 @@ class AlgorithmSettings:
 
     @property
     def window(self) -> int:
-        """The window W: `window_groups`, or its default if it is null."""
+        """The window W, which is `window_groups` or, if that is null, the default."""
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 
     @property

@@ -1,11 +1,12 @@
 """The values that merge actor and trainer exchange: packed rows, their scores, a critic's rows.
 
-Letters: [T] packed tokens of a row, [S] segments of the row, [M] trained tokens of the row. A row
-is a forest: a segment attends to itself and to its ancestors, backwards; in a row without shared
-prefixes every segment is a root. Invariants: segment_lengths sums to T; segments are in preorder, a
-parent before its children and a subtree without a gap; position_ids count along each path from a
-root; the target of loss position p is the token after p in its segment, or the first token of a
-child if p is the last of its segment; all samples of a trajectory are in one row.
+In shapes, T is the number of packed tokens of a row, S that of its segments, and M that of its
+trained tokens. A row is a forest: a token attends to the earlier tokens of its segment and of the
+segment's ancestors; in a row without shared prefixes every segment is a root. Invariants:
+segment_lengths sums to T; segments are in preorder, so that a parent precedes its children and a
+subtree has no gap; position_ids count along each path from a root; the target of loss position p is
+the token after p in its segment, or the first token of a child if p is the last of its segment; all
+samples of a trajectory are in one row.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class RankShard:
 class RowScores:
     """The reference model's and the critic's scores of a row or of a sample.
 
-    Rewards (KL) and advantages are computed from them.
+    Rewards (KL) and advantages are computed from these scores.
     """
 
     reference_logprobs: Float32s | None = None
@@ -126,7 +127,7 @@ class RowScores:
 
 
 def array_bytes(value: object) -> int:
-    """Count the bytes of all arrays in a shard, or in any part of one."""
+    """Return the number of bytes of all arrays in a shard, or in a part of a shard."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, tuple):

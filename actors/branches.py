@@ -1,19 +1,20 @@
-"""The reason why a turn extended no sample, guessed from token ids.
+"""Guess from token ids why a turn extended no sample.
 
-Ids show the position where two histories part, not the cause. The prompt is compared with the
-sample that shares most with it, as if one span had changed: the last few tokens of the sample are
-searched for in the prompt after the divergence. From the position where they are found, sample and
-prompt are alike again, and the tokens between are the change. The change
+Ids show the position where two histories part, but not the cause. The prompt is compared with the
+sample that shares most with it, as if only one span had changed: the last few tokens of the sample
+are searched for in the prompt after the divergence. From the position where they are found, sample
+and prompt are equal again, and the tokens before that position are the change. The reason is
 
-- is not followed by a match, is a plain deletion after the first prompt (a stripped thought, a
-  rolled-back or compacted history), or covers several `regions`: history_rewritten
-- is within the first prompt, which holds the system text and tool schemas: tools_changed
-- is only an insertion, or is in an observation: template
-- is in sampled tokens, which were encoded differently: retokenised
+- history_rewritten, if the last tokens are not found, if the change is a plain deletion after the
+  first prompt (a stripped thought, a rolled-back or compacted history), or if it covers several
+  `regions`
+- tools_changed, if the change is within the first prompt, which has system text and tool schemas
+- template, if the change is only an insertion, or is in an observation
+- retokenised, if the change is in sampled tokens, which were encoded differently
 
-A rewritten text that keeps its end looks like a re-tokenised one, and two small changes in one turn
-look like a rewritten history: read the counts as a hint where to look, not as a proof. Called by
-the sample builder.
+A rewritten text that keeps its end looks like a re-tokenised text, and two small changes in one
+turn look like a rewritten history. So the counts are a hint where to look, and not a proof. The
+sample builder calls this module.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from numpy.typing import NDArray
 
 from actors.types import BranchReason, TokenIds, TurnSpan
 
-# Histories count as alike again if this many of the sample's last tokens are found; in short turns
-# fewer, down to SHORTEST_ANCHOR_TOKENS.
+# Histories count as equal again if this number of the sample's last tokens is found; in short turns
+# fewer are enough, down to SHORTEST_ANCHOR_TOKENS.
 ANCHOR_TOKENS = 4
 SHORTEST_ANCHOR_TOKENS = 2
 
@@ -34,12 +35,13 @@ SHORTEST_ANCHOR_TOKENS = 2
 def branch_reason(
     sample: TokenIds, prompt: TokenIds, *, regions: NDArray[np.int32], position: int
 ) -> BranchReason:
-    """Return the reason, derived from the one span of `sample` that `prompt` changed.
+    """Return the reason why `prompt` does not extend `sample`.
 
-    Args: sample: [T] int32. regions: [T] int32, 0 in the first prompt, then 1, 2, ... by turn (odd:
-    sampled, even: observation). position: index of the first token that differs, below T.
+    Args: sample: [T] int32. regions: [T] int32, the result of `regions` for the sample's turns.
+    position: index of the first token that differs, below T.
 
-    Example: a sample with the action 11 12 13 14, a prompt with 11 99 14 instead: retokenised
+    Example: the reason is retokenised if the sample has the action 11 12 13 14, and the prompt has
+    11 99 14 in its place.
     """
     end = _end_of_change(sample, prompt, position)
     if end is None:
@@ -61,8 +63,10 @@ def branch_reason(
 
 
 def regions(turns: Sequence[TurnSpan]) -> NDArray[np.int32]:
-    """Number the regions up to the last turn's end, [T] int32: the first prompt is 0, each action
-    is odd, each observation is even.
+    """Return the number of each token's region, up to the last turn's end, [T] int32.
+
+    The first prompt is region 0; then each action has an odd number, and each observation an even
+    number.
     """
     borders = [0, *(each for turn in turns for each in (turn.start, turn.end))]
     lengths = np.diff(borders)
@@ -70,7 +74,7 @@ def regions(turns: Sequence[TurnSpan]) -> NDArray[np.int32]:
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Count the ids that two sequences have in common from the start."""
+    """Return the number of ids that two sequences have in common from the start."""
     length = min(a.shape[0], b.shape[0])
     differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0
@@ -78,9 +82,9 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Return the end in `prompt` of the sample's last tokens, searched from `position`.
+    """Return the end of the sample's last tokens in `prompt`, searched from `position` on.
 
-    Returns: None if they are absent.
+    Return None if the prompt does not contain them there.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

@@ -1,8 +1,8 @@
-"""Await with a deadline or during other work, without losing a cancellation; and retry.
+"""Await with a deadline or beside other work without losing a cancellation, and retry.
 
 These functions replace `asyncio.wait_for`, which in Python 3.11 loses a cancellation that arrives
-together with the result, and a loop around it then never stops. Called wherever an
-actor awaits another one, or an event.
+together with the result, so that a loop around it never stops. Use them wherever an actor awaits
+another actor, or an event.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _Result = TypeVar("_Result")
 
 
 class ActorLost(Exception):
-    """An actor of the run died or hangs; the message names it."""
+    """Raised if an actor of the run died or hangs; the message names the actor."""
 
 
 async def within(limit_s: float, call: Awaitable[_Result]) -> _Result:
-    """Await a call. Raises: TimeoutError after limit_s seconds; any error of the call."""
+    """Return a call's result. Raises: TimeoutError after limit_s seconds; any error of the call."""
     async with asyncio.timeout(limit_s):
         return await call
 
 
 async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
-    """Wait for an event. Returns: whether it was set within limit_s seconds."""
+    """Wait for an event, and return whether it was set within limit_s seconds."""
     try:
         await within(limit_s, event.wait())
     except TimeoutError:
@@ -49,9 +49,9 @@ async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
 
 @asynccontextmanager
 async def race(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Run works as tasks, and enter the block when the first of them has ended.
+    """Run awaitables as tasks, and enter the block when the first task has ended.
 
-    At the end of the block the others are cancelled and awaited; their errors are dropped.
+    At the end of the block the other tasks are cancelled and awaited; their errors are dropped.
 
     Example:
         async with race(work(), is_stopping.wait()) as (working, _):
@@ -66,9 +66,10 @@ async def race(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.
 
 
 async def beside(work: Awaitable[_Result], *helpers: Awaitable[object]) -> _Result:
-    """Await work while helpers run, then cancel the helpers, which may also end earlier.
+    """Return the result of the work, during which helpers run.
 
-    If a helper raises, the work is cancelled and the helper's error is raised at once.
+    The helpers may end earlier; otherwise they are cancelled after the work. If a helper raises,
+    the work is cancelled and the helper's error is raised at once.
     Raises: any error of the work or of a helper.
     """
     working = asyncio.ensure_future(work)
@@ -127,7 +128,7 @@ async def wait_while_moving(
     idle_s: float,
     look_s: float,
 ) -> None:
-    """Wait while the work makes progress, until all have answered or one has failed.
+    """Wait while workers make progress, until all of them have answered or one has failed.
 
     Args: progress: returns the amount of work that each worker has done so far; workers that do not
     answer are absent. idle_s: return after this many seconds without progress or another answer.
@@ -155,10 +156,11 @@ async def retry(
     first_pause_s: float = 0.1,
     longest_pause_s: float = 2.0,
 ) -> _Result:
-    """Repeat an attempt after each error of the kinds `on`.
+    """Repeat an attempt after each error of the kinds `on`, and return its result.
 
-    The pauses double, up to the longest; each is cut by up to a half at random, so that callers
-    that failed together do not retry together. The caller must bound an attempt that may hang.
+    The pauses double, up to the longest. Each is shortened at random by up to a half, so that
+    callers that failed together do not retry together. The caller must bound an attempt that may
+    hang.
     Raises: the last error after max_attempts or limit_s seconds; an error of another kind at once.
     """
     loop = asyncio.get_running_loop()
@@ -182,7 +184,7 @@ async def retry(
 def poll(
     find: Callable[[], _Result | None], *, limit_s: float, every_s: float = 0.25
 ) -> _Result | None:
-    """Call `find` until it returns a value, at least once. Returns: None after limit_s seconds."""
+    """Call `find` at least once, until it returns a value. Return None after limit_s seconds."""
     deadline = time.monotonic() + limit_s
     while (found := find()) is None and time.monotonic() < deadline:
         time.sleep(every_s)

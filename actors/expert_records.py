@@ -23,7 +23,8 @@ ExpertIndices = NDArray[np.integer[Any]]
 class MixtureShape:
     """The routing of a mixture of experts.
 
-    num_layers: layers with a router. num_chosen: experts that each of them chooses for a token.
+    num_layers: number of layers with a router. num_chosen: number of experts that each such layer
+    chooses for a token.
     """
 
     num_layers: int
@@ -87,7 +88,8 @@ def routed_layers(config: Any) -> tuple[int, ...]:
     """Return the decoder layers with a router that the trainer can replay, ascending.
 
     Args: config: Hugging Face's configuration of a language model.
-    Returns: () if the model has no routers, or only kinds that `trainer.routing_replay` lacks.
+    Returns: an empty tuple if the model has no routers, or only kinds that `trainer.routing_replay`
+    lacks.
     Example: a Qwen3-MoE of four layers with decoder_sparse_step 2 -> (1, 3)
     """
     layers = range(config.num_hidden_layers)
@@ -102,7 +104,7 @@ def routed_layers(config: Any) -> tuple[int, ...]:
 def sampled_experts(
     records: NDArray[np.uint8] | NDArray[np.uint16], *, routed: Sequence[int]
 ) -> ExpertIndices:
-    """Convert an engine's records to those of a turn.
+    """Return an engine's records in the form that a turn has.
 
     Args: records: [R, layers, K] of the first R sampled tokens, with an entry for every decoder
         layer; uint8, or uint16 above 256 experts. routed: the layers with a router.

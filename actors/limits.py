@@ -1,7 +1,7 @@
-"""The bounds that settings are declared with, and the largest meaningful numbers.
+"""The bounds with which settings are declared, and the largest meaningful numbers.
 
-A settings dataclass is a leaf of the configuration tree: `service.config` reads it from YAML and
-checks these bounds. A settings object that code constructs directly is not checked.
+`service.config` reads settings dataclasses from YAML, and checks these bounds. A settings object
+that code constructs directly is not checked.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 # or was recorded wrongly; its ratio counts as e^20, sends no gradient and overflows nothing.
 MAX_LOG_RATIO = 20.0
 
-# For one turn or a whole trajectory, after shaping. Advantages are float32: a reward far beyond
-# this would leave its group's other members without a significant digit, or become infinite.
+# The largest reward of a turn or a whole trajectory, after shaping. Advantages are float32: a much
+# larger reward would leave its group's other members without a significant digit, or be infinite.
 MAX_REWARD = 1e9
 
 # The greatest seed that NumPy accepts, and the greatest of a task: a signed 32-bit number, because
@@ -26,14 +26,14 @@ MAX_TASK_SEED = 2**31 - 1
 MIB = 1 << 20
 GIB = 1 << 30
 
-# `__pydantic_config__` of every leaf: unknown keys are refused, a field's docstring is its
-# description. A plain dict, so that actors need no pydantic.
+# `__pydantic_config__` of all settings: unknown keys are refused, and a field's docstring is its
+# description. This is a plain dict, so that actors need no pydantic.
 STRICT = {
     "extra": "forbid",
     "use_attribute_docstrings": True,
     "allow_inf_nan": False,
 }
-# The same for the data of a task that may have other entries beside those of its class.
+# `__pydantic_config__` of a task's data that may have more entries than its class declares.
 OPEN = {"use_attribute_docstrings": True}
 
 # Counts that the run's database, and the libraries' own 32-bit counters, can hold.
@@ -49,7 +49,7 @@ NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Share = Annotated[float, Gt(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
-# The engine raises a lower temperature to this; the trainer would not.
+# The engine would raise a lower temperature to this bound, and the trainer would not.
 Temperature = Annotated[float, Ge(0.01)]
 Port = Annotated[int, Ge(0), Le(65535)]
 ModelName = Annotated[str, MinLen(1)]

@@ -1,6 +1,6 @@
 """A registry of metrics, and the kinds of metric that the Prometheus library lacks.
 
-Called by `actors.metrics`, which declares the metrics.
+`actors.metrics` declares the metrics with this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 
 class OptionalGauges(Collector):
-    """A gauge metric whose values are set together: `show` replaces all that were shown before.
+    """A gauge metric whose values are set together; `show` replaces all earlier values.
 
     A metric with a label has one value for each value of the label. A metric without a label has
     one value, under the key "". Before the first `show` there is no value; the library's own gauges
@@ -30,7 +30,7 @@ class OptionalGauges(Collector):
         self._values: Mapping[str, float] = {}
 
     def show(self, values: Mapping[str, float]) -> None:
-        """Show these values, by the label's value, and remove those that were shown before."""
+        """Show these values, by the label's value, and remove all earlier values."""
         self._values = dict(values)
 
     def describe(self) -> Iterable[Metric]:
@@ -47,7 +47,7 @@ class OptionalGauge(OptionalGauges):
     """A gauge without a label that is absent while its value is not known."""
 
     def set(self, value: float | None) -> None:
-        """Set the value; None if it is not known."""
+        """Set the value; if it is None, show no value."""
         self.show({} if value is None else {"": value})
 
 
@@ -73,8 +73,8 @@ class StoredHistograms(Collector):
     def show(self, values: Mapping[str, tuple[Sequence[int], float]]) -> None:
         """Replace the shown values.
 
-        values: by the label's value, the count of each bucket, of which the last is above all
-        bounds, and the sum.
+        values: for each value of the label, the counts of the buckets, and the sum. The last bucket
+        is for values above all bounds.
         """
         self._values = dict(values)
 

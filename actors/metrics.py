@@ -33,7 +33,7 @@ RETURN_BUCKETS = (
 
 
 class Part(StrEnum):
-    """A part that is replaced if it dies. TERM: all parts of a term are replaced together."""
+    """A part that is replaced if it dies; TERM is all parts of a term, replaced together."""
 
     ENVIRONMENT_ACTOR = "environment_actor"
     GATEWAY = "gateway"
@@ -56,7 +56,7 @@ class PublishPhase(StrEnum):
 
 
 def secret_failures(gained: AtomicRegistry, secret: Literal["api_key", "database"]) -> Counter:
-    """Return the counter of failed readings of a secret's file, for one process that reads it."""
+    """Return a counter of failed readings of secrets' files, for a process that reads them."""
     counter = gained.counter(
         "rayloom_secret_read_failures",
         "Readings of a secret's file that found it missing, empty or invalid, by secret; the last "
@@ -133,7 +133,7 @@ class RunMetrics:
 
 
 class RolloutMetrics:
-    """Ended trajectories since the start of this process; no stored row has their counts."""
+    """Counts of trajectories that ended since the start of this process; they are not stored."""
 
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.ended = gained.counter(
@@ -178,7 +178,7 @@ class RolloutMetrics:
 
 
 class LedgerMetrics:
-    """The admitted rollouts by their state, and the stored ones.
+    """The admitted rollouts by their state, and the stored rollouts.
 
     If the run returns to a checkpoint, the gauges return to the values of that checkpoint; the
     counter counts all rows ever stored.
@@ -376,7 +376,7 @@ class StatisticMetrics:
         )
 
     def show(self, statistics: Mapping[str, float]) -> None:
-        """Show the known statistics of a step, and remove those that were shown before."""
+        """Show the known statistics of a step, and remove those of an earlier step."""
         for name, gauge in self._gauges.items():
             gauge.set(statistics.get(name))
 

@@ -1,8 +1,8 @@
 """Check the turns and trajectories that an engine or another producer sent.
 
 `find_misalignment` checks one turn before a sample is built of it; `find_misfit` checks a
-trajectory in the merge actor, where the trained model is known. Each returns one sentence with the
-fault and its remedy, without any payload, or None.
+trajectory in the merge actor, where the trained model is known. Each returns None, or a sentence
+with the fault and its remedy that contains no payload.
 """
 
 from __future__ import annotations

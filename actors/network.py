@@ -25,11 +25,12 @@ class Rendezvous:
 def gloo_interface(address: str) -> dict[str, str]:
     """Return the environment variable that makes torch's gloo use the interface of `address`.
 
-    Without it gloo resolves the host name for each process group: if no name server answers, that
-    takes ten seconds a group, and if the name resolves to 127.0.1.1, as in Debian's /etc/hosts,
-    other nodes cannot reach it.
+    Without this variable gloo resolves the host name for each process group. If no name server
+    answers, that takes ten seconds for each group. If the name resolves to 127.0.1.1, as with
+    Debian's /etc/hosts, other nodes cannot reach this node.
 
-    Returns: {} if no interface has the address. Example: 127.0.0.1 -> {"GLOO_SOCKET_IFNAME": "lo"}
+    Returns: an empty dictionary if no interface has the address.
+    Example: 127.0.0.1 -> {"GLOO_SOCKET_IFNAME": "lo"}
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):

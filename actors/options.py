@@ -1,9 +1,9 @@
-"""Read settings and options: one adapter checks the types and bounds of their classes.
+"""Read settings and options, with a check of the types and bounds that their classes declare.
 
 A component declares its options as a frozen dataclass: annotated types (`actors.limits`), a
 docstring under each field, and a `__post_init__` that raises ValueError if fields contradict each
-other. The configuration and environments are read here, and every problem names the place, what it
-got and what it expected.
+other. The configuration and environments' options are read here. Every message names the place,
+what was given and what was expected.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weight of each name; a name or a list of names gets weight 1 for each."""
+    """Return the weight of each name, which is 1 if a name or a list of names is given."""
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()
@@ -82,7 +82,7 @@ def _several(given: object) -> object:
 
 
 def _as_json(given: object) -> object:
-    """Return a map as plain JSON; a date of YAML as text."""
+    """Return a map as plain JSON values, with dates as texts."""
     if not isinstance(given, Mapping):
         return given
     try:
@@ -108,14 +108,15 @@ JsonObject = Annotated[Mapping[str, Any], BeforeValidator(_as_json)]
 
 
 class BadOptions(ValueError):
-    """Values do not fit a class of options; the text names every problem."""
+    """Raised if values do not fit a class of options; the message names every problem."""
 
 
 @cache
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
     """Return the adapter that reads and writes a class of settings.
 
-    Raises: PydanticUserError, PydanticUndefinedAnnotation.
+    Raises: PydanticUserError or PydanticUndefinedAnnotation if values of a field's type cannot be
+    checked.
     """
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     # Without this call, a type that was not found is an error of the first validation.
@@ -143,11 +144,11 @@ def _no_truth(given: object) -> object:
 
 
 def read(kind: type[Options], given: object, *, where: str) -> Options:
-    """Make an instance from plain values.
+    """Return an instance of a class of options, made from plain values.
 
     Args: kind: a class that `is_options_type` accepts, or a union of them. where: the place that
     errors name.
-    Raises: BadOptions.
+    Raises: BadOptions if the values do not fit.
     Example: read(GuessingOptions, {"low": -1}, where="options")
         -> BadOptions("options.low: got -1, expected 0 or more")
     """
@@ -207,7 +208,7 @@ def holding(part: str) -> AfterValidator:
 
 
 def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
-    """Describe one error of pydantic. `where` is the place of `kind` in a larger tree."""
+    """Return a sentence on one error of pydantic. where: the place of `kind` in a larger tree."""
     place = ".".join(map(str, [*filter(None, [where]), *detail["loc"]]))
     context = detail.get("ctx", {})
     match detail["type"]:
@@ -241,7 +242,7 @@ def _shown(bound: Any) -> Any:
 
 
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
-    """Return what to write instead of an unknown key, which is the last part of `location`.
+    """Return a hint what to write instead of an unknown key, the last part of `location`.
 
     Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
@@ -257,7 +258,7 @@ def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
 
 
 def _places_of(annotation: Any, name: str, depth: int = 3) -> Iterator[str]:
-    """Yield the places of the fields with this name in a section and in the sections inside it."""
+    """Yield the places of fields with this name in a section, and in the sections inside it."""
     for section in sections_in(annotation) if depth else ():
         for field, hint in _types_of(section).items():
             if field == name:
@@ -285,7 +286,7 @@ def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
 
 @cache
 def _types_of(section: Any) -> Mapping[str, Any]:
-    """Return the types of the fields that a class of settings is made with, by their names."""
+    """Return the types of the fields of a class of settings, by the fields' names."""
     hints = _hints(section)
     if is_dataclass(section):
         known = {field.name for field in fields(section) if field.init}
@@ -322,7 +323,7 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and (
         is_dataclass(kind)
         or issubclass(kind, BaseModel)
-        # A TypedDict, of typing or of typing_extensions.
+        # This is a TypedDict, of typing or of typing_extensions.
         or (issubclass(kind, dict) and hasattr(kind, "__total__"))
     )
 

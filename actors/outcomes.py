@@ -1,8 +1,8 @@
-"""The disposition of each outcome, when an attempt is repeated, and which returns are equal.
+"""The table of outcomes: how a trajectory is trained, and whether its attempt is repeated.
 
-The table is data: an environment may replace any row of it. The queue (retries, groups to replace)
-and the merge actor (train, clamp, penalise, mask, drop) decide by the same functions. Source of the
-defaults: docs/semantics.md, Outcomes.
+The configuration of an environment may replace any row of the table. The queue (retries, groups to
+replace) and the merge actor (train, clamp, penalise, mask, drop) decide by the same functions. The
+defaults are those of docs/semantics.md, Outcomes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRule:
-    """The treatment of the trajectories of one outcome: a row of `rollouts.outcomes`."""
+    """The treatment of the trajectories of one outcome, which is a row of `rollouts.outcomes`."""
 
     __pydantic_config__ = STRICT
 
@@ -50,7 +50,7 @@ class OutcomeRule:
     def baseline_return(
         self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
     ) -> float | None:
-        """Return a trajectory's value in its group's baseline; None if it does not count there.
+        """Return a trajectory's value in its group's baseline; None if it is not counted there.
 
         train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
         mask: r if it was graded; drop: nothing.   Source: docs/semantics.md, Outcomes.
@@ -99,7 +99,7 @@ UNSCORED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomePolicy:
-    """The rules of one environment: `overrides`, and the defaults for all other outcomes."""
+    """The rules of one environment, which are `overrides` and, for other outcomes, the defaults."""
 
     overrides: Mapping[Outcome, OutcomeRule] = field(default_factory=dict)
 
@@ -116,17 +116,15 @@ class OutcomePolicy:
         return self.rule(outcome).disposition
 
     def without_retries(self) -> OutcomePolicy:
-        """Return the same dispositions without retries, for agents that cannot play a task
-        again.
-        """
+        """Return the same rules without retries, for agents that cannot play a task again."""
         rules = {outcome: replace(self.rule(outcome), max_retries=0) for outcome in Outcome}
         return OutcomePolicy(overrides=rules)
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """Return whether returns differ at most by rounding; true for fewer than two returns.
+    """Return whether returns differ at most by rounding; fewer than two returns are equal.
 
-    max - min <= 1e-9 max(1, |r_1|, ..., |r_G|).
+    The condition is max - min <= 1e-9 max(1, |r_1|, ..., |r_G|).
 
     Example: are_equal([0.1 + 0.2, 0.3]) -> True; are_equal([0.3, 0.4]) -> False
     """

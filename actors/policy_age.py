@@ -1,14 +1,16 @@
-"""Ages of policy versions: the number of training steps between two of them.
+"""Ages of policy versions, which count the training steps between two versions.
 
 Versions count publications. If the weights of a restarted trainer are not bitwise equal to the
-published ones, it publishes the weights of that step again under the next version
+published weights, the trainer publishes the weights of that step again under the next version
 (docs/semantics.md): both versions belong to one step, and tokens do not age between them.
 
-Turns of sessions are stored, and outlive a term. A term that goes back to a checkpoint undoes the
-versions after it, and gives their numbers to other weights. Tokens of an undone version are marked
-(`UNDONE`): they are trained with their recorded log-probabilities, these are not compared with a
-trainer's, and their age is at least 0. Called by the merge actor (reports, journal), the trainer
-(its bound), the audit and the gateway.
+Turns of sessions are stored, and outlive a term. A term that returns to a checkpoint undoes the
+versions after that checkpoint, and gives their numbers to other weights. Tokens of an undone
+version are marked (`UNDONE`): they are trained with their recorded log-probabilities, which are not
+compared with a trainer's, and their age is at least 0.
+
+The merge actor uses ages in reports and the journal, the trainer in its bound; the audit and the
+gateway use them too.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ def newest_kept(sampled: Int32s) -> int:
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
     """Return the last version of a term that is not undone; None if no version is undone.
 
-    Args: first_versions: by term, the version that it continued from.
+    Args: first_versions: the version from which each term continued, by term.
     Example: {1: 0, 2: 6, 3: 4, 4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
     """
     return min((first for later, first in first_versions.items() if later > term), default=None)
 
 
 def marked(spans: Iterable[VersionSpan], kept: int | None) -> tuple[VersionSpan, ...]:
-    """Mark the versions after `kept` in a stored turn's spans as undone.
+    """Return a stored turn's spans with the versions after `kept` marked as undone.
 
     Args: kept: the result of `undone_after` for the term that stored the turn.
     """

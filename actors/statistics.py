@@ -1,6 +1,6 @@
-"""The table of statistics: every number that describes a step, declared once.
+"""The table of statistics, which declares every number that describes a step once.
 
-A part that produces values names them as in the table (`Statistic.values`); the reduction, the
+A part that produces values names them as in the table (`Statistic.values`). The reduction, the
 step's record, the metrics, the report, the dashboard and docs/metrics.md are made from the table. A
 statistic that is not known at a step is absent from it, never 0. To add a statistic, add an entry
 here and compute its values in the part that produces them: for the loss, one line in
@@ -40,7 +40,7 @@ _SUFFIXES = (Reduction.MEAN, Reduction.STD, Reduction.MIN, Reduction.MAX)
 
 
 class Source(StrEnum):
-    """The part that produces the values, and what they are reduced over."""
+    """The part that produces the values, and the set over which they are reduced."""
 
     LOSS = "the loss, over the trained tokens of a step's finite updates"
     CRITIC = "the critic's update"
@@ -88,7 +88,7 @@ class Statistic:
 
     @property
     def metric(self) -> str:
-        """The name of its Prometheus gauge."""
+        """The name of the statistic's Prometheus gauge."""
         return self.given_metric or f"rayloom_step_{self.name}{_METRIC_ENDS[self.unit]}"
 
 
@@ -102,8 +102,9 @@ def _of(
     metric: str = "",
     name: str = "",
 ) -> tuple[Statistic, ...]:
-    """Declare one statistic for each reduction, named after the values. Example: kl, MEAN ->
-    kl_mean.
+    """Return one statistic for each reduction, named after the values.
+
+    Example: values kl with reduction MEAN -> kl_mean
     """
     return tuple(
         Statistic(

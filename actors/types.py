@@ -1,7 +1,7 @@
 """The types that all packages share: turns, samples, trajectories, rollouts.
 
-Plain frozen values, without Ray and torch. Token ids are the source of truth: a trajectory holds
-the ids that were sent to the engine and those that it returned, never text. Terms and rules follow
+They are plain frozen values, without Ray and torch. Token ids are the source of truth: a trajectory
+holds the ids that the engine received and returned, never text. Terms and rules follow
 docs/semantics.md.
 """
 
@@ -191,8 +191,9 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sequence of training data: turns that each extend the previous one; read-only arrays.
+    """One sequence of training data, made of turns that each extend the previous turn.
 
+    Its arrays are read-only.
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
     [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may follow the
     last turn; a critic reads the value of a truncated trajectory there.
@@ -389,11 +390,11 @@ class Trajectory(Attempt):
 
     @property
     def is_graded(self) -> bool:
-        """Whether its return may be in a baseline unchanged.
+        """Whether the trajectory's return may be in a baseline unchanged.
 
-        True for a trajectory that was played to its end; false if its reward could not be
-        computed. A truncated or aborted trajectory is graded only if a reward was given or, if
-        was_rewarded is None, if its last turn has a reward component or a reward other than 0.
+        This is so if it was played to its end, unless its reward could not be computed. A truncated
+        or aborted trajectory is graded only if a reward was given or, if was_rewarded is None, if
+        its last turn has a reward component or a reward other than 0.
         """
         if self.outcome in PLAYED_OUT:
             return True
@@ -447,7 +448,7 @@ class TrajectorySummary(Attempt):
 
     @property
     def scaled_return(self) -> float | None:
-        """The return divided by the best possible one; None if the best one is not known."""
+        """The return divided by the best possible return; None if that is not known."""
         return None if not self.best_return else self.episode_return / self.best_return
 
 
@@ -462,7 +463,7 @@ def original_numbers(versions: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def summarize(trajectory: Trajectory, *, num_bytes: int) -> TrajectorySummary:
-    """Describe a trajectory for the queue. num_bytes: size of its payload, bytes."""
+    """Return the metadata of a trajectory for the queue. num_bytes: size of its payload."""
     versions = trajectory.versions
     return TrajectorySummary(
         **{each.name: getattr(trajectory, each.name) for each in fields(Attempt)},

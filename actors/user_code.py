@@ -3,8 +3,8 @@
 Invariant: `bounded` ends within its limit plus a second of grace, raises only the errors that its
 docstring names, and retrieves the late error of an abandoned call. A user's environment may fail a
 thousand times a minute: every trajectory has a one-line description of its error, and `FaultLog`
-writes the traceback once for each location. Called by the turn loop and by the configuration's
-checks.
+writes the traceback once for each location. The turn loop and the configuration's checks use this
+module.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class CallTimedOut(Exception):
-    """The call did not end within its limit."""
+    """Raised if a call does not end within its limit."""
 
 
 class CallFailed(Exception):
-    """The call raised; `__cause__` is its exception."""
+    """Raised if a call raises; `__cause__` is the call's exception."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(describe(error))
@@ -49,7 +49,7 @@ class RaisedInWorker(Exception):
     """
 
     def __init__(self, kind: str, text: str, where: str, trace: str) -> None:
-        """Describe the exception.
+        """Store the description of an exception.
 
         Args:
             kind: Name of the exception's type.
@@ -64,7 +64,7 @@ class RaisedInWorker(Exception):
 
 
 class _CallExited(Exception):
-    """The call raised an exception that would end the event loop or hang the caller."""
+    """Raised if a call raises an exception that would end the event loop or hang the caller."""
 
 
 def describe(error: BaseException) -> str:
@@ -85,7 +85,7 @@ def type_of(value: object) -> str:
 
 @asynccontextmanager
 async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Call `close` at the end.
+    """Call `close` at the end of the block.
 
     If the body raises, its exception is raised, and an exception of `close` is added to it as a
     note (`note_of_close`).
@@ -110,9 +110,9 @@ def note_of_close(error: BaseException) -> str:
 async def in_thread(
     call: Callable[[], _Result], *, on_start: Callable[[], None] | None = None
 ) -> _Result:
-    """Make a call that may block, in a separate thread.
+    """Make a call that may block in a separate thread, and return its result.
 
-    asyncio has few default threads, so that a few hanging calls would make all others wait.
+    asyncio has few default threads, so a few hanging calls would make all others wait.
     Args: on_start: called in the event loop after the thread has begun.
     """
     loop = asyncio.get_running_loop()
@@ -136,9 +136,10 @@ def num_abandoned() -> int:
 
 
 async def bounded(call: Callable[[], Awaitable[_Result]], *, limit_s: float) -> _Result:
-    """Make a call and await it for at most limit_s seconds.
+    """Return the result of a call that is awaited for at most limit_s seconds.
 
-    Args: call: returns the awaitable; if it raises, that is an error of the call too.
+    Args: call: a function that returns the awaitable; if it raises itself, that is an error of the
+    call too.
     Raises: CallTimedOut; CallFailed for any exception of the call; asyncio.CancelledError only if
     the caller itself is cancelled (the call is then cancelled too).
     """
