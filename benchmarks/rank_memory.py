@@ -1,5 +1,5 @@
-"""Measure the memory of a trainer's rank: all weights, adapters only, activations recomputed,
-or gathered weights freed after each micro-batch.
+"""Measure a rank's memory if it trains all weights, trains only adapters, recomputes activations,
+or frees gathered weights after each micro-batch.
 
     python -m benchmarks.rank_memory MODEL
 

@@ -82,7 +82,7 @@ def open_display(
 
 
 class LineDisplay:
-    """Prints a line for each step, phase, evaluation and notice; no escape codes or wrapping.
+    """Prints a plain, unwrapped line for each step, phase, evaluation and notice.
 
     Statuses must be passed to `update` in order.
     """

@@ -17,6 +17,7 @@ from typing import Any
 
 from actors.trainer.settings import LoraSettings
 from actors.types import Dtype
+from actors.user_code import type_of
 from service.config.file import ConfigError
 from service.inference.model_support import unserved, unserved_adapters
 from service.inference.settings import InferenceSettings
@@ -150,11 +151,9 @@ def check_architecture_once(
 ) -> None:
     """Call `check_architecture`, unless the same check has already passed for this user.
 
-    The check is repeated if anything changes on which it depends: config.json, the headers of the
-    weight files, the arguments, the packages, or the code of the check. A failed check is
-    never stored.
-
-    Arguments and errors are those of `check_architecture`.
+    The check is repeated after each change of config.json, of the headers of the weight files, of
+    the arguments, of the packages, or of the check's code. Only a passed check is stored. The
+    arguments and errors are those of `check_architecture`.
     """
     given = (max_context_tokens, dtype, inference, lora, has_head, _headers(directory))
     passed = user_cache("checked") / _fingerprint(directory / "config.json", given)

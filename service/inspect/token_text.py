@@ -149,7 +149,7 @@ def token_text(
     chat_template: str | None,
     why_not: str,
 ) -> TokenText:
-    """Load the tokenizer of a model directory or hub name; without one, return a text of ids.
+    """Return the tokenizer of a model directory or hub name, or the base class if it has none.
 
     why_not: the note if `model` is None.
     """
