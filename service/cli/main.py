@@ -55,6 +55,7 @@ def common(
         bool,
         typer.Option(
             "--version",
+            metavar="",
             help="print the version and end",
             is_eager=True,
             callback=_print_version,

@@ -23,7 +23,8 @@ def model_tiny(
     directory: Annotated[Path, typer.Argument(help="new directory for the model")],
     seed: Seed = 0,
     untied: Annotated[
-        bool, typer.Option(help="give the output head its own weights, not the embedding's")
+        bool,
+        typer.Option(metavar="", help="give the output head its own weights, not the embedding's"),
     ] = False,
     warmup_steps: Annotated[
         int | None,

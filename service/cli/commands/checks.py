@@ -45,7 +45,10 @@ def check(
     call: CallOption = None,
     answer: AnswerOption = None,
     size: Annotated[
-        bool, typer.Option("--size", help="print only the disk space and memory that a run needs")
+        bool,
+        typer.Option(
+            "--size", metavar="", help="print only the disk space and memory that a run needs"
+        ),
     ] = False,
     parameters: Annotated[
         float | None,

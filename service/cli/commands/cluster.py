@@ -41,7 +41,7 @@ def submit(
     tasks_per_request: Annotated[
         int, typer.Option(min=1, max=10_000, help="number of tasks in one request")
     ] = 64,
-    wait: Annotated[bool, typer.Option(help="wait until all tasks have ended")] = True,
+    wait: Annotated[bool, typer.Option(metavar="", help="wait until all tasks have ended")] = True,
 ) -> None:
     """Submit the tasks of FILE to a service, and wait until they have ended.
 

@@ -58,6 +58,7 @@ CallOption = Annotated[
     bool | None,
     typer.Option(
         "--call/--no-call",
+        metavar="",
         help="call functions and judges before the start, or neither; default: only functions",
     ),
 ]

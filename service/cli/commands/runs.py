@@ -68,7 +68,10 @@ def export(
         typer.Argument(help="new directory for the model, or an address such as s3://bucket/model"),
     ],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="write only the LoRA adapters, in PEFT's format")
+        bool,
+        typer.Option(
+            "--adapter", metavar="", help="write only the LoRA adapters, in PEFT's format"
+        ),
     ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory; LoRA adapters are merged into it."""
@@ -262,9 +265,12 @@ def inspect(
         str | None, typer.Option(metavar="FILE", help="write the trajectory as an HTML page")
     ] = None,
     audit: Annotated[
-        bool, typer.Option(help="check every invariant of the journal, and list violations")
+        bool,
+        typer.Option(metavar="", help="check every invariant of the journal, and list violations"),
     ] = False,
-    hacking: Annotated[bool, typer.Option(help="search for patterns of reward hacking")] = False,
+    hacking: Annotated[
+        bool, typer.Option(metavar="", help="search for patterns of reward hacking")
+    ] = False,
     shadow: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="second verifier for --hacking")
     ] = None,
@@ -317,10 +323,14 @@ def explain(
     replay: Annotated[
         bool,
         typer.Option(
-            "--replay", help="first train the steps between the checkpoint and this step again"
+            "--replay",
+            metavar="",
+            help="first train the steps between the checkpoint and this step again",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON document")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="print a JSON document")
+    ] = False,
 ) -> None:
     """Show how much each trajectory and group contributed to the update of a step.
 

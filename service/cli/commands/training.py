@@ -84,6 +84,7 @@ def start(
         bool,
         typer.Option(
             "--take-over",
+            metavar="",
             help="with --resume: take over the run from the process that runs it, which then ends",
         ),
     ] = False,
