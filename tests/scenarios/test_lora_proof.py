@@ -1,6 +1,7 @@
-"""LoRA and training of all weights on the guessing game: five seeds each, as whole runs.
+"""LoRA and training of all weights on the guessing game and on SmolLM2's sums, as whole runs.
 
-Ten runs of minutes each, so that this is a proof; it prints the table that docs/lora.md shows.
+Five seeds each, twenty runs of minutes each, so that this is a proof; it prints the tables that
+docs/lora.md shows. `-k guessing` and `-k addition` choose one of the two.
 SEEDS="0 1" in the environment chooses seeds.
 """
 
@@ -19,16 +20,13 @@ import pytest
 from worlds.runs.run_driver import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.lora, pytest.mark.timeout(3 * 3600)]
-CONFIG = "deploy/configs/guessing-cpu.yaml"
 SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "0 1 2 3 4").split()]
-STEPS = ["--set=run.steps=140", "--set=run.stop_at_reward=2", "--set=run.evaluate_every=140"]
+GUESSING = ["--set=run.steps=140", "--set=run.stop_at_reward=2", "--set=run.evaluate_every=140"]
+RANK = "--set=trainer.lora.rank=16"
 # The configuration's large epsilon is for the gradients of all weights. Those of adapters are
 # smaller, and with it the policy did not learn in 100 steps.
-LORA = [
-    "--set=trainer.lora.rank=16",
-    "--set=trainer.learning_rate=2e-3",
-    "--set=trainer.adam_epsilon=1e-8",
-]
+GUESSING_LORA = [RANK, "--set=trainer.learning_rate=2e-3", "--set=trainer.adam_epsilon=1e-8"]
+ADDITION_LORA = [RANK, "--set=trainer.learning_rate=5e-4"]
 MOST_LOST = 0.05
 
 
@@ -40,13 +38,17 @@ class Trained:
     minutes: float
 
 
-def train(run: Path, *options: str) -> Trained:
-    started = time.monotonic()
+def rayloom(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli.main", "train", CONFIG, *options, f"--run-dir={run}"],
+        [sys.executable, "-m", "service.cli.main", *arguments],
         cwd=ROOT, text=True, timeout=3000, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def train(config: str, run: Path, *options: str) -> Trained:
+    started = time.monotonic()
+    rayloom("train", f"deploy/configs/{config}.yaml", *options, f"--run-dir={run}")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["ledger"]["is_balanced"] and summary["skipped_steps"] == 0
     return Trained(
@@ -55,13 +57,22 @@ def train(run: Path, *options: str) -> Trained:
     )
 
 
-def test_adapters_reach_what_all_weights_reach(tmp_path: Path) -> None:
-    print("seed  all weights  minutes  adapters  minutes")
+@pytest.mark.parametrize(
+    ("config", "options", "lora"),
+    [("guessing-cpu", GUESSING, GUESSING_LORA), ("addition-cpu", [], ADDITION_LORA)],
+    ids=["guessing", "addition"],
+)
+def test_adapters_reach_what_all_weights_reach(
+    tmp_path: Path, config: str, options: list[str], lora: list[str]
+) -> None:
+    if config == "addition-cpu":
+        rayloom("model", "smollm2", "models/smollm2")
+    print(f"\n{config}\nseed  all weights  minutes  adapters  minutes")
     dense, adapted = [], []
     for seed in SEEDS:
-        options = [*STEPS, f"--set=run.seed={seed}"]
-        dense.append(train(tmp_path / f"dense-{seed}", *options))
-        adapted.append(train(tmp_path / f"lora-{seed}", *options, *LORA))
+        chosen = [*options, f"--set=run.seed={seed}"]
+        dense.append(train(config, tmp_path / f"dense-{seed}", *chosen))
+        adapted.append(train(config, tmp_path / f"lora-{seed}", *chosen, *lora))
         print(
             f"{seed:<5} {dense[-1].reached:11.3f}  {dense[-1].minutes:7.1f}  "
             f"{adapted[-1].reached:8.3f}  {adapted[-1].minutes:7.1f}",
