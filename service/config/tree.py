@@ -282,10 +282,7 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Return the sampling of an evaluation.
-
-    It includes each k for which pass@k is reported; for six samples these are 1, 2 and 4.
-    """
+    """Return the sampling of an evaluation, with each k of its pass@k; 1, 2, 4 for six samples."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,

@@ -192,7 +192,7 @@ def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
 
 
 def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
-    """Yield the offences of one trajectory, after making every check of it."""
+    """Run each check of one trajectory, and yield its offences."""
     name = entry.trajectory.trajectory_id
     for check, text in _tokens_findings(step, entry):
         yield Offence(check=check, step=step.step, subject=name, text=text)
@@ -460,10 +460,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the newest event of each rollout, by group and rollout.
-
-    newest: the same events by rollout only.
-    """
+    """Return the newest events of rollouts by group and rollout, from those by rollout."""
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
