@@ -3,7 +3,7 @@ or frees gathered weights after each micro-batch.
 
     python -m benchmarks.rank_memory MODEL
 
-Each side starts the one rank of a run in a process of its own, makes two steps and writes a
+Each side is a separate process, which starts the only rank of a run, makes two steps and writes a
 checkpoint. Peaks of the process's memory (VmHWM) are reported for the start, the second step and
 the checkpoint, and the memory that is left when the allocator has returned what it had freed. The
 benchmark prints one line of JSON.

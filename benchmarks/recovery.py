@@ -121,7 +121,7 @@ class Recoveries:
 
 
 def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:
-    """Kill each part in turn, finally the command itself, which is resumed; return the times."""
+    """Kill one part after another, and last the command, which is resumed; return the times."""
     found: dict[str, list[float]] = {name: [] for name in PARTS}
     num_again: list[int] = []
     with running(config, run_dir) as run:

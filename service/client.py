@@ -115,7 +115,7 @@ class Client:
 
         Args:
             url: Address of the service, with the run's prefix if it has one, without /api.
-            key: Key for the API. None if it requires none.
+            key: Key for the API. None if the API requires no key.
             patience_s: Seconds for which a request is repeated if the service does not answer.
             transport: Passed to httpx.Client; None uses the default. Only tests set it.
             sleep: Called with the seconds of each pause. Only tests set it.

@@ -98,7 +98,7 @@ def up(
 
 @app.command()
 def status(directory: Directory = DIRECTORY) -> None:
-    """Print the processes with their addresses, and the firing alerts; exit with 1 if one ended."""
+    """Print the processes, their addresses and firing alerts; exit with 1 if a process ended."""
     directory = directory.absolute()
     processes, alive = _processes(directory), _alive(directory)
     for name, process in processes.items():

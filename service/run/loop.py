@@ -321,7 +321,7 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Wait for the end of the grace, then make the ranks abandon a step without an update."""
+        """Wait for the end of the grace, then make the ranks abandon a step without any update."""
         await self._is_grace_over.wait()
         while True:
             await self._handles.trainer.abandon()
@@ -356,7 +356,7 @@ class Loop:
         return step % self._run_settings.evaluate_every == 0 or step == self._run_settings.steps
 
     async def _join_loading(self) -> None:
-        """Wait until the engines have the newest published version, and its step is recorded."""
+        """Wait until the engines have the newest published version and that step is recorded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             await loading

@@ -1,4 +1,4 @@
-"""One term of a run: start its actors from a checkpoint or afresh, run the loop, end the actors.
+"""One term of a run: start the actors, with or without a checkpoint, run the loop, end the actors.
 
 A term is the time under one lease. It ends when the run ends, when it is stopped, or when an actor
 is lost that cannot be replaced in place; the supervisor then starts the next term from the newest

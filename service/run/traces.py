@@ -130,7 +130,10 @@ class RolloutTraces:
     def _write(
         self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
     ) -> None:
-        """Write a trace. record: the step that trained on the rollout; None if it was evicted."""
+        """Write a trace.
+
+        record: the step that trained on the rollout; None if the rollout was evicted.
+        """
         began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
         root = self._tracer.start_span("rollout", start_time=_ns(began))
         root.set_attribute("rayloom.rollout_id", rollout_id)

@@ -199,7 +199,10 @@ class RunStore(ReadOnlyStore):
         return file.with_name(f"{file.name}.format-{number}.bak")
 
     def check_lease(self, term: int) -> None:
-        """Check that `term` is the newest term. Raises: LeaseLost if it is not; StoreError."""
+        """Check that `term` is the newest term.
+
+        Raises: LeaseLost if there is a newer term; StoreError.
+        """
         self.read(lambda connection: check_term(connection, term))
 
     def renew(self, term: int) -> None:

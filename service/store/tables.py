@@ -4,8 +4,8 @@ The insertion of a row into `checkpoints` commits a checkpoint: the rollouts tha
 as trained then count as trained. Rows of `events`, `steps` and `evaluations` have the term that
 wrote them; `lineage.py` decides which of them survive, and `retention.py` how long they are kept.
 `event_totals` and `step_totals` count everything that was ever stored. A row of `submissions` is a
-promise to a client and belongs to no term, as do a session and its turns, a key, and an uploaded
-trajectory: every later term continues with them.
+promise to a client and belongs to no term: every later term continues with it. The same is true of
+a session and its turns, a key, and an uploaded trajectory.
 """
 
 from __future__ import annotations

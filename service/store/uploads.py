@@ -284,7 +284,7 @@ class _Intake:
         )
 
     def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
-        """Return the code and text of an upload's refusal; None if it is not refused.
+        """Return the code and text of an upload's refusal; None if the upload is not refused.
 
         A repeat of an earlier upload is not refused.
         """

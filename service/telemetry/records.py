@@ -29,13 +29,13 @@ class StageSeconds:
     """Wall seconds that the loop spent in each stage of a step; their sum is the step's time."""
 
     collect: float = 0.0
-    """Waiting for closed groups."""
+    """Seconds of waiting for closed groups."""
     merge: float = 0.0
     score: float = 0.0
-    """Scoring by a reference model or critic before rewards are shaped; 0 without one."""
+    """Seconds of scoring by a reference model or critic, before shaping rewards; 0 without one."""
     train: float = 0.0
     publish: float = 0.0
-    """Gathering the weights and waiting for the engines.
+    """Seconds of gathering the weights and waiting for the engines.
 
     If rollouts may lag, the loop waits only for engines that still hold the previous version.
     """
@@ -110,7 +110,7 @@ class EvaluationRecord:
     name: str = ""
     """Name of the task set (evaluation.sets); empty for the run's own set."""
     standard_error: float | None = None
-    """Standard error of the best-known reward over tasks; None if there are fewer than two."""
+    """Standard error of the best-known reward over tasks; None with fewer than two tasks."""
     majority_mean: float | None = None
     """Majority@n: mean over tasks of the best-known return of the most frequent answer.
 

@@ -63,7 +63,7 @@ class _Step:
     error: float
     """Standard error of the mean, if the returns are independent."""
     level: float | None
-    """Mean of the newest LEVEL_STEPS steps; None if there are fewer."""
+    """Mean of the newest LEVEL_STEPS steps; None if there are fewer steps."""
 
 
 class RewardWatch:

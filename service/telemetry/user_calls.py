@@ -36,8 +36,8 @@ class UserCalls:
     def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
         """Add the counts that an actor has gained since its last report.
 
-        lost: the actor's counts since its start. resident_bytes: memory of its largest worker; 0 if
-        it has none.
+        lost: the actor's counts since its start. resident_bytes: memory of the actor's largest
+        worker; 0 if it has no worker.
         """
         with self._metrics.together():
             for each in lost:

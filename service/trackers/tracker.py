@@ -28,7 +28,7 @@ class Completion:
     advantage: float | None
     """Mean advantage over the trajectory's trained tokens; None if it was not trained."""
     untrained: str
-    """The reason why the trajectory was not trained; empty if it was."""
+    """The reason why the trajectory was not trained; empty if it was trained."""
 
 
 COMPLETION_COLUMNS = (

@@ -100,7 +100,7 @@ class Trackers:
 def trackers_of(
     config: Config, run_dir: RunDir, *, run_id: str, store: Readable
 ) -> Trackers | None:
-    """Return the trackers that the configuration names; None if it names none."""
+    """Return the trackers that the configuration names; None if it names no tracker."""
     targets = list(_targets(config, run_dir.path, run_id))
     if not targets:
         return None
