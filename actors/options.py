@@ -68,7 +68,7 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weight of each name, which is 1 if a name or a list of names is given."""
+    """Return the weights of names by name; each is 1 if only a name or a list of names is given."""
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()
@@ -372,7 +372,7 @@ def _has_mark(hint: Any, mark: str) -> bool:
 def expanded(text: str, *, what: str) -> str:
     """Replace each `$NAME` in a text by a variable of the process's environment.
 
-    Secrets can therefore be left out of a run's files.
+    So secrets can be left out of a run's files.
 
     Args: what: the option's name, for the error.
     Raises: ValueError if a variable is not set.

@@ -350,7 +350,7 @@ class Trajectory(Attempt):
 
     @classmethod
     def of(cls, assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
-        """Create the trajectory of an assignment that was not played."""
+        """Return the trajectory of an assignment that was not played."""
         return cls(
             rollout_id=assignment.rollout_id,
             group_id=assignment.group_id,

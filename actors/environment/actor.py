@@ -141,9 +141,9 @@ class EnvironmentActor:
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int, limit_s: float
     ) -> tuple[TokenIds, ...]:
-        """Render the first prompts of tasks, until they are num_tokens long or limit_s has passed.
+        """Return the first prompts of tasks, until they are num_tokens long or limit_s has passed.
 
-        An environment that fails or is slow gives no prompt here; its tasks are still played.
+        If an environment fails or is slow, its prompts are missing; its tasks are still played.
         """
         prompts: list[TokenIds] = []
         end = time.monotonic() + limit_s
@@ -304,7 +304,7 @@ class EnvironmentActor:
         )
 
     def _maker_of(self, played: EnvironmentSettings) -> Callable[[], Environment]:
-        """Return the function that makes an environment: in a worker if it is the user's own.
+        """Return the function that makes an environment, in a worker if it is the user's own.
 
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
@@ -329,7 +329,7 @@ class EnvironmentActor:
         return self._makers.get(name, refuse)
 
     def _client(self) -> PolicyClient:
-        # Made within the event loop that uses it, and not before the first episode.
+        # Make the client within the event loop that uses it, and not before the first episode.
         if self._policy is None:
             self._policy = self._make_policy()
         return self._policy

@@ -1,8 +1,8 @@
-"""Find in a model's chat template how it writes its calls and its thoughts, without vLLM.
+"""Find in a model's chat template how the model writes its calls and its thoughts, without vLLM.
 
-A form is recognised by its signs, in the template's text or in its rendering of a call. Called by
-the engine's replica, which reads replies with vLLM's parser of the form, by the gateway, and by
-the checks before a start.
+A form is recognised by its signs, in the template's text or in its rendering of a call. The
+engine's replica uses this module and reads replies with vLLM's parser of the form; the gateway and
+the checks before a start use it too.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ def form_of(parser: str | None) -> CallForm | None:
 
 
 def reasoning_parser(renderer: ChatRenderer) -> str | None:
-    """Return vLLM's name of the parser of a model's thoughts; None if its template has none."""
+    """Return vLLM's name of the parser of a model's thoughts; None if its template shows none."""
     text = renderer.template.source
     return next((name for sign, name in _THINKING if sign in text), None)

@@ -1,8 +1,8 @@
 """A model's chat template: the form in which it takes calls and contents, and its renderings.
 
-Templates differ in the form of a message that calls tools: arguments as a mapping or as JSON text,
-no content or an empty one, text and calls in one message or in two. The form is found by rendering
-small chats. Called by `rendering`, `call_forms` and `template_traits`.
+Templates differ in the form of a message that calls tools: arguments are a mapping or JSON text, a
+missing content is None or an empty text, text and calls are in one message or in two. The form is
+found by rendering small chats. `rendering`, `call_forms` and `template_traits` use this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """The form of a message with calls that a template takes; most take the defaults."""
+    """The form of a message with calls that a template takes; most templates take the defaults."""
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
@@ -56,10 +56,10 @@ _CALL_FORMS = (
 
 
 class RenderError(Exception):
-    """The chat template cannot render this chat, or does not show a part of it."""
+    """Raised if the chat template cannot render a chat, or does not show a part of the chat."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
-        """Make the error. Args: param: the part at fault, messages or tools."""
+        """Store the message, and the part of the request at fault, messages or tools."""
         super().__init__(message)
         self.param = param
 
@@ -68,9 +68,9 @@ class ChatTemplate:
     """The chat template of one model, with one set of options."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, options: Mapping[str, Any]) -> None:
-        """Create a template.
+        """Store the tokenizer and the options.
 
-        options: passed to the template, such as {"enable_thinking": False}.
+        options: variables of the template, such as {"enable_thinking": False}.
         """
         self._tokenizer = tokenizer
         self._options = dict(options)
@@ -82,7 +82,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render a chat, without a check of what it shows. Raises: RenderError."""
+        """Return the rendering of a chat without checking it. Raises: RenderError if it fails."""
         calls = any(message.call_texts for message in messages)
         return self._apply(
             _conversation(messages, self._call_form if calls else _USUAL_CALL_FORM),
@@ -92,13 +92,13 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """Return the Jinja text; if a model has several templates by name, all of them."""
+        """Return the Jinja text, or the texts of all templates if a model has several."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @cached_property
     def rendered_call(self) -> str:
-        """Render a chat that ends in a call; return an empty text if the template refuses it."""
+        """Return the rendering of a chat that ends in a call; empty if the template refuses it."""
         return self._try_form(self._call_form)
 
     @cached_property
@@ -118,7 +118,7 @@ class ChatTemplate:
 
     @property
     def splits_calls(self) -> bool:
-        """Whether a message with text and calls is rendered as two, so that all of it is shown."""
+        """Whether a message with text and calls must be rendered as two messages to be shown."""
         return self._call_form.splits
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> _CallForm:
-        """Find the form of a message that calls, by how the template renders one."""
+        """Return the form of a message with calls that the template shows, or the usual form."""
         rendered = {form: self._try_form(form) for form in _CALL_FORMS}
         # A template that expects text shows a mapping in Python's own spelling.
         taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
@@ -152,8 +152,10 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template shows a content only if it is a list of parts, as some templates do
-        that also take images."""
+        """Whether the template shows a content only if it is a list of parts.
+
+        Some templates that also take images are like this.
+        """
         probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
         for message, wants in ((probe, False), (_in_parts(probe), True)):
             try:
@@ -182,7 +184,7 @@ class ChatTemplate:
 
 
 def template_variables(template: object) -> frozenset[str] | None:
-    """Return the variables that a chat template reads from its options; None if unknown.
+    """Return the variables that a chat template reads from its options; None if not known.
 
     Args: template: Jinja's text. For anything else, such as several templates, the result is None.
     Example: template_variables("{% if enable_thinking %}…{% endif %}") -> {"enable_thinking"}
@@ -198,7 +200,7 @@ def template_variables(template: object) -> frozenset[str] | None:
 
 
 def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the chat with all of its system texts in one message, the first."""
+    """Return the chat with all of its system texts in the first message."""
     texts = [each.content for each in messages if each.role is Role.SYSTEM]
     if not texts or (len(texts) == 1 and messages[0].role is Role.SYSTEM):
         return tuple(messages)
@@ -207,7 +209,7 @@ def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
-    """Convert messages to OpenAI's format, with tool calls in the form that the template needs."""
+    """Return messages in OpenAI's format, with tool calls in the form that the template needs."""
     found = []
     for message in messages:
         if form.splits and message.call_texts and message.content:
@@ -227,7 +229,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """Return a message for a template, without absent fields: templates check their presence."""
+    """Return a message for a template without absent fields, because templates check for them."""
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,

@@ -36,7 +36,7 @@ _NEXT = Message(role=Role.USER, content="0")
 
 
 class BadChat(ValueError):
-    """A chat that cannot be trained on; the text names the message and the remedy."""
+    """Raised if a chat cannot be trained on; the message names the place and the remedy."""
 
 
 class ChatEncoder:
@@ -49,10 +49,10 @@ class ChatEncoder:
         stop_token_ids: Iterable[int],
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep the tokenizer.
+        """Store the tokenizer and its chat template.
 
-        Args: stop_token_ids: the tokens at which the model's engine stops. template_options: passed
-        to the chat template, such as {"enable_thinking": False}.
+        Args: stop_token_ids: the tokens at which the model's engine stops. template_options:
+        variables of the chat template, such as {"enable_thinking": False}.
         """
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(
@@ -66,7 +66,7 @@ class ChatEncoder:
 
         Args: chat_id: unique among the chats that are trained together.
         Returns: samples without log-probabilities; their trained tokens have version 0.
-        Raises: BadChat.
+        Raises: BadChat if the chat cannot be trained on.
         Example: with one token for each word and marker, user "hi" and assistant "yes" give the ids
             [<user> hi <end> <assistant> yes <end>] with the mask [0, 0, 0, 0, 1, 1].
         """
@@ -127,7 +127,10 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> TokenIds:
-        """Return the tokens that an engine would sample for a reply. Raises: BadChat."""
+        """Return the tokens that an engine would sample for a reply.
+
+        Raises: BadChat if they cannot be found.
+        """
         if self._raw is not None:
             # Raw prompts have no marker at the end of a text.
             end = self._tokenizer.eos_token_id
@@ -183,7 +186,10 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return the token that ends a reply once another message follows. Raises: BadChat."""
+        """Return the token that ends a reply if another message follows.
+
+        Raises: BadChat if the engine does not stop at this token.
+        """
         ids = self._encode(whole)
         longer = self._encode(self._renderer.template.text((*before, reply, _NEXT), tools))
         is_extended = len(longer) > len(ids) and longer[: len(ids)] == ids
@@ -230,13 +236,12 @@ def read_chats(
     section: str,
     tell: Callable[[str], None],
 ) -> list[tuple[Sample, ...]]:
-    """Read the chats of a data set and encode each of them.
+    """Return the samples of each chat of a data set.
 
     Args: source, columns, split, subset, section: as for `read_data_set`; only the columns
     `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the longest context.
     leaves_out_long: whether a longer chat is left out instead of refused. tell: called with a
     warning if chats are left out.
-    Returns: the samples of each chat.
     Raises: BadTaskFile for the first row that cannot be trained on, with its number.
     """
     chats: list[tuple[Sample, ...]] = []
@@ -284,7 +289,10 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
 
 
 def _tools(given: Any) -> tuple[ToolSchema, ...]:
-    """Return the tools of a chat: a list in OpenAI's form, or its JSON text. Raises: BadChat."""
+    """Return the tools of a chat. Raises: BadChat if they cannot be read.
+
+    given: a list in OpenAI's form, or the JSON text of such a list.
+    """
     try:
         rows = json.loads(given) if isinstance(given, str) and given else given or ()
         functions = [row.get("function", row) for row in rows]

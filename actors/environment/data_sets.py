@@ -1,13 +1,13 @@
 """Make tasks of existing data sets, whose columns are mapped by name.
 
-A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, all but Parquet also compressed by
-gzip (`.jsonl.gz`), a directory (written by `datasets.save_to_disk`, or with a data set's files), or
-a name on the Hugging Face hub. The `datasets` library reads them, except single files of JSON or
-CSV: it gives a column one type, and would turn the text "007" into a number. Values of a CSV file
-are texts, and spaces around the names in its first line are removed. A column becomes an entry of
-the task's data, unless its name is empty; `task_id` and `seed` also become the task's id and seed.
-A row without an id gets one by its content, so that the same rows in any order are the same tasks.
-Called by the configuration.
+A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, a directory (written by
+`datasets.save_to_disk`, or with a data set's files), or a name on the Hugging Face hub. Files other
+than Parquet may be compressed by gzip (`.jsonl.gz`). The `datasets` library reads data sets, except
+single files of JSON or CSV: it gives a column one type, and would turn the text "007" into a
+number. Values of a CSV file are texts, and spaces around the names in its first line are removed. A
+column becomes an entry of the task's data, unless its name is empty; `task_id` and `seed` also
+become the task's id and seed. A row without an id gets an id by its content, so that the same rows
+in any order are the same tasks. The configuration uses this module.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from actors.environment.tasks import (
     open_text,
 )
 from actors.types import Task
+from actors.user_code import type_of
 
 if TYPE_CHECKING:
     # The import takes seconds; only runs with a data set need it.
@@ -65,7 +66,7 @@ _BESIDE_PROMPT = {
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _NO_IMAGES),
 }
 _FREE = ("arguments", "parameters", "input_schema")
-# StopIteration: the library does not handle a file without rows.
+# The library raises StopIteration for a file without rows.
 _UNREADABLE = (OSError, ValueError, KeyError, ImportError, StopIteration, pa.ArrowException)
 
 
@@ -79,7 +80,7 @@ def read_data_set(
     check: DataCheck | None = None,
     section: str = "tasks",
 ) -> PackedTasks:
-    """Make tasks of a data set's rows.
+    """Return tasks made of a data set's rows.
 
     Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
     data, by the entry's name; None leaves out the column of that name. Every other column keeps its
@@ -87,7 +88,7 @@ def read_data_set(
     split of a directory or a hub's data set; a file is read whole. subset: one of several
     configurations of a data set. check: the check of every task's data. section: the section of the
     configuration that names the data set, for messages.
-    Raises: BadTaskFile; if a column is missing, its text lists the existing columns.
+    Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
     """
@@ -206,7 +207,7 @@ def _is_unnamed(names: Sequence[str]) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the names of columns for a message; quoted if they begin or end with a space."""
+    """Return the names of columns for a message; a name with outer spaces is in quotes."""
     return ", ".join(name if name and name == name.strip() else repr(name) for name in names)
 
 
@@ -221,8 +222,10 @@ def _has_bytes(value: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert dates to ISO text, decimals to numbers and durations to seconds, also in lists and
-    objects."""
+    """Return a value as JSON, in which dates are ISO texts and durations are seconds.
+
+    Decimals become numbers. The parts of lists and objects are converted too.
+    """
     if type(value) in _PLAIN:
         return value
     if isinstance(value, timedelta):
@@ -240,8 +243,8 @@ def _as_json(value: Any) -> Any:
 def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
     """Return a chat without the nulls in its calls' arguments and its tools' schemas.
 
-    Arrow gives the objects of a column the same keys, and the added ones are null.
-    is_free: whether the value is in such arguments or in such a schema.
+    Arrow gives the objects of a column the same keys, and the values of added keys are null.
+    is_free: whether the value is inside a call's arguments or a tool's schema.
     """
     if isinstance(value, list):
         return [_without_nulls(each, is_free=is_free) for each in value]
@@ -262,7 +265,7 @@ def _open(
 ) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
     """Return the names of the columns, the rows, and whether each column has one type.
 
-    Raises: BadTaskFile.
+    Raises: BadTaskFile if the data set cannot be read.
     """
     path = Path(source).expanduser()
     if path.is_file() and _suffix(path) in _TEXT_SUFFIXES:
@@ -272,7 +275,7 @@ def _open(
 
 
 def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows, read in batches: reading them one by one takes five times as long."""
+    """Yield the rows, read in batches, because reading single rows takes five times as long."""
     for batch in found.iter(batch_size=_BATCH_ROWS):
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
@@ -280,7 +283,10 @@ def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_text(path: Path) -> _Rows:
-    """Return the names and rows of a JSONL, JSON or CSV file. Raises: BadTaskFile."""
+    """Return the names and rows of a JSONL, JSON or CSV file.
+
+    Raises: BadTaskFile if the file cannot be used.
+    """
     names: dict[str, None] = {}
     num_rows = 0
     try:
@@ -292,9 +298,7 @@ def _read_text(path: Path) -> _Rows:
                     if isinstance(row, list) and _suffix(path) != ".json"
                     else ""
                 )
-                raise BadTaskFile(
-                    f"{where}: got a {type(row).__name__}, expected an object{remedy}"
-                )
+                raise BadTaskFile(f"{where}: got {type_of(row)}, expected an object{remedy}")
             names |= dict.fromkeys(row)
             num_rows += 1
     except BadTaskFile:
@@ -316,7 +320,10 @@ def _read_text(path: Path) -> _Rows:
 
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its location. Raises: BadTaskFile, OSError, ValueError, csv.Error."""
+    """Yield each row with its location.
+
+    Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
+    """
     suffix = _suffix(path)
     if suffix in (".jsonl", ".ndjson"):
         yield from json_rows(path)
@@ -366,9 +373,10 @@ def _suffix(path: Path) -> str:
 
 
 def _check_parquet(path: Path, *, what: str) -> None:
-    """Check for faults that `datasets` reports without a reason.
+    """Check a file for faults that `datasets` reports without a reason.
 
-    Raises: BadTaskFile if the file has no rows or a name twice; OSError, pa.ArrowException.
+    Raises: BadTaskFile if the file has no rows or a name twice; OSError or pa.ArrowException if it
+        cannot be read.
     """
     footer = pq.read_metadata(path)
     _check_names(footer.schema.to_arrow_schema().names, what=what)
@@ -377,7 +385,7 @@ def _check_parquet(path: Path, *, what: str) -> None:
 
 
 def _dataset(source: str, path: Path, *, split: str, subset: str | None, section: str) -> Dataset:
-    """Open a data set by the `datasets` library. Raises: BadTaskFile."""
+    """Return a data set that the `datasets` library opened. Raises: BadTaskFile if that fails."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
@@ -472,7 +480,7 @@ def _task(
     where: str,
     section: str,
 ) -> Task:
-    """Make a row's task. taken: the columns that its data may have; None allows every column."""
+    """Return a row's task. taken: the columns that its data may have; None allows every column."""
     own, data = row, row
     if "task_id" in row or "seed" in row:
         own = {name: value for name, value in row.items() if name not in _OWN}
@@ -495,7 +503,7 @@ def _task(
         ) from None
     task_id = row.get("task_id", f"row-{_digest(content)}")
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
-        raise BadTaskFile(f"{where}: task_id: got a {type(task_id).__name__}, expected a text")
+        raise BadTaskFile(f"{where}: task_id: got {type_of(task_id)}, expected a text")
     task_id = str(task_id)
     if len(task_id) > MAX_ID or not task_id.isprintable():
         raise BadTaskFile(

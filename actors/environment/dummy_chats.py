@@ -1,4 +1,4 @@
-"""Invented chats, after which `rendering` renders new messages to find the text that they add."""
+"""Invented chats, after which `rendering` renders new messages to find the text that these add."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.environment.protocol import Message, Role, ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The parts of the reply before a delta that can change how a template renders the delta."""
+    """The parts of a reply that can change how a template renders the messages after it."""
 
     has_content: bool = True
     has_reasoning: bool = False
@@ -38,7 +38,7 @@ class DummyChat:
     def chat(self, ending: Ending, *, called_before: Iterable[str]) -> tuple[Message, ...]:
         """Return the chat up to a reply with this ending.
 
-        Args: called_before: ids of calls that the chat makes and answers first.
+        Args: called_before: ids of calls that are made and answered at the start of the chat.
         """
         values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
         calls = zip(ending.calls, [*values, self.argument], strict=False)
@@ -54,7 +54,7 @@ class DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: Ending) -> str:
-        """Return the last text of a reply with this ending; it occurs once in the chat."""
+        """Return the last text of a reply with this ending; the text occurs once in the chat."""
         return self.argument if ending.calls else self.content
 
 

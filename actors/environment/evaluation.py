@@ -1,8 +1,8 @@
-"""A rollout of an evaluation: its request, and the line of JSON that is kept of it.
+"""A rollout of an evaluation: its request, and the line of JSON that records it.
 
-A line has every token that was sent to the engine or came back, as the journal has for trained
-rollouts. The environment actor, which has the tokenizer, makes it; `service.run.evaluation` writes
-it.
+A line has every token that the engine received or returned, as the journal has for trained
+rollouts. The environment actor, which has the tokenizer, makes the line, and
+`service.run.evaluation` writes it to a file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:
 def rollout_line(
     trajectory: Trajectory, sample: int, *, decode: Callable[[TokenIds], str]
 ) -> bytes:
-    """Return a line of JSON without its newline. sample: as in `Play`. decode: ids to text."""
+    """Return the line of JSON for a rollout, without a newline.
+
+    sample: as in `Play`. decode: a function that converts ids to text.
+    """
     components: Counter[str] = Counter()
     for turn in trajectory.turns:
         components.update(turn.reward_components)
@@ -93,7 +96,7 @@ def rollout_line(
 
 
 def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
-    """Return a sample as JSON: `mask` is 1 for sampled tokens; `logprobs` (nats) 0 for others."""
+    """Return a sample as JSON; `mask` and `logprobs` (nats) are 0 if a token was not sampled."""
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.mask.tolist(),

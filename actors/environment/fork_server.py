@@ -22,7 +22,7 @@ preloaded: dict[str, None] = {}
 def preload(name: str) -> None:
     """Register a function's module for import before workers are forked.
 
-    A pool that has started already imports the module in each worker, on the first call there.
+    If a pool has already started, each of its workers imports the module on its first call.
     """
     preloaded[name] = None
 
@@ -34,7 +34,7 @@ class ForkServer:
         """Start the process.
 
         Args:
-            preloads: The functions whose modules it imports before it forks a worker.
+            preloads: The functions whose modules the process imports before it forks a worker.
             max_bytes: As `memory_mib` of a pool, in bytes.
         """
         self.control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -90,7 +90,7 @@ def _import_path() -> list[str]:
 
 
 def how_ended(status: int) -> str:
-    """Return how a process ended, as a clause such as `was ended by SIGKILL`."""
+    """Return a clause that says how a process ended, such as `was ended by SIGKILL`."""
     if status >= 0:
         return f"ended itself with status {status}"
     with suppress(ValueError):

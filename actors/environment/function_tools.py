@@ -7,12 +7,12 @@
             query: Words to look for.
         \"\"\"
 
-The schema that the policy is shown comes from the signature, the descriptions from the docstring.
+The signature gives the schema that is shown to the policy, the docstring gives its descriptions.
 Arguments are checked against the types and converted before the call. Each public method of a class
 is a tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
 `reset(**columns)` is called first, as with `environment_factory` of TRL's trainers. A function
 without arguments that is annotated to return a class makes its instances: `def make() -> Desk`.
-Called by `actors.environment.builtin.tools`.
+`actors.environment.builtin.tools` uses this module.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _OWN = frozenset({"reset", "close", "get_reward"})
 
 
 class BadTool(ValueError):
-    """There is no such tool, or its form cannot be described to a policy."""
+    """Raised if there is no such tool, or if its form cannot be described to a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A tool: a user's function, its schema, and the process that calls it."""
+    """A tool of the policy, which is a user's function with its schema and the calling process."""
 
     schema: ToolSchema
     function: Callable[..., Any]
@@ -71,8 +71,8 @@ class FunctionTool:
         """Return the arguments, converted to the types that the function names.
 
         Some parsers of vLLM (qwen3_coder, qwen3_xml) give an object or a list as JSON text if its
-        schema is a reference or a choice: such a text is parsed if the type refuses it unparsed.
-        Raises: BadArguments.
+        schema is a reference or a choice. Such a text is parsed if the type refuses it unparsed.
+        Raises: BadArguments if the arguments do not fit.
         """
         try:
             read = self.arguments.model_validate(arguments)
@@ -95,8 +95,8 @@ class FunctionTool:
             limit_s: Seconds that the call may take. They do not include the wait for a worker or a
                 thread.
 
-        Raises: BadArguments; CallTimedOut; CallFailed if the tool raises; WorkerLost if the worker
-            that keeps its instance has ended.
+        Raises: BadArguments if the arguments do not fit; CallTimedOut; CallFailed if the tool
+            raises; WorkerLost if the worker that keeps its instance has ended.
         """
         if self.instance is not None or workers.is_contained(self.target):
             return await self._call_in_worker(arguments, limit_s=limit_s)
@@ -135,7 +135,7 @@ class FunctionTool:
 def answer_of(
     target: str, arguments: Mapping[str, Any], instance: Any = None
 ) -> tuple[str, bool] | Coroutine[Any, Any, tuple[str, bool]]:
-    """Call a tool by its name. This function runs in a worker.
+    """Call a tool by its name, and return its answer. This function runs in a worker.
 
     Returns: the answer as text and False; or the reason why the arguments were refused, and True.
     """
@@ -150,9 +150,9 @@ def answer_of(
 
 
 def call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
-    """Call a method of a user's instance with the columns that the method takes.
+    """Call a method of a user's instance with the columns that the method takes; return its answer.
 
-    Returns: the method's answer; None if the instance has no such method.
+    Return None if the instance has no such method.
     """
     method = getattr(instance, name, None)
     if method is None:
@@ -170,8 +170,7 @@ async def _awaited(found: Awaitable[Any]) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _tool_of(target: str) -> FunctionTool:
-    """Return the tool of a name: a function (my_tools.py:search) or a method of a class
-    (my_tools.py:Desk.look)."""
+    """Return the tool of a name such as my_tools.py:search or my_tools.py:Desk.look."""
     name, _, method = target.rpartition(".")
     if ":" in name:
         found = _load(name)
@@ -216,8 +215,10 @@ class ToolClass:
     """The columns that the class's method `reset` requires."""
 
     async def made_in(self, home: workers.Home | None, *, limit_s: float) -> Any:
-        """Make an instance for an episode: in the worker of `home`, or in this process if it is
-        None."""
+        """Make and return an instance for an episode, in the worker of `home`.
+
+        If `home` is None, the instance is in this process.
+        """
         if home is None:
             return await in_thread(self.make)
         return await home.call(self.target, {}, limit_s=limit_s, keeps=True)
@@ -225,7 +226,10 @@ class ToolClass:
     async def call(
         self, instance: Any, name: str, columns: Mapping[str, Any], *, limit_s: float
     ) -> Any:
-        """Call the method `reset` or `close` of an instance, if the instance has it."""
+        """Call the method `reset` or `close` of an instance and return its answer.
+
+        Return None if the instance has no such method.
+        """
         if isinstance(instance, workers.Held):
             return await instance.home.call(
                 f"{__name__}:call_if_there",
@@ -280,10 +284,10 @@ class Toolset:
 
 
 def load_tools(names: Sequence[str]) -> Toolset:
-    """Find tools by their names.
+    """Return the tools of these names.
 
     Args: names: such as "my_tools.py:search", or "package.module:Class".
-    Raises: BadTool.
+    Raises: BadTool if a tool cannot be loaded.
     """
     found = [_load(name) for name in names]
     tools = Toolset(
@@ -299,7 +303,7 @@ def load_tools(names: Sequence[str]) -> Toolset:
 
 
 def as_text(found: object) -> str:
-    """Return a tool's answer as text for the policy: a text unchanged, anything else as JSON."""
+    """Return a tool's answer as text for the policy; anything but a text is written as JSON."""
     if isinstance(found, str):
         return found
     if isinstance(found, BaseModel):
@@ -312,7 +316,7 @@ def as_text(found: object) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Load a tool once for the process, because each episode makes an environment."""
+    """Return a tool, loaded once in each process, because each episode makes an environment."""
     try:
         found = find(name, what="tools")
     except BadName as error:
@@ -422,7 +426,10 @@ def _required_columns(found: type) -> frozenset[str]:
 def read_function(
     function: Callable[..., Any], *, where: str, is_method: bool = False
 ) -> FunctionTool:
-    """Read a function's signature and docstring. where: its name in errors. Raises: BadTool."""
+    """Return the tool of a function, from its signature and docstring.
+
+    where: the function's name in errors. Raises: BadTool if the function cannot be described.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
     docs = parse_docstring(inspect.getdoc(function) or "")
@@ -438,7 +445,7 @@ def read_function(
     try:
         types = get_type_hints(function, include_extras=True)
     except Exception as error:
-        # An undefined name in an annotation, or any exception of its evaluation.
+        # The error is an undefined name in an annotation, or any exception of its evaluation.
         raise BadTool(f"{where}: its annotations cannot be read ({error}); correct them") from error
     arguments = _arguments(name, parameters, types, docs=docs, where=where, function=function)
     try:
@@ -462,9 +469,10 @@ def _arguments(
     where: str,
     function: Callable[..., Any],
 ) -> type[BaseModel]:
-    """Return a model of the arguments, with their names as aliases: pydantic reserves some names.
+    """Return a pydantic model of the arguments.
 
-    Raises: BadTool.
+    The names are aliases, because pydantic reserves some names. Raises: BadTool if a type cannot be
+    described.
     """
     described = {each.arg_name: each.description for each in docs.params}
     fields: dict[str, Any] = {}
@@ -495,8 +503,9 @@ def _arguments(
 
 
 def _plain_note(annotation: Any) -> str | None:
-    """Return the text in a note such as `Annotated[int, "How many."]`; pydantic ignores it. None:
-    there is no text.
+    """Return the text in an annotation such as `Annotated[int, "How many."]`, or None.
+
+    pydantic ignores such a text.
     """
     if get_origin(annotation) is not Annotated:
         return None

@@ -1,8 +1,8 @@
 """Score the trajectories of a group together, once all of its rollouts have ended.
 
 The group's reward for a trajectory is added to its last turn. If the environment cannot score the
-group, each trajectory ends as `reward_error`. Called by the environment actor, for groups that the
-queue hands out before they close.
+group, each trajectory ends as `reward_error`. The environment actor uses this module for groups
+that the queue hands out before they close.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from msgspec.structs import replace as replace_struct
 from actors.environment.protocol import RewardError, StepResult, reward_problem
 from actors.environment.text_patterns import before_stop
 from actors.types import Outcome, Task, TokenIds, Trajectory
-from actors.user_code import CallFailed, CallTimedOut, bounded, closing, describe, root_cause
+from actors.user_code import (
+    CallFailed,
+    CallTimedOut,
+    bounded,
+    closing,
+    describe,
+    root_cause,
+    type_of,
+)
 
 _RETRY_DELAYS_S = (0.1, 0.5)
 
@@ -72,7 +80,7 @@ async def score_together(
 
 
 def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | None]:
-    """Return what an environment's `score_group` gave for a number of answers.
+    """Return the results of an environment's `score_group`, after a check.
 
     Raises: RewardError if it is not a list with a StepResult or None for each answer, or if a
         reward is not a finite number.
@@ -86,7 +94,7 @@ def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | No
     for result in found:
         if not isinstance(result, StepResult | None):
             raise RewardError(
-                f"score_group gave a {type(result).__name__} for an answer, expected a StepResult "
+                f"score_group gave {type_of(result)} for an answer, expected a StepResult "
                 "of actors.environment.protocol, or None for an answer that has no score"
             )
         if result is not None and (problem := reward_problem(result)) is not None:
@@ -102,7 +110,7 @@ def _unscored(trajectory: Trajectory, why: str) -> Trajectory:
 async def _with_retries(
     call: Callable[[], Awaitable[Sequence[StepResult | None]]],
 ) -> Sequence[StepResult | None]:
-    """Return the answer of a call; repeat the call up to twice if it raises.
+    """Return the answer of a call, which is repeated up to twice if it raises.
 
     Raises: RewardError if the last call raises, or if any call exceeds its limit.
     """
@@ -121,8 +129,11 @@ async def _with_retries(
 
 
 def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory:
-    """Return a trajectory with a result's reward and components added to its last turn, and with
-    the result's metrics and extra columns; without a result, as a reward error."""
+    """Return a trajectory with a result's reward and components added to its last turn.
+
+    The trajectory also gets the result's metrics and extra columns. If there is no result, it ends
+    as `reward_error`.
+    """
     if result is None:
         return _unscored(trajectory, "none of the group functions gave a number for this answer")
     last = trajectory.turns[-1]

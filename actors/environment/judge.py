@@ -1,4 +1,4 @@
-"""A model as judge, over OpenAI's chat completions: a prompt, a number in the reply, its cost.
+"""A model that judges answers, over OpenAI's chat completions, by a number in its reply.
 
     question = "From 1 to 10, how helpful is this answer to $prompt? $completion"
     options = JudgeOptions(url="http://judge:8000/v1", model="m", prompt=question, scale=(1, 10))
@@ -6,10 +6,10 @@
     judgement = await judge.judge("It is 42.", prompt="What is 17 + 25?")
     print(judgement.score, judgement.num_tokens, judgement.cost)
 
-A failed judgement raises `RewardError` after retries; it is never 0. Equal questions are sent once:
-pending requests are shared, and replies are kept in memory or in an SQLite file that all processes
-on a node share. Called by `single_turn` and `tools` as a reward function, and by a user's own
-functions.
+A failed judgement raises `RewardError` after retries, and is never a score of 0. Equal questions
+are sent once: pending requests are shared, and replies are kept in memory or in an SQLite file that
+all processes on a node share. `single_turn` and `tools` call a judge as a reward function, and so
+may a user's own functions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Judge:
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
     async def judge(self, completion: str, /, **columns: Any) -> Judgement:
-        """Judge an answer.
+        """Return a judgement of an answer.
 
         Args: columns: the columns of the task's data that the prompt names. $completion is always
         the answer, even if there is a column of that name.
@@ -99,7 +99,10 @@ class Judge:
     async def _ask_and_keep(
         self, key: str, question: Mapping[str, Any], line: _Line
     ) -> tuple[str, int, int]:
-        """Send a question, and keep a reply with a score even if no caller waits any longer."""
+        """Send a question, and return the reply and its numbers of tokens.
+
+        A reply with a score is kept for equal questions, even if no caller waits any longer.
+        """
         found = await self._ask(question, line)
         with suppress(RewardError):
             self._read(found[0], (0, 0))
@@ -113,7 +116,7 @@ class Judge:
             await line.client.aclose()
 
     def _read(self, reply: str, tokens: tuple[int, int]) -> Judgement:
-        """Read the score in a reply. Raises: RewardError if it has none."""
+        """Return the judgement in a reply. Raises: RewardError if the reply has no score."""
         settings = self.settings
         num_in, num_out = tokens
         return Judgement(
@@ -124,7 +127,10 @@ class Judge:
         )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Return the reply and its numbers of tokens in and out. Raises: RewardError."""
+        """Return the reply and its numbers of tokens in and out.
+
+        Raises: RewardError if all attempts fail.
+        """
         settings = self.settings
         async with line.slots:
             for attempt in range(settings.max_retries + 1):
@@ -133,13 +139,16 @@ class Judge:
                 except _Passing as passing:
                     problem = passing
                 if attempt < settings.max_retries:
-                    # Jittered, so that requests that failed together are not repeated together.
+                    # The pause is random: requests that failed together are not repeated together.
                     delay_s = max(problem.after_s, random.uniform(0.5, 1.0) * 2**attempt)
                     await asyncio.sleep(min(MAX_DELAY_S, delay_s))
         raise RewardError(f"judge {settings.model}: {problem}, {settings.max_retries + 1} times")
 
     async def _request(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Send one request. Raises: _Passing; RewardError if a repetition would fail too."""
+        """Send one request, and return the reply and its numbers of tokens in and out.
+
+        Raises: _Passing if a repetition may succeed; RewardError if it would fail too.
+        """
         settings = self.settings
         key = key_of(settings)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -186,7 +195,7 @@ class Judge:
 
 
 def _count(value: object) -> int:
-    """Return a service's number of tokens; 0 if it is not a count."""
+    """Return a number of tokens that a service reports; 0 if the value is not a count."""
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
 
@@ -214,7 +223,10 @@ class JudgeReward:
         *,
         extras: Mapping[str, Any] | None = None,
     ) -> Score:
-        """Return the score, with tokens and cost among its parts. Raises: RewardError."""
+        """Return the score, with tokens and cost among its parts.
+
+        Raises: RewardError if there is no judgement.
+        """
         found = await self.judge.judge(completion, **{**columns, **(extras or {})})
         parts = {"score": found.score, "tokens": float(found.num_tokens), "cost": found.cost}
         return Score(value=found.score, parts=parts)
@@ -222,7 +234,7 @@ class JudgeReward:
 
 @lru_cache(maxsize=64)
 def judge_reward(name: str, options: JudgeOptions) -> JudgeReward:
-    """Return the process's reward by a judge with these options.
+    """Return the reward function of a judge with these options.
 
     The result is cached, because each episode makes an environment.
     """
@@ -230,7 +242,7 @@ def judge_reward(name: str, options: JudgeOptions) -> JudgeReward:
 
 
 class _Passing(Exception):
-    """A failure that a repetition may avoid."""
+    """Raised if a request fails in a way that a repetition may avoid."""
 
     def __init__(self, problem: str, *, after_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -246,7 +258,7 @@ class _Line:
         self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
     def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
-        """Remove an ended request; read its error, because perhaps no caller waits for it."""
+        """Remove an ended request, and read its error, because no caller may be left to read it."""
         self.pending.pop(key, None)
         if not request.cancelled():
             request.exception()

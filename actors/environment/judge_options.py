@@ -1,6 +1,7 @@
 """The options of a judge: the service, the question, and how a reply becomes a score.
 
-Pure: `actors.environment.judge` sends the requests. Bad options are refused before a run starts.
+This module is pure; `actors.environment.judge` sends the requests. Bad options are refused before a
+run starts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Amount = Annotated[float, Ge(0), Le(_MAX_NUMBER)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOptions:
-    """Options of a judge: the service, the question, and how to read the reply."""
+    """Options of a judge for the service, the question, and the reading of the reply."""
 
     __pydantic_config__ = STRICT
 
@@ -96,7 +97,7 @@ class JudgeOptions:
 
 
 def _bad_request(options: JudgeOptions) -> Iterator[str]:
-    """Yield what is wrong with the address, the question and the body."""
+    """Yield a sentence for each fault of the address, the question and the body."""
     if not _is_address(options.url):
         yield (
             f"url: got {options.url!r}, expected http:// or https:// with a host, and a port from "
@@ -112,7 +113,7 @@ def _bad_request(options: JudgeOptions) -> Iterator[str]:
 
 
 def _bad_reading(options: JudgeOptions) -> Iterator[str]:
-    """Yield what is wrong with the way in which a reply becomes a score."""
+    """Yield a sentence for each fault of the options with which a reply becomes a score."""
     if (problem := problem_of(options.parse)) is not None:
         yield f"parse: {problem}"
     if options.json_field is not None:
@@ -165,7 +166,7 @@ def _is_address(url: str) -> bool:
 def question_of(
     options: JudgeOptions, completion: str, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the body of the request. Raises: RewardError if the task lacks a column."""
+    """Return the body of a request. Raises: RewardError if the task lacks a column."""
     values = {**columns, "completion": completion}
     template = Template(options.prompt)
     named = {name: _shown(values[name]) for name in template.get_identifiers() if name in values}
@@ -187,7 +188,7 @@ def question_of(
 
 
 def score_of(options: JudgeOptions, reply: str) -> float:
-    """Return the scaled score in a reply. Raises: RewardError if there is none."""
+    """Return the scaled score in a reply. Raises: RewardError if the reply has no score."""
     where = f"judge {options.model}"
     found: Any
     if options.json_field is None and options.parse == ONLY_NUMBER:
@@ -217,7 +218,7 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Return a field of the last JSON object in a text that has it; None if none has."""
+    """Return a field of the last JSON object that has it in a text; None if no object has it."""
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")
     while start >= 0:
         try:
@@ -236,7 +237,7 @@ def _field_of(reply: str, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a column as readable text; a chat as its messages, each after its role."""
+    """Return a column as readable text; in a chat, each message follows its role."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(

@@ -42,7 +42,7 @@ class LostCallCounter:
         """The reason of the first such call, by function and `LostCalls.end`."""
 
     def count(self, function: str, end: str, why: str) -> None:
-        """Count a lost call of the current task. The first one of a function is logged."""
+        """Count a lost call of the current task, and log the first lost call of each function."""
         task = task_id.get()
         is_first = not any(each == function for each, _, _ in self.counts)
         if len(self.counts) >= MAX_COUNTED:
@@ -65,8 +65,10 @@ class LostCallCounter:
 
     @property
     def calls(self) -> tuple[LostCalls, ...]:
-        """The calls that gave no answer: one entry for each function and kind of end, in the order
-        in which each first occurred."""
+        """The calls that gave no answer, with one entry for each function and kind of end.
+
+        The entries are in the order in which they first occurred.
+        """
         counts: Counter[tuple[str, str]] = Counter()
         tasks: dict[tuple[str, str], list[str]] = {}
         for (function, task, end), count in self.counts.items():

@@ -1,11 +1,11 @@
 """Tools of MCP servers, over stdio or HTTP, by the protocol's own client.
 
-A server is opened once for each process and event loop, and all episodes there call its tools; or
-once for each episode, if its state belongs to the episode. Its client lives in one task, as the
-client requires. A call whose server is gone, or no longer answers, raises `ServerLost`, and the
-next episode opens the server again. A server over stdio ends with the process that opened it, even
-if that process is killed (`server_keeper`). Called by `actors.environment.builtin.tools`; imports
-the package `mcp` only if a server is configured.
+A server is opened once for each process and event loop, and all episodes there call its tools. If
+its state belongs to the episode, it is opened once for each episode. Its client lives in one task,
+as the client requires. A call whose server is gone, or no longer answers, raises `ServerLost`, and
+the next episode opens the server again. A server over stdio ends with the process that opened it,
+even if that process is killed (`server_keeper`). `actors.environment.builtin.tools` uses this
+module, which imports the package `mcp` only if a server is configured.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _PYTHONS = ("python", "python3")
 
 
 class BadServer(ValueError):
-    """A server lacks tools, or a tool that its options name."""
+    """Raised if a server lacks tools, or a tool that its options name."""
 
 
 class ServerLost(Exception):
-    """A server does not answer; it may or may not have executed the call."""
+    """Raised if a server does not answer; the server may or may not have executed the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Options of an MCP server: a command or an address."""
+    """Options of an MCP server, which has either a command or an address."""
 
     __pydantic_config__ = STRICT
 
@@ -89,7 +89,7 @@ class ServerOptions:
 
 
 def _expanded(values: Mapping[str, str], *, what: str) -> dict[str, str]:
-    """Replace `$NAME` in each value. Raises: ValueError if a variable is not set."""
+    """Return the values with `$NAME` replaced. Raises: ValueError if a variable is not set."""
     return {name: expanded(value, what=what) for name, value in values.items()}
 
 
@@ -105,7 +105,7 @@ class McpTool:
     server: McpServer
 
     async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
-        """Call the tool. Raises: ToolFailed; ServerLost; CallTimedOut."""
+        """Call the tool and return its text. Raises: ToolFailed; ServerLost; CallTimedOut."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self.server.call(self.schema.name, arguments)
@@ -127,7 +127,7 @@ class McpServer:
     async def tools(self) -> tuple[McpTool, ...]:
         """Return the tools, after opening the server if needed.
 
-        Raises: ServerLost; BadServer if it lacks a configured tool.
+        Raises: ServerLost; BadServer if the server lacks a configured tool.
         """
         _, tools = await self._open()
         return tools
@@ -141,9 +141,9 @@ class McpServer:
         return text
 
     async def check(self) -> None:
-        """List the tools after a call timed out, to find out whether the server still answers.
+        """Check, after a call timed out, whether the server still answers, by listing its tools.
 
-        Raises: ServerLost if it does not.
+        Raises: ServerLost if it does not answer.
         """
         opened = self._opened_now()
         try:
@@ -157,7 +157,7 @@ class McpServer:
             ) from None
 
     async def close(self) -> None:
-        """Close the server if it is open; its next use opens it again."""
+        """Close the server if it is open; the next use opens it again."""
         keeper, self._keeper, self._opened = self._keeper, None, None
         if keeper is not None:
             keeper.cancel()
@@ -198,7 +198,7 @@ class McpServer:
         return code in {CONNECTION_CLOSED, *over_http}
 
     def _opened_now(self) -> _Opened:
-        """Return the open client, or begin to open one."""
+        """Return the open client, or a client that begins to open."""
         if self._keeper is None or self._keeper.done() or self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._opened))
@@ -215,17 +215,17 @@ class McpServer:
             raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
-        """Close a lost server unless another caller has closed it; its next use opens it again.
+        """Close a lost server unless another caller has closed it, and return the error to raise.
 
-        It waits until the server is closed: if the event loop ended in the middle, the closing
-        would never end.
+        The next use opens the server again. This function waits until the server is closed: if the
+        event loop ended in the middle, the closing would never end.
         """
         if self._opened is opened:
             await self.close()
         return ServerLost(f"{self._where} {what}{self._stderr.last_lines()}")
 
     async def _keep(self, opened: _Opened) -> None:
-        """Hold the client open until this task is cancelled; it must be closed in its own task."""
+        """Keep the client open until this task is cancelled, and close it in this task."""
         from mcp import Client
 
         try:
@@ -324,7 +324,8 @@ def _found(command: Sequence[str]) -> list[str]:
 def _kept(command: Sequence[str]) -> list[str]:
     """Return the command of a `server_keeper` that ends the server's processes with this process.
 
-    Systems without pidfd run the server directly; the protocol requires it to end with its input.
+    On systems without pidfd, return the server's own command; the protocol requires a server to end
+    with its input.
     """
     if not hasattr(os, "pidfd_open"):
         return list(command)
@@ -332,7 +333,7 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 
 def _text_of(result: Any) -> str:
-    """Return the texts of an answer; other parts by their type."""
+    """Return the texts of an answer; another part is shown by its type."""
     parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):
@@ -377,9 +378,9 @@ class ServerStderr:
             os.close(reading)
 
     def last_lines(self) -> str:
-        """Return the last lines of stderr, to append to an error's text; empty if it wrote nothing.
+        """Return the last lines of stderr as the end of an error's text; empty if there are none.
 
-        Leaves out indented lines: the calls of a traceback would leave no room for its message.
+        Indented lines are left out: the calls of a traceback would leave no room for its message.
         """
         lines = self._end.decode(errors="replace").splitlines()
         words = " | ".join(line for line in lines if line.strip() and not line[0].isspace())

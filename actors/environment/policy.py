@@ -1,4 +1,4 @@
-"""The interface from actors to the inference deployment: a Protocol, token ids in, token ids out.
+"""The interface from actors to the inference deployment, in which turns are token ids.
 
 `service.inference` implements it over Ray Serve; tests replace it with a ten-line fake.
 `check_reply` checks each reply; the turn loop trusts the replies that pass.
@@ -19,13 +19,11 @@ from actors.types import FinishReason, LogProbs, Outcome, TokenIds, Turn, Versio
 
 
 class PolicyUnavailable(Exception):
-    """The engine could not answer (replica died, not ready, shutting down). Retry elsewhere."""
+    """Raised if an engine cannot answer, for example while it starts. Retry on another engine."""
 
 
 class PolicyDeadlineExceeded(Exception):
-    """The engine did not answer within the request's deadline; it was asked to abort the
-    request.
-    """
+    """Raised if the engine does not answer within the deadline; the request is then aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class GenerateRequest:
     empty: only for thinking. None: not parsed."""
 
     def salted(self, salt: str) -> str:
-        """Return the salt for the engine's prefix cache; two tenants never get the same."""
+        """Return the salt for the engine's prefix cache; two tenants never get the same salt."""
         # No tenant's name contains a slash.
         return f"{self.tenant}/{salt}"
 
@@ -77,7 +75,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """A reply's text, split for a reader. The trainer uses the reply's ids unchanged."""
+    """A reply's text, split for a reader. The trainer uses only the reply's ids."""
 
     content: str
     """The text without thinking and calls; markup that the parser could not read stays in it."""
@@ -112,7 +110,7 @@ class PolicyClient(Protocol):
     """The interface that an environment's turn loop needs of the inference deployment."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.
+        """Sample one turn, and return the reply.
 
         Raises: PolicyDeadlineExceeded, PolicyUnavailable; ValueError for a request that the
         engine can never serve (prompt too long, empty prompt).
@@ -121,7 +119,7 @@ class PolicyClient(Protocol):
 
 
 class UnusableReply(Exception):
-    """The reply's tokens cannot be trained on; outcome: the trajectory's outcome."""
+    """Raised if a reply's tokens cannot be trained on. outcome: the outcome of the trajectory."""
 
     def __init__(self, outcome: Outcome, detail: str) -> None:
         super().__init__(detail)
@@ -129,11 +127,11 @@ class UnusableReply(Exception):
 
 
 def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
-    """Make the turn of a request and its reply.
+    """Return the turn of a request and its reply, after a check of the reply.
 
-    Raises: UnusableReply if no token was sampled (empty), if `find_misalignment` finds a fault or a
-    log-probability is not finite (misaligned), or if the request has tools and the reply is not
-    parsed.
+    Raises: UnusableReply if no token was sampled (outcome empty), if `find_misalignment` finds a
+    fault or a log-probability is not finite (outcome misaligned), or if the request has tools and
+    the reply is not parsed.
     """
     token_ids = np.asarray(reply.token_ids, dtype=np.int32)
     logprobs = np.asarray(reply.logprobs, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The protocol of an environment: reset, step, close, and their frozen values.
+"""The protocol of an environment, with the methods reset, step and close, and their frozen values.
 
 An environment plays one episode at a time and never sees token ids: it gets text and returns
 messages. Terminated means that the game has ended; truncated means that the environment cut it
@@ -95,7 +95,7 @@ def _as_role(name: str) -> Role:
 
 def _check_text(text: str, what: str) -> None:
     if not isinstance(text, str):
-        raise TypeError(f"{what}: got a {type(text).__name__}, expected text")
+        raise TypeError(f"{what}: got {type_of(text)}, expected text")
     # Neither a tokenizer nor the run's database accepts lone surrogates.
     try:
         text.encode()
@@ -109,7 +109,7 @@ def _check_text(text: str, what: str) -> None:
 def _check_state_key(key: str | None, what: str) -> None:
     if key is not None and not isinstance(key, str):
         raise TypeError(
-            f"{what}: state_key: got a {type(key).__name__}, expected text or None; write the "
+            f"{what}: state_key: got {type_of(key)}, expected text or None; write the "
             "state as text, for example by json.dumps with sort_keys"
         )
 
@@ -124,12 +124,10 @@ def _check_role(role: Role, expected: Role, name: str) -> None:
 
 def _call_texts(calls: tuple[ToolCall, ...]) -> tuple[tuple[str, str, str], ...]:
     if not isinstance(calls, tuple):
-        raise TypeError(f"message: tool_calls: got a {type(calls).__name__}, expected a tuple")
+        raise TypeError(f"message: tool_calls: got {type_of(calls)}, expected a tuple")
     for call in calls:
         if not isinstance(call, ToolCall):
-            raise TypeError(
-                f"message: tool_calls: got a {type(call).__name__}, expected ToolCall values"
-            )
+            raise TypeError(f"message: tool_calls: got {type_of(call)}, expected ToolCall values")
         _check_text(call.id, "message: the id of a tool call")
         _check_text(call.name, "message: the name of a tool call")
     what = "message: the arguments of a tool call"
@@ -138,7 +136,7 @@ def _call_texts(calls: tuple[ToolCall, ...]) -> tuple[tuple[str, str, str], ...]
 
 def _json_text(tree: Mapping[str, Any], what: str) -> str:
     if not isinstance(tree, Mapping):
-        raise TypeError(f"{what}: got a {type(tree).__name__}, expected a mapping")
+        raise TypeError(f"{what}: got {type_of(tree)}, expected a mapping")
     try:
         text = json.dumps(dict(tree), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -264,13 +262,13 @@ class Observation:
         _check_state_key(self.state_key, "observation")
         if not isinstance(self.tools, list | tuple):
             raise TypeError(
-                f"observation: tools: got a {type(self.tools).__name__}, expected a tuple of "
+                f"observation: tools: got {type_of(self.tools)}, expected a tuple of "
                 "ToolSchema values"
             )
         for tool in self.tools:
             if not isinstance(tool, ToolSchema):
                 raise TypeError(
-                    f"observation: tools: got a {type(tool).__name__}, expected ToolSchema values"
+                    f"observation: tools: got {type_of(tool)}, expected ToolSchema values"
                 )
         object.__setattr__(self, "tools", tuple(self.tools))
         best = self.best_return
@@ -313,23 +311,21 @@ class StepResult:
         _check_messages(self.messages)
         if not isinstance(self.answer, str | None):
             raise TypeError(
-                f"step result: answer: got a {type(self.answer).__name__}, expected text or None"
+                f"step result: answer: got {type_of(self.answer)}, expected text or None"
             )
         _check_state_key(self.state_key, "step result")
         if not isinstance(self.reward_components, Mapping):
             raise TypeError(
-                f"step result: reward_components: got a {type(self.reward_components).__name__}, "
+                f"step result: reward_components: got {type_of(self.reward_components)}, "
                 "expected a mapping of names to numbers"
             )
         for what in ("metrics", "extra_columns"):
             if not isinstance(named := getattr(self, what), Mapping):
-                raise TypeError(
-                    f"step result: {what}: got a {type(named).__name__}, expected a mapping"
-                )
+                raise TypeError(f"step result: {what}: got {type_of(named)}, expected a mapping")
         for name in ("terminated", "truncated", "is_malformed", "ended_by_malformed"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise TypeError(
-                    f"step result: {name}: got a {type(value).__name__}, expected True or False"
+                    f"step result: {name}: got {type_of(value)}, expected True or False"
                 )
         if self.terminated and self.truncated:
             raise ValueError(
@@ -344,10 +340,10 @@ class StepResult:
 
 
 class RewardError(Exception):
-    """The action was taken, but its score is missing (a judge is unavailable, a scorer failed).
+    """Raised if an action was taken, but its score is missing, for example because a judge failed.
 
-    rescore: returns the step's result with the score, or raises RewardError again, without taking
-    the action a second time. It is None if scoring cannot be retried.
+    rescore: a function that returns the step's result with the score, or raises RewardError again,
+    without taking the action a second time. It is None if scoring cannot be retried.
 
     Example: RewardError("the judge did not answer within 20 s")
     """
@@ -400,22 +396,22 @@ class Environment(Protocol):
         ...
 
     async def step(self, action: Action) -> StepResult:
-        """Take one action. Raises: RewardError if only the score is missing."""
+        """Take one action and return its result. Raises: RewardError if the score is missing."""
         ...
 
     async def close(self) -> None:
-        """Release all resources; called once, also after an error or a time-out."""
+        """Release all resources. It is called once, also after an error or a time-out."""
         ...
 
 
 def reward_problem(result: StepResult) -> str | None:
-    """Return what is wrong with the reward, a component or a metric; None if all are finite."""
+    """Return a sentence if the reward, a component or a metric is not finite; otherwise None."""
     parts = {"reward": result.reward}
     parts |= {f"reward component {name}": part for name, part in result.reward_components.items()}
     parts |= {f"metric {name}": part for name, part in result.metrics.items()}
     for what, part in parts.items():
         if not isinstance(part, Real) or not _is_finite(part):
-            shown = f"{part!r:.80}" if isinstance(part, _SHOWN) else f"a {type(part).__name__}"
+            shown = f"{part!r:.80}" if isinstance(part, _SHOWN) else type_of(part)
             return f"{what}: got {shown}, expected a finite number"
     return None
 
@@ -437,7 +433,7 @@ def _are_names(value: object) -> bool:
 
 def _check_messages(messages: tuple[Message, ...]) -> None:
     if not isinstance(messages, list | tuple):
-        raise TypeError(f"messages: got a {type(messages).__name__}, expected a tuple of Message")
+        raise TypeError(f"messages: got {type_of(messages)}, expected a tuple of Message")
     for message in messages:
         if not isinstance(message, Message):
-            raise TypeError(f"messages: got a {type(message).__name__}, expected Message values")
+            raise TypeError(f"messages: got {type_of(message)}, expected Message values")

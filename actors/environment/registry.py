@@ -1,8 +1,7 @@
-"""Environments by name: the built-in ones, registered ones, entry points, and "module:Class".
+"""Find environments by name: built-in and registered names, entry points, and "module:Class".
 
 `resolve` checks a name and its options once, before anything starts, and returns a function that
-makes an environment for an episode. Called by the configuration's checks and by the environment
-actor.
+makes an environment for an episode. The configuration's checks and the environment actor call it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from actors.user_code import type_of
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
-# Called with an instance of a class of options if its only argument is annotated with one, else
-# with the options as keyword arguments; a class is its own factory.
+# A factory is called with an instance of a class of options if its only argument is annotated with
+# such a class, otherwise with the options as keyword arguments; a class is its own factory.
 EnvironmentFactory = Callable[..., Environment]
 
 _factories: dict[str, EnvironmentFactory] = {
@@ -48,7 +47,7 @@ _factories: dict[str, EnvironmentFactory] = {
     TEXTARENA: TextArenaEnvironment,
     TOOLS: ToolsEnvironment,
 }
-# Imported when a configuration names one.
+# These modules are imported when a configuration names the environment.
 _plugins = {
     "code_search": "actors.environment.plugins.code_search.environment:CodeSearchEnvironment",
     "retrieval_qa": "actors.environment.plugins.retrieval_qa.environment:RetrievalQaEnvironment",
@@ -57,15 +56,15 @@ _plugins = {
 
 
 class UnknownEnvironment(ValueError):
-    """The name belongs to no environment, or its class cannot be imported."""
+    """Raised if a name belongs to no environment, or if its class cannot be imported."""
 
 
 class BadEnvironmentOptions(ValueError):
-    """The environment does not accept these options."""
+    """Raised if an environment does not accept its options."""
 
 
 def register(name: str, factory: EnvironmentFactory) -> None:
-    """Add an environment of this process.
+    """Add an environment to those that this process knows by name.
 
     Raises: ValueError if the name is taken by another factory or contains a colon.
     """
@@ -82,7 +81,7 @@ def is_built_in(name: str) -> bool:
 
 
 def known_names() -> list[str]:
-    """Return every name that `resolve` knows, sorted; it also accepts "module:Class"."""
+    """Return every name that `resolve` knows, sorted. `resolve` also accepts "module:Class"."""
     return sorted({*_factories, *_plugins, *(point.name for point in _entry_points())})
 
 
@@ -91,8 +90,8 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
 
     Args: name: a registered name, an entry point's name or "module:Class". options: the fields of
     the environment's class of options, or keyword arguments.
-    Returns: a callable that makes a fresh environment.
-    Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError if an optional package that the
+    Returns: a function that makes a fresh environment in each call.
+    Raises: UnknownEnvironment; BadEnvironmentOptions; ImportError if an optional package that the
     environment needs is missing (the message has the remedy).
     """
     try:
@@ -114,9 +113,10 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
 def _bound(
     name: str, factory: EnvironmentFactory, options: Mapping[str, Any]
 ) -> Callable[[], Environment]:
-    """Bind an environment's options to its factory.
+    """Return an environment's factory with the options bound.
 
-    Raises: BadOptions; BadEnvironmentOptions for keyword arguments that the factory does not take.
+    Raises: BadOptions if an option does not fit; BadEnvironmentOptions for keyword arguments that
+    the factory does not take.
     """
     signature = _signature_of(factory)
     if (parameter := _options_parameter(factory, signature)) is not None:
@@ -131,7 +131,7 @@ def _bound(
 
 
 def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    """Check that options are keyword arguments of a factory. Raises: BadEnvironmentOptions."""
+    """Raise BadEnvironmentOptions if options are not keyword arguments of a factory."""
     parameters = signature.parameters
     for argument in parameters.keys() & options.keys():
         made = [each for each in sections_in(parameters[argument].annotation) if _is_made(each)]
@@ -153,16 +153,16 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether a class of settings has instances of its own; a TypedDict has plain maps."""
+    """Return whether values of a class of settings are its instances; a TypedDict has maps."""
     return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of their class.
 
-    Return None if the factory takes its options as keyword arguments. Also return None if `options`
-    is empty and the factory's default is not an instance of a class of options. Raises:
-    BadEnvironmentOptions, UnknownEnvironment.
+    Return None if the factory takes its options as keyword arguments, or if `options` is empty and
+    the factory's default is not an instance of a class of options.
+    Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
     try:
@@ -179,11 +179,10 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the argument `options` of a factory if its type is a class of options.
+    """Return the parameter `options` of a factory if its type is a class of options.
 
     Return None if the options are keyword arguments. Raises: BadOptions if the type is not known,
-    if it contains a class of options in another way, or if the factory has other
-    arguments too.
+    if it contains a class of options in another way, or if the factory has other parameters too.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -217,7 +216,7 @@ def _options_parameter(
 
 
 def _unknown_names(annotation: Any) -> str:
-    """Return the names in a type that are not known: not defined, or type variables."""
+    """Return the names in a type that are not known, which are type variables or not defined."""
     if isinstance(annotation, str):
         return annotation
     # A generic class has type variables as well, but needs no values of them.
@@ -232,7 +231,7 @@ def _signature_of(
     """Return the signature of a factory, with types instead of their names.
 
     unknown: type variables in place of names that are not defined. An annotation stays a text if it
-    cannot be evaluated. Code in C that has no signature takes any arguments.
+    cannot be evaluated. If code in C has no signature, return one that takes any arguments.
     """
     called: Any = get_origin(factory) or factory
     try:

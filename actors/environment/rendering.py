@@ -1,11 +1,11 @@
-"""Turn messages into token ids by appending; history is not rendered again.
+"""Turn messages into token ids by appending, so that history is not rendered again.
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
 messages. A delta is rendered after two different dummy chats. It is used only if both give the same
 ids, both chats stay unchanged before it, and it shows the text of every new message; otherwise the
 whole chat is rendered, and the reason is counted. A whole chat that does not show the text of a
 message, or its tools, is an error. The dummy chats end as the reply does: in text, after a thought,
-or in calls with the same names and ids. Called by the turn loop and the gateway.
+or in calls with the same names and ids. The turn loop and the gateway use this module.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def load_renderer(
 
     Args: model: a directory or hub name. chat_template: as for `load_tokenizer`; None uses the
     model's own.
-    Raises: OSError, ValueError.
+    Raises: OSError or ValueError if the tokenizer cannot be loaded.
     """
     tokenizer = load_tokenizer(model, chat_template=chat_template)
     return ChatRenderer(
@@ -81,7 +81,7 @@ def load_renderer(
 
 
 class BreakReason(StrEnum):
-    """The reason why a delta could not be used."""
+    """The reason why a delta cannot be used."""
 
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
@@ -113,7 +113,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """Tokens after the content or the calls of a reply, up to the next reply."""
+    """The tokens of new messages, from the end of a reply's content or calls to the next reply."""
 
     token_ids: TokenIds
     num_closing: int
@@ -123,9 +123,9 @@ class _Delta:
 class ChatRenderer:
     """Renders one model's chats.
 
-    template_options: passed to the chat template, such as {"enable_thinking": False}.
+    template_options: variables of the chat template, such as {"enable_thinking": False}.
     stop_token_ids: tokens that end a turn, besides the tokenizer's own end of sequence.
-    history: AS_RENDERED renders the whole chat at each turn.
+    history: the form of earlier turns; with AS_RENDERED the whole chat is rendered at each turn.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ChatRenderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the `tokenizer_fingerprint` of its tokenizer."""
+        """Return the `tokenizer_fingerprint` of the renderer's tokenizer."""
         return tokenizer_fingerprint(self._tokenizer)
 
     @cached_property
@@ -177,7 +177,7 @@ class ChatRenderer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Render the beginning of a chat with the generation prompt.
+        """Return the rendering of the beginning of a chat with the generation prompt.
 
         Returns: [P] int32, read-only.
         Raises: RenderError, also if the rendering does not show the text of a message.
@@ -190,7 +190,7 @@ class ChatRenderer:
         """Check that the template shows the tools of a chat that begins with these messages.
 
         Some templates show only calls and leave the tools to the system text (DeepSeek R1).
-        Raises: RenderError if the template shows neither.
+        Raises: RenderError if the template shows neither tools nor calls.
         """
         marks = self._marks(marked(messages), marked_tools(tools)) if tools else None
         if marks is None or self.template.shows_calls:
@@ -214,7 +214,8 @@ class ChatRenderer:
     ) -> Extension:
         """Return the prompt of the next turn.
 
-        previous + sampled + (the closing tokens that were not sampled) + delta(new_messages)
+        The prompt is previous + sampled + (the closing tokens that were not sampled) +
+        delta(new_messages).
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, its reply, which may be cut
         off. history: every message so far, the reply last; rendered only if the delta cannot be
@@ -286,7 +287,7 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Return the marks of a chat that the template shows; None if it refuses the chat.
+        """Return the marks of a chat that a rendering shows; None if the template refuses the chat.
 
         after: the text that precedes the marks.
         """
@@ -336,7 +337,7 @@ class ChatRenderer:
     def _shows_new(
         self, tail: str, chat: _Messages, new_messages: _Messages, tools: _Tools, *, mark: str
     ) -> bool:
-        """Return whether new messages are shown after a chat.
+        """Return whether the template shows new messages after a chat.
 
         tail: the text after the mark, which is the last text of the chat.
         """
@@ -381,10 +382,10 @@ class ChatRenderer:
         )
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
-        """Count the tokens after a call's last argument that end the call but not the turn.
+        """Return the number of tokens after a call's last argument that belong to the call.
 
-        The policy samples these with the call. The turn ends with the first token that stops the
-        engine; without such a token, the chat is left open after the call.
+        The policy samples these tokens with the call. The turn ends with the first token that stops
+        the engine; without such a token, the chat is left open after the call.
         """
         ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
         return next(ends, len(closing_ids))
@@ -397,10 +398,11 @@ class ChatRenderer:
         return delta.num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Count the tokens of the tail that end the reply.
+        """Return the number of tokens at the start of the tail that end the reply.
 
-        These are the tokens that it shares with the tail of a chat that ends with the reply. Some
-        templates leave a last reply open; then the end token counts, if the tail begins with it.
+        These are the tokens that the tail shares with the tail of a chat that ends with the reply.
+        Some templates leave a last reply open; then the end token counts, if the tail begins with
+        it.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -427,16 +429,14 @@ def _head(text: str, question: str, mark: str) -> str:
 
 
 def _only_loses(before: str, after: str) -> bool:
-    """Return whether a text differs only by a removed part; the appended prompt keeps that part."""
+    """Return whether `after` is `before` without one part; the appended prompt keeps that part."""
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
     return start + end == len(after)
 
 
 def _may_know_ids(template: object) -> bool:
-    """Return whether a template may use the ids of calls; only a Jinja text can show that it does
-    not.
-    """
+    """Return whether a template may use the ids of calls; True for anything but a Jinja text."""
     return not isinstance(template, str) or _ID.search(template) is not None
 
 
@@ -445,8 +445,9 @@ def _without_id(message: Message) -> Message:
 
 
 def _may_repeat(messages: _Messages) -> bool:
-    """Return whether messages are short enough to cache: long texts seldom repeat and use much
-    memory.
+    """Return whether messages are short enough to cache.
+
+    Long texts seldom repeat, and use much memory.
     """
     num_chars = 0
     for message in messages:
@@ -462,7 +463,7 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
-    """Count the closing tokens that the policy sampled itself, at the end of its reply."""
+    """Return how many closing tokens the policy itself sampled at the end of its reply."""
     if not closing.shape[0]:
         return 0
     end: list[int] = sampled[-closing.shape[0] :].tolist()

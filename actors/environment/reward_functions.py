@@ -16,8 +16,8 @@ arguments: a function reads a column of the same name from `columns`. The except
 `messages`, which a function with lists gets by its name, as from TRL.
 
 A group function takes lists too, and is called once for the answers of a whole group
-(`load_group_functions`, `RewardFunction.score_group`).
-Called by `actors.environment.builtin.single_turn` and `tools`.
+(`load_group_functions`, `RewardFunction.score_group`). The environments single_turn and tools use
+this module.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ MAX_PARTS, MAX_NAME = 64, 128
 
 
 class BadRewardFunction(ValueError):
-    """There is no such function, or it cannot be called as a reward function."""
+    """Raised if there is no such function, or it cannot be called as a reward function."""
 
 
 class NoScore(RewardError):
-    """A function returned a value that is not a score."""
+    """Raised if a function returns a value that is not a score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class RewardFunction:
         *,
         extras: Mapping[str, Any] | None = None,
     ) -> Score:
-        """Score one answer.
+        """Return the score of one answer.
 
         Args:
             extras: Values of the arguments in EXTRAS, by name.
@@ -165,7 +165,7 @@ class RewardFunction:
     async def score_group(
         self, completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[Score]:
-        """Score the answers of a group in one call. All answers have the same row.
+        """Return the scores of a group's answers, from one call. All answers have the same row.
 
         Each column is passed as a list with one value for each answer. The function may also name
         the list of a column NAME as NAMEs, as verifiers does.
@@ -206,8 +206,9 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of the columns, which the function may change. For a call in a worker,
-        return them unchanged: that call copies them.
+        """Return a copy of the columns, which the function may change.
+
+        For a call in a worker, return the columns unchanged, because that call copies them.
         """
         if self.instance is not None or workers.is_contained(self.target):
             return columns
@@ -282,7 +283,10 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Return a call's value for one of its answers as a score. Raises: RewardError."""
+        """Return a call's value for one of its answers as a score.
+
+        Raises: RewardError if the value is not a score.
+        """
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)
@@ -293,8 +297,9 @@ class RewardFunction:
     def _value_of(self, found: object) -> tuple[float | None, dict[str, float]]:
         """Return the reward, and the named numbers that the function returned.
 
-        If the named numbers include one called `score`, it is the reward and the others are only
-        reported (verl's form); otherwise their sum is the reward. Raises: RewardError.
+        If one of the named numbers is called `score`, it is the reward and the others are only
+        reported (verl's form); otherwise the sum of the numbers is the reward. Raises: RewardError
+        if the value is not a score.
         """
         if not isinstance(found, Mapping):
             return None if found is None else self._number(found), {}
@@ -333,10 +338,10 @@ class RewardFunction:
 
 
 def _values(found: Any, takes_lists: bool) -> Any:
-    """Convert what a reward function returned to a list, if the function takes lists.
+    """Return the result of a reward function, as a list if the function takes lists.
 
-    TRL iterates over the returned value, so arrays, tensors, series and generators are accepted
-    too. Return the value unchanged if it is not iterable, or if its values have no order.
+    TRL iterates over the result, so arrays, tensors, series and generators are accepted too. Return
+    the result unchanged if it is not iterable, or if its values have no order.
     """
     if not takes_lists:
         return found
@@ -353,10 +358,10 @@ def answer_of(
     logs: Collection[str],
     takes_lists: bool,
 ) -> tuple[Any, Logs] | Coroutine[Any, Any, tuple[Any, Logs]]:
-    """Call a reward function by its name, or a method of an instance. This runs in a worker.
+    """Call a reward function, or a method of an instance; return the answer and the logs.
 
-    Returns: the answer, with plain Python numbers so that the reader needs none of the user's
-        packages, and the logs.
+    This function runs in a worker. The answer has plain Python numbers, so that the reader needs
+    none of the user's packages.
     """
     function = _found(target) if instance is None else getattr(instance, target.rpartition(".")[2])
     found, logged = call_with_logs(function, arguments, logs=logs)
@@ -422,10 +427,11 @@ def _is_number(value: Any) -> bool:
 
 
 def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[RewardFunction, ...]:
-    """Find functions by their names.
+    """Return the functions of these names.
 
-    Args: asked: "my.py:score" or "package.module:score"; several of them; or each with its weight.
-    Raises: BadRewardFunction.
+    Args: asked: "my.py:score" or "package.module:score"; several such names; or each with its
+    weight.
+    Raises: BadRewardFunction if a function cannot be used.
     """
     names = [asked] if isinstance(asked, str) else list(asked)
     if len(set(names)) < len(names):
@@ -445,7 +451,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Load a function once for the process, because each episode makes an environment."""
+    """Return a function, loaded once in each process, because each episode makes an environment."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:
@@ -503,7 +509,7 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
 def load_group_functions(
     asked: str | Sequence[str] | Mapping[str, float],
 ) -> tuple[RewardFunction, ...]:
-    """Find functions that score the answers of a group together.
+    """Return the functions of these names that score the answers of a group together.
 
     Raises: BadRewardFunction, also if a function takes no lists or needs an argument of EXTRAS.
     """
@@ -535,11 +541,11 @@ def method_as_reward(
 ) -> RewardFunction:
     """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
 
-    The method needs no argument, and gets the arguments of a reward function that it names.
+    The method may name the arguments of a reward function that it needs, or none.
 
     Args:
         target: Name of the method, as `RewardFunction.target`; only for an instance in a worker.
-        instance: The instance, as `RewardFunction.instance`; only for one in a worker.
+        instance: The instance, as `RewardFunction.instance`; only for an instance in a worker.
     """
     return replace(_as_called(name, method, weight=1.0), target=target, instance=instance)
 
@@ -578,7 +584,7 @@ def _bound_name(function: Callable[..., Any]) -> str:
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return the arguments that can be given by name, and whether each has to be given."""
+    """Return the arguments that can be given by name, and whether each of them is required."""
     return {
         name: each.default is each.empty
         for name, each in inspect.signature(function).parameters.items()

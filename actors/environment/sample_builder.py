@@ -1,8 +1,8 @@
 """Build the samples of one trajectory while it is played.
 
-The rule: a turn extends a sample if the sample's ids are an exact prefix of its prompt; the other
-tokens of the prompt are observation, mask 0. All samples stay open; the longest match wins, the
-newest among equals. `append` takes a turn that is known to continue the last one, and compares
+A turn extends a sample if the sample's ids are an exact prefix of its prompt; the other tokens of
+the prompt are observation, with mask 0. All samples stay open; the longest match is chosen, and the
+newest among equals. `append` takes a turn that is known to continue the last turn, and compares
 nothing. `add` takes a turn without this knowledge, and compares its prompt with every open sample.
 A property test compares both with the rule in plain loops (`tests/worlds/checks/prefix_merge.py`).
 For each open sample the builder keeps only the newest prompt and reply, which have all its ids, so
@@ -37,7 +37,7 @@ _NO_IDS: TokenIds = np.empty(0, np.int32)
 class _OpenSample:
     """An open sample, whose ids are those of its newest turn: prompt, then sampled.
 
-    last_id: the last of these ids. observed: tokens after them at the end of an episode.
+    last_id: the last of these ids. observed: tokens that follow these ids at the end of an episode.
     """
 
     parent: int | None
@@ -119,7 +119,7 @@ class SampleBuilder:
         """Append the environment's last observation to the sample of the last turn.
 
         Args: prompt: the prompt of the turn that will not be sampled. If it extends the last turn's
-        sample, its new tokens end the sample, with mask 0; else nothing is kept.
+        sample, its new tokens end the sample, with mask 0; otherwise nothing is recorded.
         """
         newest = self._newest
         if newest is not None and newest.begins(prompt):
@@ -155,7 +155,7 @@ class SampleBuilder:
         self._newest = sample
 
     def _opened(self, prompt: TokenIds, reason: BranchReason | None) -> _OpenSample:
-        """Open a sample for a prompt, with the sample from which it branches and the reason."""
+        """Open and return a sample for a prompt, with its parent and the reason for the branch."""
         if not self._open:
             sample = _OpenSample(None, 0, None)
         else:
@@ -169,7 +169,7 @@ class SampleBuilder:
         return sample
 
     def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
-        """Return the open sample that shares most ids with a prompt, the newest of equals.
+        """Return the open sample that shares most ids with a prompt; among equals, the newest.
 
         Returns: the sample's index, and the number of shared ids.
         """

@@ -2,13 +2,14 @@
 
     python -I -S server_keeper.py PID COMMAND...
 
-PID is the user: the process that starts this one. A server may start other processes (launchers
-such as npx, uvx or `sh -c` do), which would outlive it and the user. So there are two processes in
-between: the first, the user's child, passes signals on; the second, the keeper, becomes the parent
-of orphaned descendants, so that it can reach all of them, and ends them when the server, the first
-process or the user has ended. The keeper is not the user's child, because Ray kills the children of
-a worker that it ends. Only the server has the standard input and output. Started by `mcp_servers`;
-needs Linux, and only Python's own library, because one is started for each server.
+PID is the id of the user, which is the process that starts this one. A server may start other
+processes (launchers such as npx, uvx or `sh -c` do), which would outlive the server and the user.
+So there are two processes in between: the first, the user's child, passes signals on; the second,
+the keeper, becomes the parent of orphaned descendants, so that it can reach all of them, and ends
+them when the server, the first process or the user has ended. The keeper is not the user's child,
+because Ray kills the children of a worker that it ends. Only the server has the standard input and
+output. `mcp_servers` starts this program. It needs Linux, and only Python's own library, so that
+one for each server costs little.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 
 
 def main(user: int, command: Sequence[str]) -> int:
-    """Run the command. Returns: its exit status, as a shell reports it."""
+    """Run the command, and return its exit status, as a shell reports it."""
     try:
         watched = [os.pidfd_open(user), os.pidfd_open(os.getpid())]
     except ProcessLookupError:
@@ -51,9 +52,10 @@ def main(user: int, command: Sequence[str]) -> int:
 
 
 def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
-    """Run the server, and end all its processes when it or a watched process ends, or on a signal.
+    """Run the server until it or a watched process ends, or a signal arrives; return its status.
 
-    watched: file descriptors of processes. Returns: the exit status, as a shell reports it.
+    At the end, kill all processes of the server. watched: file descriptors of processes. The status
+    is the exit status as a shell reports it.
     """
     woken, waking = os.pipe()
     for end in (woken, waking):
@@ -87,7 +89,7 @@ def _release_pipes() -> None:
 def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
     """Wait until the server or a watched process ends, or for GRACE_S after a signal to end.
 
-    Returns: the server's status if it has ended; else None.
+    Returns: the server's status if the server has ended; otherwise None.
     """
     poller = select.poll()
     for end in (*watched, woken):
@@ -122,7 +124,7 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_all() -> None:
-    """Kill all descendants of this process, until there are none."""
+    """Kill all descendants of this process, until none is left."""
     end = time.monotonic() + KILL_LIMIT_S
     while (below := _descendants()) and time.monotonic() < end:
         for process in below:

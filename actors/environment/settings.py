@@ -1,4 +1,4 @@
-"""The settings of an environment actor: plain values, no Ray."""
+"""The settings of an environment actor. They are plain values, without Ray."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class StructuredOutputs:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The constraints that are not null, by name."""
+        """The constraints that are not null, by their names."""
         choice = None if self.choice is None else list(self.choice)
         named = {"json": self.json, "regex": self.regex, "choice": choice, "grammar": self.grammar}
         return {name: value for name, value in named.items() if value is not None}
@@ -186,8 +186,10 @@ class EnvironmentSettings:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether the environment's method `score_group` is called for each group, once all
-        rollouts of the group have ended."""
+        """Whether the environment's method `score_group` is called for each group.
+
+        It is called once all rollouts of the group have ended.
+        """
         return bool(self.options.get(GROUP_REWARD))
 
 

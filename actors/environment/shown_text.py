@@ -1,8 +1,9 @@
 """Check whether a rendering shows the texts of a chat's messages.
 
 Templates drop messages, move them, trim and escape them. So two things are checked for each text:
-that the template shows a mark in its place (which occurs nowhere else), and that the words of the
-text itself are in the rendering, in their order. Called by `rendering` and `template_traits`.
+that the template shows a mark in place of the text (the mark occurs nowhere else), and that the
+words of the text itself are in the rendering, in their order. `rendering` and `template_traits`
+use this module.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Said:
 
     @property
     def remedy(self) -> str:
-        """Return what to do if a template does not show the text."""
+        """Return the remedy if a template does not show the text."""
         if self.message.role is Role.SYSTEM:
             return "send system texts as the first message, or as a user message"
         if self.message.role is Role.TOOL or self.is_call:
@@ -58,7 +59,7 @@ class Said:
 def said(messages: Sequence[Message]) -> Iterator[Said]:
     """Yield the texts of messages: contents, and the names and the arguments of their calls.
 
-    Thoughts are left out: a template may show those of earlier turns or not.
+    Thoughts are left out, because a template need not show those of earlier turns.
     """
     for number, message in enumerate(messages):
         content = _visible(message)
@@ -93,7 +94,7 @@ def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def with_mark(messages: Sequence[Message], said: Said) -> tuple[Message, ...]:
-    """Return the chat with the mark after a message's own text, for templates that read it."""
+    """Return the chat with the mark after a message's own text, for templates that read texts."""
     message = messages[said.number]
     changed = replace(message, content=f"{message.content} {said.mark}")
     return (*messages[: said.number], changed, *messages[said.number + 1 :])
@@ -112,7 +113,7 @@ def marks_in(text: str) -> frozenset[str]:
 
 
 def holds(rendering: str, text: str, *, times: int = 1) -> bool:
-    """Return whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
+    """Return whether a rendering shows all words of a text; it may trim, escape or wrap the text.
 
     times: minimum number of occurrences; ignored if they cannot be counted.
     """
@@ -134,8 +135,8 @@ def unshown(
 ) -> Iterator[Said]:
     """Yield the texts that a rendering does not show.
 
-    marks: those marks that the template shows instead of the texts; None if not known. in_place:
-    whether a mark appended to the text is shown, for templates that read the text.
+    marks: the marks that the template shows in place of the texts; None if they are not known.
+    in_place: whether a mark appended to the text is shown, for templates that read the text.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:
@@ -184,7 +185,7 @@ def _marked_calls(message: Message, number: int) -> tuple[ToolCall, ...]:
 
 
 def _marked_value(value: Any, mark: str) -> Any:
-    """Return a value with a mark instead of each text; a template may calculate with numbers."""
+    """Return a value with a mark in place of each text. Numbers stay: a template may use them."""
     if isinstance(value, str):
         return mark
     if isinstance(value, dict):
@@ -195,7 +196,7 @@ def _marked_value(value: Any, mark: str) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the keys, the texts and the whole numbers of arguments."""
+    """Yield the keys, the texts and the whole numbers in a call's arguments."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield key

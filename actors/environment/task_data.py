@@ -1,10 +1,10 @@
 """The JSON schema of an environment's task data, and the check of data against it.
 
 An environment may declare the data as its attribute `data_schema`, of the class or of the instance:
-a dataclass with the types and bounds of options, or a JSON schema. Without it any object is
-accepted. A schema refers to nothing outside itself, so that checking data reads no file and no
-address. Called by the configuration's checks, by the readers of
-task files, and by the API when tasks are submitted.
+a dataclass with the types and bounds of options, or a JSON schema. Without this attribute any
+object is accepted. A schema refers to nothing outside itself, so that checking data reads no file
+and no address. The configuration's checks and the readers of task files use this module, and so
+does the API when tasks are submitted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from referencing.jsonschema import DRAFT202012
 from actors.environment.protocol import Role
 from actors.options import BadOptions, schema_of
 from actors.types import Task
+from actors.user_code import type_of
 
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
 """Columns that are searched for a reference answer, in this order, unless one is named."""
@@ -97,17 +98,20 @@ _MAX_NAMES = 8
 
 
 class BadDataSchema(ValueError):
-    """An environment declares something that has no JSON schema of an object."""
+    """Raised if an environment declares something that has no JSON schema of an object."""
 
 
 def data_schema_of(environment: object) -> dict[str, Any]:
-    """Return the JSON schema of an environment's task data. Raises: BadDataSchema."""
+    """Return the JSON schema of an environment's task data.
+
+    Raises: BadDataSchema if the declaration cannot be used.
+    """
     declared = getattr(environment, "data_schema", ANY_DATA)
     if isinstance(declared, type):
         declared = _schema_of_class(declared)
     if not isinstance(declared, Mapping):
         raise BadDataSchema(
-            f"data_schema: got a {type(declared).__name__}, expected a dataclass of the task data, "
+            f"data_schema: got {type_of(declared)}, expected a dataclass of the task data, "
             "or their JSON schema as a mapping"
         )
     try:
@@ -130,7 +134,7 @@ def data_schema_of(environment: object) -> dict[str, Any]:
 
 
 def _schema_of_class(kind: type[Any]) -> dict[str, Any]:
-    """Return the JSON schema of a class of data. Raises: BadDataSchema."""
+    """Return the JSON schema of a class of data. Raises: BadDataSchema if it has none."""
     try:
         schema = schema_of(kind)
     except BadOptions as error:
@@ -184,8 +188,9 @@ class DataCheck:
         self._of_none = self._problem({})
 
     def problem(self, data: Mapping[str, Any]) -> str:
-        """Return what is wrong with data and where, with the remedy but no value; empty if nothing.
+        """Return a sentence on what is wrong with data, without any value, or an empty text.
 
+        The sentence names the place and the remedy.
         Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
         """
         if not data:
@@ -329,7 +334,7 @@ def _kind(value: object) -> str:
 
 
 def reference_of(task: Task, column: str | None) -> str | None:
-    """Return a task's reference answer; None if it has none.
+    """Return a task's reference answer; None if the task has none.
 
     column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None
     uses the first of ANSWERS that contains a text or a number.

@@ -1,10 +1,11 @@
-"""Return tasks by index, equal in every process and after every restart; read task files.
+"""Return tasks by index, equal in every process and after every restart, and read task files.
 
 Training tasks and held-out tasks never overlap: generated tasks draw their seeds from disjoint
 ranges, a file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by
 weight. A file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a
-whole number, 0 or more) and `data` (an object; JSON text in a Parquet column). Called by the loop,
-which numbers the groups, by the configuration's checks and by `rayloom tasks`.
+whole number, 0 or more) and `data` (an object; JSON text in a Parquet column). The training loop,
+which numbers the groups, uses this module, and so do the configuration's checks and `rayloom
+tasks`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import pyarrow.parquet as pq
 from actors.environment.settings import MIXTURE_PERIOD
 from actors.environment.task_data import DataCheck
 from actors.types import Task
+from actors.user_code import type_of
 
-# Below 2^31, so that every generator accepts a seed (some take 32 bits, some signed).
+# Seeds are below 2^31, so that every generator accepts them (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
 _KEPT_EPOCHS = 32
 # Group k plays task k. Other tasks that it may play have this added to their index: SLOTS for each
@@ -58,7 +60,7 @@ class TaskSource(Protocol):
         ...
 
     def comes_again(self, task: Task) -> bool:
-        """Return whether this task is one of a list that is played epoch after epoch."""
+        """Return whether a task is one of a list that is played in every epoch."""
         ...
 
     def find(self, task_id: str) -> Task | None:
@@ -67,7 +69,7 @@ class TaskSource(Protocol):
 
 
 def derived_seed(*parts: str | int) -> int:
-    """Hash the parts to a seed in [0, 2^30), the same on every machine."""
+    """Return a seed in [0, 2^30) that is a hash of the parts, the same on every machine."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) % _SEEDS_PER_RANGE
 
@@ -283,7 +285,7 @@ class MixedTasks:
     """
 
     def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
-        """Mix sources by their weights, each above 0."""
+        """Combine sources by their weights, each above 0."""
         self._sources = dict(sources)
         self._counts = apportioned(weights, total=MIXTURE_PERIOD)
         self._pattern = spread(self._counts)
@@ -327,15 +329,16 @@ def _under(name: str, task: Task) -> Task:
 
 
 def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
-    """Divide a total into whole shares by weight, each at least 1, by the largest remainders.
+    """Divide a total by weight, and return the shares, which are whole numbers of at least 1.
 
+    The shares are rounded by the largest remainders.
     Example: apportioned({"a": 1, "b": 2}, total=10) -> {"a": 3, "b": 7}
     """
     assert len(weights) <= total
     whole = sum(weights.values())
     exact = {name: total * weight / whole for name, weight in weights.items()}
     counts = {name: max(1, int(share)) for name, share in exact.items()}
-    # Sorting is stable: among equal ones the first wins.
+    # Sorting is stable, so that the first of equal names is chosen.
     order = sorted(exact, key=lambda name: counts[name] - exact[name])
     while (left := total - sum(counts.values())) > 0:
         for name in order[:left]:
@@ -347,13 +350,13 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Spread names evenly by their counts.
+    """Return each name as often as its count, spread evenly, with the number of the occurrence.
 
     Among the first j items, a name of count c occurs j c / total times, within one.
 
     At position j a name may be chosen if it is late by at least 1 / (2 n - 2), for n names; among
-    these the name is chosen that would first be too late (R. Tijdeman, The chairman assignment
-    problem, Discrete Mathematics 32, 1980).
+    these names, the one that would first be too late is chosen (R. Tijdeman, The chairman
+    assignment problem, Discrete Mathematics 32, 1980).
     Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
     total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)
@@ -372,7 +375,7 @@ def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def by_hash(tasks: Sequence[Task]) -> PackedTasks:
-    """Return the tasks in an order that depends on their ids only."""
+    """Return the tasks in an order that depends only on their ids."""
     packed = tasks if isinstance(tasks, PackedTasks) else PackedTasks(tasks)
 
     def key(position: int) -> tuple[int, str]:
@@ -388,11 +391,11 @@ def _check_index(index: int) -> None:
 
 
 class BadTaskFile(ValueError):
-    """A task file cannot be used; the message names the row and the remedy."""
+    """Raised if a task file cannot be used; the message names the row and the remedy."""
 
 
 def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = None) -> list[Task]:
-    """Read a task file, by its suffix: .jsonl or .parquet.
+    """Return the tasks of a file, whose suffix is .jsonl or .parquet.
 
     Args: checks: the check of the tasks' data for each environment.
     Raises: BadTaskFile for an unknown suffix, an unreadable or empty file, a row that is not a
@@ -424,10 +427,10 @@ def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = Non
 
 
 def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
-    """Write a task file, by its suffix; a reader sees the old file or the complete new one.
+    """Write a task file in the format of its suffix. No reader ever sees a part of the new file.
 
     Raises: BadTaskFile for an unknown suffix, duplicate ids or no tasks; TypeError or
-    ValueError for data that are not JSON; OSError.
+    ValueError for data that are not JSON; OSError if the file cannot be written.
     """
     path = Path(path)
     _check_suffix(path)
@@ -450,7 +453,7 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
         os.chmod(aside, 0o644)
         os.replace(aside, path)
     finally:
-        # It exists only if the writing failed.
+        # The file exists only if the writing failed.
         Path(aside).unlink(missing_ok=True)
 
 
@@ -462,14 +465,14 @@ def _check_suffix(path: Path) -> None:
 
 
 def open_text(path: Path, *, newline: str | None = None) -> IO[str]:
-    """Open a text file, compressed by gzip if its name ends in .gz."""
+    """Open and return a text file, compressed by gzip if its name ends in .gz."""
     if path.suffix.lower() == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
     return path.open(encoding="utf-8-sig", newline=newline)
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each value of a JSONL file with its location. Raises: BadTaskFile, OSError."""
+    """Yield each value of a JSONL file with its location. Raises: BadTaskFile; OSError."""
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
@@ -479,9 +482,9 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each value of a JSON file's list with its location; one object is a list of one.
+    """Yield each value of a JSON file's list with its location; a single object is a list of one.
 
-    Raises: BadTaskFile, OSError, ValueError.
+    Raises: BadTaskFile if the file has other content; OSError or ValueError if it cannot be read.
     """
     with open_text(path) as file:
         listed = json.loads(file.read(), object_pairs_hook=_as_dict)
@@ -544,7 +547,7 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 def _task(row: Any, *, where: str) -> Task:
     if not isinstance(row, dict):
-        raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object with {_FIELDS}")
+        raise BadTaskFile(f"{where}: got {type_of(row)}, expected an object with {_FIELDS}")
     unknown = sorted(set(row) - set(_FIELDS))
     missing = [name for name in _FIELDS[:3] if name not in row]
     if unknown or missing:
@@ -575,7 +578,7 @@ def _task(row: Any, *, where: str) -> Task:
 
 def _refuse(where: str, name: str, value: Any, expected: str) -> NoReturn:
     raise BadTaskFile(
-        f"{where}: {name}: got a {type(value).__name__}, expected {expected}; correct the row"
+        f"{where}: {name}: got {type_of(value)}, expected {expected}; correct the row"
     )
 
 

@@ -1,6 +1,6 @@
 """Find by rendering small chats what a model's chat template does with a chat.
 
-`rayloom check` prints it; nothing here depends on the name of a model.
+`rayloom check` prints the findings. Nothing here depends on the name of a model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find a stop string, or the only group of a user's regular expression, in a model's text.
 
-Called for the shown part of a reply, the score in a judge's reply and the answer in a completion.
-The package `regex` is used because Python's `re` has no time limit: a pattern that does not end
-would block the process.
+The callers search the shown part of a reply, the score in a judge's reply, and the answer in a
+completion. The package `regex` is used because Python's `re` has no time limit: a pattern that does
+not end would block the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def problem_of(pattern: object) -> str | None:
-    """Return why a pattern cannot be used; None if it can."""
+    """Return the reason why a pattern cannot be used; None if it can be used."""
     if not isinstance(pattern, str):
         return f"got {pattern!r}, expected a text"
     try:
@@ -44,7 +44,7 @@ def problem_of(pattern: object) -> str | None:
 
 
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
-    """Return the stripped group of the last match whose group is not empty; None without one.
+    """Return the stripped group of the last match whose group is not empty; None if there is none.
 
     Args: what: the owner of the pattern, for the error.
     Raises: RewardError if the search exceeds LIMIT_S.

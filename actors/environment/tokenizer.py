@@ -1,6 +1,6 @@
 """A model's tokenizer, and the tokens that end a turn.
 
-Called by `rendering`, by the engines' parsers, and by the checks before a start.
+`rendering`, the engines' parsers and the checks before a start use this module.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _BEFORE = (".", "0", "a", "\n")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> ChatTokenizer:
-    """Load a model's tokenizer.
+    """Return a model's tokenizer.
 
     Args: path: A directory or hub name. chat_template: Template, as for `with_template`.
-    Raises: OSError, ValueError.
+    Raises: OSError or ValueError if the tokenizer cannot be loaded.
     """
     return with_template(_loaded(path), chat_template)
 
@@ -104,7 +104,7 @@ class RawPrompts:
 
 
 def is_raw(tokenizer: ChatTokenizer) -> bool:
-    """Return whether a tokenizer's chat template is the one of raw prompts.
+    """Return whether a tokenizer's chat template is that of raw prompts.
 
     This is also true of the tokenizer of an exported model that was trained on raw prompts.
     """
@@ -113,9 +113,10 @@ def is_raw(tokenizer: ChatTokenizer) -> bool:
 
 
 def ids_before_text(tokenizer: ChatTokenizer) -> list[int]:
-    """Return the ids that a tokenizer puts before every text: BOS, or none.
+    """Return the ids that a tokenizer puts before every text, which are BOS or none.
 
-    Ids that it puts after a text (EOS) are left out, because the policy continues the text.
+    Ids that the tokenizer puts after a text (EOS) are left out, because the policy continues the
+    text.
     """
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
@@ -213,9 +214,9 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
 
 def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of a model whose tokenizer is loaded; may be empty.
+    """Return the end-of-sequence ids of a model whose tokenizer is loaded; there may be none.
 
-    Raises: ValueError if the generation settings name something that is no token id.
+    Raises: ValueError if the generation settings name something that is not a token id.
     """
     added: Any = _added_by_settings(model)
     ids = added if isinstance(added, list) else [] if added is None else [added]
@@ -230,7 +231,7 @@ def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
 
 def _added_by_settings(model: str) -> list[int] | int | None:
     if Path(model).is_dir():
-        # Same as GenerationConfig, which takes two seconds to import torch.
+        # GenerationConfig would read the same, but its import takes two seconds.
         file = Path(model) / "generation_config.json"
         return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     from transformers import GenerationConfig

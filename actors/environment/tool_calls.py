@@ -1,8 +1,8 @@
 """Check the tool calls of an assistant turn against the declared tools, or name their fault.
 
-`check_calls` checks the calls that the engine's parser read, whatever the model's form of a call;
-no other function does. `parse_tool_calls` reads, without a parser, the form that most chat
-templates teach, and that the tiny model writes:
+`check_calls` is the only check of calls that the engine's parser read, for all forms of calls.
+`parse_tool_calls` reads, without a parser, the form that most chat templates teach, and that the
+tiny model writes:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
@@ -56,12 +56,12 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def visible_text(text: str) -> str:
-    """Return the stripped text after the last `</think>`: a thought has no answer and no calls."""
+    """Return the stripped text after the last `</think>`; a thought has no answer and no calls."""
     return text.rpartition(END_OF_THOUGHT)[2].strip()
 
 
 def split_thought(content: str) -> tuple[str | None, str]:
-    """Split off the thought at the beginning of a content, with the marks of any family of models.
+    """Split a content into the thought at its beginning and the rest, for any family's marks.
 
     Returns: the thought, stripped (None if there is none), and the rest.
     Example: split_thought("<think>hm</think>4") -> ("hm", "4")
@@ -74,7 +74,7 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """Return the text after the last end of a thought: templates leave out the text before it."""
+    """Return the text after the last end of a thought; templates leave out the text before it."""
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content
@@ -83,9 +83,9 @@ def without_thought(content: str) -> str:
 def check_calls(
     calls: Iterable[ParsedCall | MalformedCall], tools: Sequence[ToolSchema]
 ) -> tuple[ToolCall | MalformedCall, ...]:
-    """Check that the calls that a parser read name declared tools and fit their schemas.
+    """Check that calls name declared tools and fit their schemas; return the calls or their faults.
 
-    Returns: one entry for each call, in order.
+    Returns: one entry for each call that a parser read, in order.
     """
     by_name = {tool.name: tool for tool in tools}
     return tuple(
@@ -99,11 +99,11 @@ def check_calls(
 def parse_tool_calls(
     text: str, tools: Sequence[ToolSchema]
 ) -> tuple[ToolCall | MalformedCall, ...]:
-    """Read every call of a turn, in order.
+    """Return the calls in the text of a turn, in order.
 
     Args: text: the decoded turn. tools: the tools that the environment declared.
     Returns: one entry for each call; a call without an end and an end without a beginning are
-    malformed entries too. A text without any markup gives ().
+    malformed entries too. The result is empty for a text without any markup.
     """
     by_name = {tool.name: tool for tool in tools}
     return tuple(
@@ -161,9 +161,9 @@ def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Decode arguments from JSON text; some models write them as JSON text within JSON.
+    """Return arguments decoded from JSON text, which some models write as JSON text within JSON.
 
-    Returns: the value; a MalformedCall for a text that is not JSON.
+    Return a MalformedCall for a text that is not JSON.
     """
     for _ in range(2):
         if isinstance(arguments, str):
@@ -172,7 +172,7 @@ def _unpacked(arguments: Any) -> Any:
 
 
 def _load(text: str) -> Any:
-    """Return the value of a JSON text; a MalformedCall if it is not JSON."""
+    """Return the value of a JSON text; a MalformedCall if the text is not JSON."""
     if len(text) > MAX_CALL_CHARS:
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is too long.")
     try:

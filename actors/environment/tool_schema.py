@@ -12,7 +12,7 @@ _BY_NAME = frozenset({"properties", "$defs", "patternProperties", "dependentSche
 
 
 def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema as people write one, because templates show it unchanged.
+    """Return a schema as people write it, because templates show it unchanged.
 
     The keys are in the usual order (also that of transformers' schemas), without titles that repeat
     the names.

@@ -1,7 +1,7 @@
 """Answers to the tool calls of a turn, and to turns that an environment cannot understand.
 
-Called by the built-in environments. Too many malformed turns in a row end an episode. A call beyond
-the episode's budget is not made; its answer says so.
+The built-in environments use this module. Too many malformed turns in a row end an episode. A call
+beyond the episode's budget is not made; its answer says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Penalty = Annotated[float, Ge(0), Lt(10)]
 
 
 class ToolFailed(Exception):
-    """A call failed; the message is for the policy."""
+    """Raised if a call failed; the message is for the policy."""
 
 
 class BadArguments(ToolFailed):
-    """The arguments of a call do not fit, so the call is malformed."""
+    """Raised if the arguments of a call do not fit, so that the call is malformed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class MalformedTurns:
     def __init__(self, *, at_most: int, penalty: float | None) -> None:
         """Begin to count.
 
-        Args: at_most: malformed turns in a row; one more ends the episode. penalty: subtracted from
-        the reward for each malformed turn, as the component `malformed`; with None there is neither
-        penalty nor component.
+        Args: at_most: largest number of malformed turns in a row; one more ends the episode.
+        penalty: amount subtracted from the reward for each malformed turn, as the component
+        `malformed`; None for neither penalty nor component.
         """
         self._at_most = at_most
         self._penalty = penalty
@@ -78,7 +78,7 @@ class MalformedTurns:
 
 
 class ToolTurns(MalformedTurns):
-    """The tool calls of an episode: their answers, their number and malformed turns in a row."""
+    """Answers and counts the tool calls of an episode, and counts its malformed turns in a row."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ToolTurns(MalformedTurns):
             at_most, penalty: As for `MalformedTurns`.
             max_calls: Maximum number of calls in an episode; None for any number.
             no_calls_left: The answer to a call beyond `max_calls`.
-            max_chars: Characters of an answer that are kept; None for all.
+            max_chars: Number of an answer's characters that are kept; None for all.
             name: The tool's name in answers to calls that cannot be parsed; None for no name.
         """
         super().__init__(at_most=at_most, penalty=penalty)
@@ -117,12 +117,12 @@ class ToolTurns(MalformedTurns):
         self.num_calls = 0
 
     async def answered(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        """Answer a turn that only calls tools."""
+        """Return the result of a turn that only calls tools, after making its calls."""
         messages, is_malformed = await self.answers(calls)
         return self.turn(messages, is_malformed=is_malformed)
 
     def turn(self, messages: tuple[Message, ...], *, is_malformed: bool) -> StepResult:
-        """Return the result of a turn that only calls tools, from what `answers` returned."""
+        """Return the result of a turn that only calls tools, from the result of `answers`."""
         if is_malformed:
             return self.result(messages)
         self.begin_anew()
@@ -169,7 +169,7 @@ _Answer = tuple[Message, bool]
 
 
 async def _together(answers: Sequence[Awaitable[_Answer]]) -> list[_Answer]:
-    """Await all answers concurrently; if one raises, cancel the others."""
+    """Return all answers, which are awaited concurrently; if one raises, cancel the others."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))

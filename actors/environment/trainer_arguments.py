@@ -8,8 +8,9 @@ They are the trainer's state and two functions that log:
         log_extra("read as", completions)                    # is kept with each trajectory
         return right if trainer_state.global_step > 100 else [0.5] * len(right)
 
-`call_with_logs` runs in the process of the function, which may be another one; it returns what the
-function logged together with its answer. Called by `actors.environment.reward_functions`.
+`call_with_logs` runs in the process of the function, which may be another process; it returns
+everything that the function logged together with its answer. `actors.environment.reward_functions`
+uses this module.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class Logs:
     """The last value of each column: one text for all answers, or a list with a text for each."""
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Log a number under a name. It is shown as a curve and not rewarded."""
+        """Log a number under a name. The number is shown as a curve and not rewarded."""
         number = float(value)
         if math.isfinite(number) and (name in self.metrics or len(self.metrics) < MAX_LOGGED):
             self.metrics.setdefault(str(name)[:MAX_NAME], []).append(number)
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Log a column: a list with a value for each answer, in their order, or one for all."""
+        """Log a column: a list with a value for each answer, in order, or one value for all."""
         if column not in self.extras and len(self.extras) >= MAX_LOGGED:
             return
         values = values.tolist() if hasattr(values, "tolist") else values
@@ -76,7 +77,7 @@ class Logs:
         self.extras[str(column)[:MAX_NAME]] = found
 
     def extras_of(self, index: int, *, num_answers: int) -> dict[str, str]:
-        """Return the columns of one answer.
+        """Return the logged columns of one answer.
 
         Raises: ValueError if a column's list has another length than the answers.
         """
@@ -94,7 +95,7 @@ class Logs:
 def call_with_logs(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, logs: Collection[str]
 ) -> tuple[Any, Logs]:
-    """Call a function, and collect what it logs.
+    """Call a function, and return its answer and its logs.
 
     Args:
         logs: Which of `log_metric` and `log_extra` the function takes.

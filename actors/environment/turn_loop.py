@@ -1,8 +1,8 @@
-"""Play one episode: environment and policy in turns, until exactly one outcome.
+"""Play one episode, in turns of environment and policy, until it has exactly one outcome.
 
 Invariant: `play_episode` never raises, whatever the environment, the policy or the template does;
 it returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly those
-that were sent to and returned by the engine. Called by the environment actor for each assignment.
+that were sent to and returned by the engine. The environment actor calls it for each assignment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from actors.types import (
     Trajectory,
     Turn,
 )
-from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
+from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe, type_of
 
 # A request has the deadline and ends by itself; only if it does not, it is cancelled.
 _POLICY_GRACE_S = 2.0
@@ -68,7 +68,7 @@ _faults = FaultLog(logging.getLogger(__name__))
 
 
 class _Ended(Exception):
-    """The episode has ended; the text is one sentence on why."""
+    """Raised if the episode has ended; the message is one sentence on the reason."""
 
     def __init__(self, outcome: Outcome, detail: str = "") -> None:
         super().__init__(detail)
@@ -87,13 +87,13 @@ async def play_episode(
     keeps_last_observation: bool = False,
     kept: KeptTokens | None = None,
 ) -> Trajectory:
-    """Play one attempt of one rollout.
+    """Play one attempt of one rollout, and return its trajectory.
 
     Args: make_environment: called once; a failure in it is an environment error like any other.
     max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation: if
-    the next prompt leaves no room for a reply, end the sample with the new tokens that fit into the
-    context: the state that a critic bootstraps from. kept: the tokens that may be sampled in an
-    evaluation; None allows every token.
+    the next prompt leaves no room for a reply, whether to end the sample with the new tokens that
+    fit into the context, which are the state that a critic bootstraps from. kept: the tokens that
+    may be sampled in an evaluation; None allows every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     rollout_id.set(assignment.rollout_id)
@@ -111,7 +111,7 @@ async def play_episode(
     try:
         return episode.trajectory(await _end_of(episode, make_environment))
     finally:
-        # Close it after a defect of our own code, too.
+        # Close the environment after a defect of our own code, too.
         await episode.close()
 
 
@@ -171,7 +171,10 @@ class _Episode:
         return self._assignment.trajectory_id
 
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
-        """Play up to max_turns turns; return if they have not ended the episode."""
+        """Play up to max_turns turns, and return the end of the episode.
+
+        If the turns did not end it, its outcome is `max_turns`.
+        """
         self._start_turn()
         start = await self._reset(make_environment)
         history = list(start.messages)
@@ -277,7 +280,7 @@ class _Episode:
     async def _generate(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...]
     ) -> tuple[Turn, ParsedReply | None]:
-        """Sample a turn; the engine parses the reply if there are tools."""
+        """Sample a turn, and return it with the reply that the engine parsed if there are tools."""
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             if self._keeps_last_observation:
@@ -305,7 +308,7 @@ class _Episode:
         return turn, parsed
 
     def _shown(self, turn: Turn) -> str:
-        """Return a reply's text before its stop string, which may end inside the last token."""
+        """Return a reply's text up to its stop string, which may end inside the last token."""
         text = self._renderer.decode(turn.sampled_token_ids)
         return before_stop(text, self._settings.stop)[0]
 
@@ -400,7 +403,7 @@ class _Episode:
         self._state_key = _short_key(result.state_key)
 
     async def _step_and_rescore(self, action: Action) -> StepResult:
-        """Step once; if only the score is missing, retry only the scoring."""
+        """Take a step, and return its result; if only the score is missing, retry the scoring."""
         assert self._environment is not None
         call: Callable[[], Awaitable[StepResult]] = partial(_step, self._environment, action)
         for delay_s in (*_RESCORE_DELAYS_S, None):
@@ -425,13 +428,12 @@ async def _step(environment: Environment, action: Action) -> StepResult:
 
 
 def _short_key(key: str | None) -> str | None:
-    """Return a state's key, shortened by `short_answer`: every turn of a trajectory may have a
-    key."""
+    """Return a state's key, shortened by `short_answer`, because every turn may have a key."""
     return None if key is None else short_answer(key)
 
 
 def short_answer(answer: str) -> str:
-    """Return an answer, shortened to its beginning and a digest if long; equal ones stay equal."""
+    """Return an answer, if it is long only its beginning and a digest; equal answers stay equal."""
     text = _sendable(answer)
     if len(text) <= MAX_ANSWER_CHARS:
         return text
@@ -440,12 +442,12 @@ def short_answer(answer: str) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Return a text that can be sent as UTF-8."""
+    """Return a text that UTF-8 can encode, with lone surrogates replaced."""
     return text.encode(errors="replace").decode()
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """Return a reply as a message; if a call is malformed, the message has the unparsed text."""
+    """Return a reply as a message, with the unparsed text if one of its calls is malformed."""
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)
@@ -459,6 +461,4 @@ def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[st
 
 def _wrong_type(method: str, value: object) -> _Ended:
     expected = "an Observation" if method == "reset" else "a StepResult"
-    return _Ended(
-        Outcome.ENVIRONMENT_ERROR, f"{method} returned a {type(value).__name__}, not {expected}"
-    )
+    return _Ended(Outcome.ENVIRONMENT_ERROR, f"{method} returned {type_of(value)}, not {expected}")

@@ -1,7 +1,7 @@
-"""Find a user's functions and classes by name: FILE.py:NAME, or package.module:NAME.
+"""Find a user's functions and classes by name, which is FILE.py:NAME or package.module:NAME.
 
 A file is below the directory in which the command is started, which is on the import path of every
-process of the run. Called for reward functions and tools, and for the sources that a run keeps.
+process of the run. Reward functions, tools and the sources that a run keeps are found here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ HIDES = (
 
 
 class BadName(ValueError):
-    """The name cannot be resolved."""
+    """Raised if a name cannot be resolved."""
 
 
 def module_of(text: str, *, what: str) -> str:
-    """Return the module of a name. what: the option, for the error. Raises: BadName.
+    """Return the module of a name. what: name of the option, for the error.
 
+    Raises: BadName if the name has another form.
     Example: rewards/my.py:score -> rewards.my
     """
     place, colon, name = text.partition(":")
@@ -52,7 +53,7 @@ def module_of(text: str, *, what: str) -> str:
 def is_importable(name: str) -> bool:
     """Return whether another process can import a function's module.
 
-    It cannot if the module was made in this process.
+    No other process can import a module that was made in this process.
     """
     with suppress(BadName):
         module = sys.modules.get(module_of(name, what="function"))
@@ -61,7 +62,10 @@ def is_importable(name: str) -> bool:
 
 
 def find(text: str, *, what: str) -> Any:
-    """Import the object of a name. what: as `module_of`. Raises: BadName."""
+    """Import and return the object of a name. what: as `module_of`.
+
+    Raises: BadName if there is no such object.
+    """
     place, _, name = text.partition(":")
     module_name = module_of(text, what=what)
     try:
@@ -101,13 +105,13 @@ def find(text: str, *, what: str) -> Any:
 
 
 def _not_found(place: str, error: ModuleNotFoundError) -> str:
-    """Describe a file or a module that does not exist, with the remedy."""
+    """Return a sentence on a file or a module that does not exist, with the remedy."""
     problem = f"there is no such file in {Path.cwd()}" if place.endswith(".py") else str(error)
     return f"{problem}; {_FORMS}; correct the name, or start the command in the right directory"
 
 
 def _names_in(owner: Any, part: str) -> str:
-    """Return what to name instead of `part`, which `owner` lacks: a similar name, or all names."""
+    """Return a hint for a `part` that `owner` lacks: a similar name, or all names."""
     # `getattr` may run a property, or import the modules of a package that loads them on demand.
     found = {name: inspect.getattr_static(owner, name, None) for name in dir(owner)}
     known = [name for name, value in found.items() if callable(value) and name[0] != "_"]
@@ -119,10 +123,10 @@ def _names_in(owner: Any, part: str) -> str:
 
 
 def missing_module(error: ModuleNotFoundError, own: str) -> str:
-    """Describe an import of a missing module, with its file and the remedy.
+    """Return a sentence on the import of a missing module, with its file and the remedy.
 
     Args: own: name of the module that is imported first.
-    Returns: a sentence; empty if that module itself is missing.
+    Returns: the sentence; empty if that module itself is missing.
     """
     missing = error.name
     if missing is None or f"{own}.".startswith(f"{missing}."):
@@ -154,7 +158,7 @@ def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def hides_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a signature is (*args, **kwargs), as by a decorator without `wraps`."""
+    """Return whether a signature is (*args, **kwargs), as that of a decorator without `wraps`."""
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 

@@ -3,7 +3,7 @@
 Invariant: to the turn loop it is the same as the environment itself: it returns the same results,
 and its errors have the same one-line description. If an environment blocks its process beyond the
 deadline, that process is ended: the episodes in that worker end as `environment_error` and are
-played again. Called by the environment actor for environments that are not built in.
+played again. The environment actor uses this class for environments that are not built in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actors.user_code import CallFailed
 
 
 class WorkerEnvironment:
-    """One episode of an environment in a worker."""
+    """An environment of one episode in a worker."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         """Create an environment; its worker is chosen on the first call.
@@ -118,7 +118,7 @@ class _Instance:
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         found = getattr(self.environment, method, None) or _no_method(method)
-        # By position: a class may give its arguments any names.
+        # Pass the arguments by position, because a class may give them any names.
         call = partial(found, *arguments.values())
         if method == "rescore" and self.rescore is not None:
             call = partial(self.rescore)
@@ -140,7 +140,7 @@ _makers: dict[tuple[str, str], Callable[[], Environment]] = {}
 
 
 def make_instance(name: str, options: Mapping[str, Any]) -> _Instance:
-    """Make a new environment. This function runs in a worker."""
+    """Return the record of a new environment. This function runs in a worker."""
     key = name, repr(options)
     if key not in _makers:
         _makers[key] = resolve(name, options)
@@ -150,6 +150,6 @@ def make_instance(name: str, options: Mapping[str, Any]) -> _Instance:
 async def call_instance(
     instance: _Instance, method: str, rollout: str, arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a method of an environment. This function runs in a worker."""
+    """Call a method of an environment, and return its result. This function runs in a worker."""
     rollout_id.set(rollout)
     return await instance.call(method, arguments)

@@ -1,4 +1,4 @@
-"""A pool's handle of one of its worker processes: its socket, its calls and its state."""
+"""A pool's record of one of its worker processes, with its socket, its calls and its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actors.user_code import CallFailed, RaisedInWorker
 
 
 class WorkerLost(Exception):
-    """The process that ran a call, or that held an episode's instances, has ended."""
+    """Raised if the process that ran a call, or that held an episode's instances, has ended."""
 
 
 class WorkerHandle:
@@ -68,7 +68,7 @@ class WorkerHandle:
         return False
 
     async def ask(self, number: int, message: bytes) -> Any:
-        """Send the message of a call to the worker and return its answer.
+        """Send the message of a call to the worker, and return the answer.
 
         Raises: CallFailed if the call raises; WorkerLost if the worker ends before it answers.
         """
@@ -87,7 +87,7 @@ class WorkerHandle:
                 await asyncio.get_running_loop().sock_sendall(self.socket, message)
 
     def read(self) -> bool:
-        """Read what the worker has sent and deliver its answers.
+        """Read what the worker has sent, and deliver its answers.
 
         Returns: whether the worker's end of the socket is still open.
         """

@@ -5,10 +5,10 @@
 The fork server imports the modules of the functions once, and forks a worker on request. It has one
 thread and no event loop, and only starts, kills and reaps workers. A worker calls the functions in
 its main thread, so that signals work there, and leads a process group of its own. All of them end
-with the process that started the fork server: each ends with its parent (PR_SET_PDEATHSIG), and the
-fork server also ends when its socket FD closes. When a worker ends, the processes that it has
-started become children of the fork server, which kills them. The sockets have no names, so that
-no file remains. Started by `workers`; needs Linux.
+with the process that started the fork server: each process ends with its parent (PR_SET_PDEATHSIG),
+and the fork server also ends when its socket FD closes. When a worker ends, the processes that it
+has started become children of the fork server, which kills them. The sockets have no names, so that
+no file remains. `workers` starts the fork server; it needs Linux.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(control_fd: int) -> None:
 
 
 class _Ended(Exception):
-    """The process that started the fork server has ended, or has sent SIGTERM."""
+    """Raised if the process that started the fork server has ended, or has sent SIGTERM."""
 
 
 def _end(*_: object) -> None:
@@ -190,7 +190,7 @@ class _ForkServer:
 
 
 def _become_worker(end: int, server: int, *, max_bytes: int, is_loop: bool) -> None:
-    """Answer calls until the socket closes; never return."""
+    """Answer calls until the socket closes, then end this process."""
     die_with(server, signal.SIGKILL)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
@@ -242,10 +242,11 @@ class _Worker:
             tasks[number].add_done_callback(partial(_forget, tasks, number))
 
     def _begun(self, message: bytes) -> tuple[Any, ...] | None:
-        """Read a message and return its call.
+        """Read a message, and return its call.
 
         Returns: the call's number, the function's name, the arguments, and whether to keep the
-            answer here. None if there is nothing to call: the message could not be read, or was a
+        answer here. None if there is nothing to call, because the message could not be read, or was
+        a
             request to drop kept values or to cancel a call.
         """
         number, _ = HEAD.unpack_from(message)
@@ -350,7 +351,7 @@ def import_name(name: str) -> None:
 
 
 def call_method(instance: Any, method: str, arguments: dict[str, Any]) -> Any:
-    """Call a method of an instance that the worker keeps."""
+    """Call a method of an instance that the worker keeps, and return its result."""
     return getattr(instance, method)(**arguments)
 
 
@@ -397,7 +398,7 @@ def _status_bytes(field: str) -> int:
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
-    """Let the kernel send this process a signal when its parent ends. parent: its process id."""
+    """Request a signal from the kernel when this process's parent ends. parent: its process id."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

@@ -5,13 +5,13 @@
 `Pool.call` runs a function in the main thread of a worker that runs no other call. If the call
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
-that keep state between calls live in a `Home`, a place in a worker that several episodes share.
+that keep state between calls are in a `Home`, a place in a worker that several episodes share.
 Workers are forked from a process that has imported the functions' modules (`fork_server`). A
 function cannot be called in a worker if its module was made in this process (`is_importable`).
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
-has started. Called by reward functions, tools, a user's environments and the checks before the
-start.
+has started. Reward functions, tools, a user's environments and the checks before the start use this
+module.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_STARTS_IN_VAIN = 3
 class Held:
     """A reference to a value that a call returned and that its worker keeps.
 
-    Later calls in the same worker take it as an argument.
+    Later calls in the same worker take the reference as an argument.
     """
 
     key: int
@@ -71,13 +71,13 @@ def _message(number: int, call: tuple[Any, ...]) -> bytes:
 def is_contained(name: str) -> bool:
     """Return whether a function is called in a worker.
 
-    An empty name means that the function is not the user's, and gives False.
+    An empty name means that the function is not the user's; then the result is False.
     """
     return bool(name) and not rollout_settings.get().inline and is_importable(name)
 
 
 class Pool:
-    """Worker processes, started when calls need them.
+    """Worker processes, which are started when calls need them.
 
     For calls, up to twice the number of cores start at once; more start only while calls wait and
     the running workers leave cores free. Homes have workers of their own.
@@ -190,8 +190,10 @@ class Pool:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the pool is idle and the import path has changed since it started, so that it
-        may import other modules than this process would."""
+        """Whether the pool is idle and the import path has changed since the pool started.
+
+        The pool may then import other modules than this process would.
+        """
         is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
         is_idle = is_idle and not self._waiting
         return is_idle and self._fork_server is not None and self._fork_server.is_outdated
@@ -224,9 +226,10 @@ class Pool:
         keeps: bool = False,
         number: int | None = None,
     ) -> Any:
-        """Import the function's module in a worker if needed, and call the function there.
+        """Call a function in a worker, and return its answer.
 
-        End the worker's process unless the call returns or raises; also end it for a MemoryError.
+        First import the function's module in the worker, if needed. End the worker's process unless
+        the call returns or raises; also end it for a MemoryError.
 
         Raises: CallTimedOut, CallFailed, WorkerLost.
         """
@@ -294,9 +297,9 @@ class Pool:
         named: str,
         keeps: bool,
     ) -> Any:
-        """Call a function in the worker of a home, as `Home.call` does.
+        """Call a function in the worker of a home, as `Home.call` does, and return its answer.
 
-        Returns: the function's answer; with `keeps`, the key under which the worker keeps it.
+        With `keeps`, return the key under which the worker keeps the answer.
         """
         number = next(self._numbers)
         ask = partial(self._ask, worker, target, arguments, named=named, keeps=keeps, number=number)
@@ -319,8 +322,10 @@ class Pool:
         return number if keeps else found
 
     async def _cancel(self, worker: WorkerHandle, number: int, asking: asyncio.Future[Any]) -> None:
-        """Cancel a coroutine in its worker; end the worker's process only if the coroutine has not
-        ended after UNWIND_S."""
+        """Cancel a coroutine in its worker; end the worker's process if the coroutine does not end.
+
+        The process is ended only after UNWIND_S.
+        """
         if not worker.is_over:
             await worker.send(_message(number, (None, [], False)))
         await asyncio.wait((asking,), timeout=UNWIND_S)
@@ -419,7 +424,7 @@ class Pool:
     def _attach(self) -> None:
         """Make the running event loop read the sockets of the workers and of the fork server.
 
-        Calls that another event loop began have ended with it; their workers are killed.
+        Calls that another event loop began have ended with that loop; their workers are killed.
         """
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -451,9 +456,9 @@ class Pool:
         return server
 
     def _check_start(self, server: ForkServer) -> None:
-        """End the fork server if it has not started a worker yet.
+        """End the fork server if it has not started a worker yet, because it still imports modules.
 
-        Called LOAD_LIMIT_S after its start: it then still imports modules.
+        This function is called LOAD_LIMIT_S after the start.
         """
         if self._fork_server is server and not server.has_forked:
             self._fork_server_ended()
@@ -530,9 +535,9 @@ class Home:
         about: str = "",
         keeps: bool = False,
     ) -> Any:
-        """Call a function in this home's worker, as `Pool.call` does.
+        """Call a function in this home's worker, as `Pool.call` does, and return its answer.
 
-        The function gets the kept value instead of each `Held` argument.
+        The function gets the kept value in place of each `Held` argument.
 
         Args:
             keeps: Whether to keep the answer in the worker and return a `Held` that refers to it.
@@ -572,7 +577,7 @@ def configure(*, size: int, memory_mib: int) -> None:
 def pool() -> Pool:
     """Return this thread's pool.
 
-    The first call makes the pool; a later one replaces it if it is outdated.
+    The first call makes the pool; a later call replaces the pool if it is outdated.
     """
     made: Pool | None = getattr(_pools, "own", None)
     if made is None or made.is_outdated:

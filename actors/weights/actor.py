@@ -173,13 +173,13 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Give seats to the replicas that request a broadcast within `INVITATION_S`.
+        """Give seats to replicas that request a broadcast within `INVITATION_S`.
 
-        All these replicas get a seat, or only some if broadcasts have failed (`Board.seat`); the
-        others wait.
+        Return the caller's own seat; None if no replica requested a seat within timeout_s. All
+        these replicas get a seat, or only some if broadcasts have failed (`Board.seat`); the others
+        wait.
 
         Args: store: address of the store at which the caller, which has rank 0, meets the replicas.
-        Returns: the caller's own seat; None if no replica requested a seat within timeout_s.
         Raises: StaleTerm if a newer term is known.
         """
         self._board.check_term(term)

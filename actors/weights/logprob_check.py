@@ -273,7 +273,7 @@ class Comparison:
 
 
 def compare(name: str, own: Float32s, engine: Float32s) -> Comparison:
-    """Compare the trainer's scores with an engine's, [N] float32 each, N at least 1.
+    """Return the difference of the trainer's and an engine's scores, [N] float32, N at least 1.
 
     Raises: ValueError if the engine scored another number of tokens.
     """

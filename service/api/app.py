@@ -36,7 +36,7 @@ def create_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     stream_s: float = STREAM_S,
 ) -> FastAPI:
-    """Create the application.
+    """Create and return the application.
 
     Args: metrics: counts every request. lifespan: context that is open while the application
     serves. stream_s: seconds after which a stream of the feed's events ends.

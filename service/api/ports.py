@@ -68,7 +68,10 @@ class RunPort(Protocol):
         ...
 
     async def add_key(self, key: NamedKey) -> bool:
-        """Add a key, and return True; return False if the name is taken or there are too many."""
+        """Add a key, and return whether it was added.
+
+        It is not added if its name is taken, or if the run has too many keys.
+        """
         ...
 
     async def revoke_key(self, name: str) -> NamedKey | None:

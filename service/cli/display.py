@@ -67,7 +67,7 @@ Clock = Callable[[], float]
 def open_display(
     *, environ: Mapping[str, str], console: Console | None = None
 ) -> LineDisplay | LiveDisplay:
-    """Open a live display if the terminal supports it, otherwise a display of lines.
+    """Open and return a live display if the terminal supports it, otherwise a display of lines.
 
     A display of lines is used in a pipe, in CI, in a notebook's cell (a terminal that cannot
     redraw), on a terminal that is narrower than the picture, or with NO_COLOR set.

@@ -112,7 +112,7 @@ class Results:
         self.rewards: list[float] = []
 
     def __enter__(self) -> Results:
-        """Read the existing results, and open the file for appending.
+        """Read the existing results, open the file for appending, and return this object.
 
         Raises: OSError if the file cannot be read or written.
         """

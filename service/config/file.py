@@ -41,7 +41,7 @@ _KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path` and apply the overrides `section.key=value`, whose values are YAML.
+    """Return the configuration in the file `path`, with the overrides applied.
 
     Raises: ConfigError that names every problem.
 
@@ -330,8 +330,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"configuration {path} holds {type(tree).__name__}, expected sections such as "
-            "run, model, tasks"
+            f"configuration {path} is {type_of(tree)}, expected sections such as run, model, tasks"
         )
     return tree
 

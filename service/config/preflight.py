@@ -104,7 +104,7 @@ def check_with_model(
 def check_model_sources(config: Config) -> None:
     """Check that each model that the run names is a directory or an available hub name.
 
-    Raises: ConfigError.
+    Raises: ConfigError if one is not.
     """
     if config.model.path is not None:
         check_model_source(config.model.path, key="model.path")
@@ -122,7 +122,10 @@ def companions(config: Config) -> dict[str, str]:
 
 
 def check_model_source(path: str, *, key: str) -> None:
-    """Check that `path` is a model directory or an available hub name. Raises: ConfigError."""
+    """Check that `path` is a model directory or an available hub name.
+
+    Raises: ConfigError if it is not.
+    """
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
     if not looks_local:
         _check_hub_name(path, key=key)
@@ -205,7 +208,7 @@ def _keys(file: Path, name: str) -> frozenset[str]:
 
 
 def check_parsers(config: Config) -> None:
-    """Check that the configured parsers exist in vLLM. Raises: ConfigError."""
+    """Check that the configured parsers exist in vLLM. Raises: ConfigError if not."""
     if not config.inference.names_parser or (registered := registered_parsers()) is None:
         return
     for key, name, names in (
@@ -223,7 +226,7 @@ def check_parsers(config: Config) -> None:
 
 
 def check_stop_tokens(model_path: str) -> None:
-    """Check that the model has a token that ends an answer. Raises: ConfigError."""
+    """Check that the model has a token that ends an answer. Raises: ConfigError if not."""
     try:
         stop_token_ids(model_path)
     except (OSError, ValueError) as error:
@@ -273,7 +276,7 @@ def _vocabulary(directory: Path) -> int | None:
 def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
     """Check that a local model's files are sound and that it can hold the configured context.
 
-    Raises: ConfigError.
+    Raises: ConfigError if not.
     """
     file = Path(model_path) / "config.json"
     if file.is_file():
@@ -314,7 +317,7 @@ def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
 def _check_companion(key: str, path: str, *, policy: Path) -> None:
     """Check that a local reference or critic accepts all token ids of the policy's tokenizer.
 
-    Raises: ConfigError.
+    Raises: ConfigError if it does not.
     """
     vocabulary = _vocabulary(Path(path).expanduser())
     if vocabulary is None or not (policy / "tokenizer.json").is_file():
@@ -330,7 +333,7 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Check that the configured trackers can be imported. Raises: ConfigError."""
+    """Check that the configured trackers can be imported. Raises: ConfigError if not."""
     trackers = config.trackers
     for setting, package, is_used in (
         ("tensorboard", "tensorboardX", trackers.tensorboard is not None),
@@ -354,7 +357,7 @@ def check_trackers(config: Config) -> None:
 def check_memory(config: Config) -> None:
     """Check that engines' caches and the queue fit into this machine's memory (CPU runs only).
 
-    Raises: ConfigError.
+    Raises: ConfigError if they do not.
     """
     if config.inference.gpus_per_replica > 0:
         return
@@ -374,7 +377,7 @@ def check_memory(config: Config) -> None:
 def check_processes(config: Config) -> None:
     """Check that a local run does not start more ranks, engines and actors than fit on a machine.
 
-    Raises: ConfigError.
+    Raises: ConfigError if it would.
     """
     most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
     for key, count in (
@@ -392,7 +395,7 @@ def check_processes(config: Config) -> None:
 def check_gpus(config: Config) -> None:
     """Check that a local run has the configured GPUs; those of a cluster are checked later.
 
-    Raises: ConfigError.
+    Raises: ConfigError if GPUs are missing.
     """
     wanted = gpus_wanted(config)
     if wanted == 0:
@@ -419,7 +422,7 @@ def gpus_wanted(config: Config) -> float:
 def check_metrics_address(config: Config) -> None:
     """Check that the metrics can be served on the configured host and port.
 
-    The host must be this machine's, and a fixed port must be free. Raises: ConfigError.
+    The host must be this machine's, and a fixed port must be free. Raises: ConfigError if not.
     """
     host, port = config.metrics.host, config.metrics.port
     try:

@@ -556,17 +556,14 @@ class Config:
 
     @property
     def policy_schedule(self) -> ScheduleSettings:
-        """The schedule of the policy's learning rate, with null `updates` replaced by a number.
-
-        The number is that of the updates in all steps of the run.
-        """
+        """The schedule of the policy's learning rate; null `updates` become those of the run."""
         return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
 
     @property
     def critic_schedule(self) -> ScheduleSettings:
-        """The schedule of the critic's learning rate, with null `updates` replaced by a number.
+        """The schedule of the critic's learning rate; null `updates` are replaced by run.steps.
 
-        The number is run.steps, because a critic makes one update in each step.
+        A critic makes one update in each step.
         """
         return self._planned(self.algorithm.critic.schedule, 1)
 

@@ -33,7 +33,7 @@ from actors.environment.tasks import TaskSource
 from actors.environment.user_names import HIDES, hides_arguments
 from actors.environment.worker_process import die_with
 from actors.types import Task
-from actors.user_code import closing, describe, location, root_cause
+from actors.user_code import closing, describe, location, root_cause, type_of
 from service.config import tasks
 from service.config.file import ConfigError
 from service.config.shadow import load_shadow
@@ -244,7 +244,7 @@ async def _stepped(
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return _fate_of(error)
     if not isinstance(found, StepResult):
-        words = f"a {type(found).__name__}, expected a StepResult of actors.environment.protocol"
+        words = f"{type_of(found)}, expected a StepResult of actors.environment.protocol"
         return Fate.NO_NUMBER, words, 0.0
     if (problem := reward_problem(found)) is not None:
         return Fate.NO_NUMBER, f"({problem})", 0.0

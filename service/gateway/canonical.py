@@ -28,7 +28,7 @@ _MOST_EXACT = 2**53
 
 
 class Link(NamedTuple):
-    """A message's position in its conversation, as the key of all messages up to it."""
+    """The place of a message in its conversation, by a key of all messages up to this one."""
 
     key: bytes
     """Key of the conversation up to and including this message."""

@@ -1,4 +1,4 @@
-"""One vLLM engine: token ids in, token ids with log-probabilities and policy versions out.
+"""One vLLM engine, which samples token ids with log-probabilities and policy versions.
 
 The module does not use Ray. Invariants: nothing is sampled before a version is loaded; requests in
 flight survive an update, and their replies have the version of each token; a new trajectory is
@@ -176,7 +176,7 @@ class PolicyEngine:
         return await asyncio.shield(self._parser)
 
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
-        """Compute the log-probabilities of a text, and sample continuations of it.
+        """Return the log-probabilities of a text, and sampled continuations of the text.
 
         Args: text: the text to check; None uses the tokens of `weights.board.check_tokens`.
         Returns: the scores; None if there was no answer in time.

@@ -381,7 +381,10 @@ class InferenceReplica:
         return fetched
 
     async def _load_broadcast(self, publication: Publication) -> bool:
-        """Load a version from the next broadcast. Returns: False if there was none or it failed."""
+        """Load a version from the next broadcast, and return whether it was loaded.
+
+        It was not if there was no broadcast, or if the broadcast failed.
+        """
         from service.inference.engine import BroadcastFailed
 
         waiting = self._board.take_seat.remote(self._name, POLL_S)

@@ -75,7 +75,7 @@ class StagedBuffer:
 
 
 def map_buffer(path: str, *, num_bytes: int) -> Bytes:
-    """Map a staged buffer; the mapping exists as long as the array and its views.
+    """Return a staged buffer, mapped into memory as long as the array and its views exist.
 
     Raises: ValueError if the file is not num_bytes long.
     """

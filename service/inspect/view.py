@@ -195,7 +195,7 @@ def number(value: float) -> str:
 
 
 def turn_note(turn: TurnSpan) -> str:
-    """Return a description of a turn: its reward with components, its finish reason, its faults."""
+    """Return a note on a turn: its reward, its finish reason, and whether it was malformed."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:
         parts = visible_text(

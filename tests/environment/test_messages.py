@@ -50,7 +50,7 @@ def test_a_field_on_the_wrong_role_or_that_is_no_text_is_refused(
     ("fields", "words"),
     [
         ({"content": None}, "content: got a NoneType, expected text"),
-        ({"content": "", "reasoning": 3}, "reasoning: got a int, expected text"),
+        ({"content": "", "reasoning": 3}, "reasoning: got an int, expected text"),
         ({"content": "", "tool_calls": [CALL]}, "tool_calls: got a list, expected a tuple"),
         ({"content": "", "tool_calls": ({"id": "c1"},)}, "got a dict, expected ToolCall values"),
     ],

@@ -144,7 +144,7 @@ def test_what_is_written_is_read_back(
         (_row(seed=2**63), "expected 0 to 2"),
         (_row(seed=1.0), "seed: got a float"),
         (_row(task_id=""), "task_id: got a str, expected a text that is not empty"),
-        (_row(task_id=7), "task_id: got a int"),
+        (_row(task_id=7), "task_id: got an int"),
         (_row(environment=None), "environment: got a NoneType"),
         (_row(data=[1]), "data: got a list"),
         (_row(data=None), "data: got a NoneType"),

@@ -304,7 +304,7 @@ async def test_a_score_that_cannot_be_asked_for_again_is_a_reward_error() -> Non
         (math.inf, "inf"),
         (None, "None"),
         ("1", "'1'"),
-        (10**400, "a int"),
+        (10**400, "an int"),
         ((1.0,), "a tuple"),
     ],
 )

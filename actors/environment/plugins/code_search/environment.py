@@ -46,6 +46,7 @@ from actors.environment.settings import rollout_settings
 from actors.environment.tool_turns import ERROR, BadArguments, Penalty, ToolFailed, ToolTurns
 from actors.limits import OPEN, STRICT, Natural, Positive
 from actors.types import Task
+from actors.user_code import type_of
 
 QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
 NO_CALL = "Call a tool, or call answer with the files that you found."
@@ -174,12 +175,12 @@ def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:
     for key, text in (("question", question), ("repository", repository)):
         if not isinstance(text, str) or not 0 < len(text) <= MAX_QUESTION_CHARS:
             raise ValueError(
-                f"{what}: data.{key}: got a {type(text).__name__}, expected a text of 1 to "
+                f"{what}: data.{key}: got {type_of(text)}, expected a text of 1 to "
                 f"{MAX_QUESTION_CHARS} characters"
             )
     if not isinstance(files, list | tuple) or len(files) > MAX_TRUE_FILES:
         raise ValueError(
-            f"{what}: data.files: got a {type(files).__name__}, expected a list of at most "
+            f"{what}: data.files: got {type_of(files)}, expected a list of at most "
             f"{MAX_TRUE_FILES} paths"
         )
     for path in files:
@@ -199,10 +200,10 @@ def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
 
 # Score an answer's files against the true ones, for the environment and external agents.
 #
-# Stated choices. A path counts once, however often it is named; `./a` and `a//b` are `a` and `a/b`;
-# upper and lower case differ. Everything else that is not the path of a true file is wrong: a
-# directory, a missing file, an absolute path, a path with `..`. Every score is 0 if there are no
-# true files, and if the answer is empty.
+# These are the choices: a path counts once, however often it is named; `./a` is `a`, and `a//b` is
+# `a/b`; upper and lower case differ. Everything else that is not the path of a true file is wrong,
+# such as a directory, a missing file, an absolute path or a path with `..`. Every score is 0 if
+# there are no true files, and if the answer is empty.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
     """The scores of an answer, each from 0 to 1."""

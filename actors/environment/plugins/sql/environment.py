@@ -273,11 +273,12 @@ def _format_row(row: Sequence[Any]) -> str:
 
 # Compare two results of a query.
 #
-# Stated choices. Rows are compared as a multiset, or in their order if the true query orders them
-# at its top level. The names of columns do not matter, their number and order do. A whole number
-# and a float of the same value are equal; floats are equal if 12 significant digits are. A text
-# never equals a number, upper and lower case differ, NULL equals only NULL. An empty truth, with no
-# rows or only NULLs, cannot distinguish right from wrong queries: no answer is correct then.
+# These are the choices: rows are compared as a multiset, or in their order if the true query orders
+# them at its top level. The names of columns do not matter, their number and order do. A whole
+# number and a float of the same value are equal; floats are equal if 12 significant digits are. A
+# text never equals a number, upper and lower case differ, NULL equals only NULL. An empty truth,
+# with no rows or only NULLs, cannot distinguish right from wrong queries: no answer is correct
+# then.
 Row = Sequence[Any]
 """Values of a row: None, numbers, strings, and {"blob": hexadecimal}."""
 _DIGITS = 12
