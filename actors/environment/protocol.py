@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from actors.types import Task
+from actors.user_code import type_of
 
 rollout_id: ContextVar[str] = ContextVar("rollout_id", default="")
 """The rollout that an environment's methods are called for, such as `g000012.0-3`: for its log

@@ -206,10 +206,7 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of the columns, which the function may change.
-
-        For a call in a worker, return the columns unchanged, because that call copies them.
-        """
+        """Return a copy of the columns, or the columns themselves for a worker, which copies them."""
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {
@@ -283,10 +280,7 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Return a call's value for one of its answers as a score.
-
-        Raises: RewardError if the value is not a score.
-        """
+        """Return a call's value for one answer as a score. Raises: RewardError if it is none."""
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)
@@ -429,8 +423,7 @@ def _is_number(value: Any) -> bool:
 def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[RewardFunction, ...]:
     """Return the functions of these names.
 
-    Args: asked: "my.py:score" or "package.module:score"; several such names; or each with its
-    weight.
+    Args: asked: "my.py:score" or "package.module:score"; several names, or names with weights.
     Raises: BadRewardFunction if a function cannot be used.
     """
     names = [asked] if isinstance(asked, str) else list(asked)

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from actors.environment.tokenizer import RAW
 from actors.options import adapter_of, sentence
+from actors.user_code import type_of
 from service.config.disagreements import disagreements, trainer_disagreements
 from service.config.sft import SftConfig
 from service.config.tree import Config
