@@ -60,7 +60,7 @@ class MalformedTurns:
         """Reset the count, because an episode has begun or a turn was understood."""
         self._num_in_a_row = 0
 
-    def result(self, messages: tuple[Message, ...]) -> StepResult:
+    def malformed_result(self, messages: tuple[Message, ...]) -> StepResult:
         """Return the result of one more malformed turn.
 
         Args: messages: messages for the policy; left out if the episode ends.
@@ -116,15 +116,15 @@ class ToolTurns(MalformedTurns):
         self.begin_anew()
         self.num_calls = 0
 
-    async def answered(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
+    async def result_of(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
         """Return the result of a turn that only calls tools, after making its calls."""
         messages, is_malformed = await self.answers(calls)
-        return self.turn(messages, is_malformed=is_malformed)
+        return self.result(messages, is_malformed=is_malformed)
 
-    def turn(self, messages: tuple[Message, ...], *, is_malformed: bool) -> StepResult:
+    def result(self, messages: tuple[Message, ...], *, is_malformed: bool) -> StepResult:
         """Return the result of a turn that only calls tools, from the result of `answers`."""
         if is_malformed:
-            return self.result(messages)
+            return self.malformed_result(messages)
         self.begin_anew()
         return StepResult(messages=messages)
 

@@ -96,6 +96,7 @@ async def play_episode(
     may be sampled in an evaluation; None allows every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
+    # The environment, its tools and its reward functions read these in the episode's context.
     rollout_id.set(assignment.rollout_id)
     task_id.set(assignment.task.task_id)
     rollout_settings.set(settings)

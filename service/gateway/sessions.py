@@ -109,8 +109,8 @@ class Sessions:
             system_messages=settings.sessions.system_messages,
             reads_calls=not settings.finds_parser or call_form(renderer) is not None,
         )
-        self._loading: dict[str, asyncio.Task[Session | None]] = {}
-        """The tasks that load sessions, by name; a finished task holds the session."""
+        self._sessions: dict[str, asyncio.Task[Session | None]] = {}
+        """The sessions in memory, by name, each as the task that loads it or has loaded it."""
         self._claiming = asyncio.Lock()
         self._is_closed = False
 
@@ -284,7 +284,8 @@ class Sessions:
         return sum(each.is_open for each in self.in_memory())
 
     def in_memory(self) -> list[Session]:
-        tasks = list(self._loading.values())
+        """Return the sessions that are loaded."""
+        tasks = list(self._sessions.values())
         done = [t for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
         return [session for task in done if (session := task.result()) is not None]
 
@@ -316,9 +317,9 @@ class Sessions:
 
     async def _find(self, name: str) -> Session | None:
         """Return a session, or None if unknown. Raises: Refused if the store is away."""
-        task = self._loading.get(name)
+        task = self._sessions.get(name)
         if task is None:
-            task = self._loading[name] = self._background.begin(self._load(name))
+            task = self._sessions[name] = self._background.begin(self._load(name))
         try:
             session = await asyncio.shield(task)
         except StoreError as error:
@@ -346,7 +347,7 @@ class Sessions:
 
     def _forget(self, name: str) -> None:
         """Drop a session from memory; its next call loads it from the store."""
-        self._loading.pop(name, None)
+        self._sessions.pop(name, None)
 
     async def _shown(self, name: str, sees: str | None) -> Session | None:
         """Return a session that is visible, or None. sees: as in `view`. Raises: Refused."""

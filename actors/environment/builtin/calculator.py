@@ -124,10 +124,10 @@ class CalculatorEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         if action.calls:
-            return await self._turns.answered(action.calls)
+            return await self._turns.result_of(action.calls)
         answer = visible_text(action.text)
         if not _FINAL_ANSWER.fullmatch(answer):
-            return self._turns.result((Message(role=Role.USER, content=NOT_A_NUMBER),))
+            return self._turns.malformed_result((Message(role=Role.USER, content=NOT_A_NUMBER),))
         return self._grade(float(answer))
 
     async def close(self) -> None:

@@ -125,7 +125,7 @@ class GymnasiumEnvironment:
         if (result := await in_thread(play)) is None:
             names = ", ".join(self._game.names)
             content = NO_ACTION.format(actions=names) if names else NO_TEXT
-            return self._malformed.result((Message(role=Role.USER, content=content),))
+            return self._malformed.malformed_result((Message(role=Role.USER, content=content),))
         self._malformed.begin_anew()
         return result
 

@@ -169,7 +169,7 @@ class OpenEnvEnvironment:
         await self._session.close()
 
     def _refusal(self, text: str) -> StepResult:
-        return self._malformed.result((Message(role=Role.USER, content=text),))
+        return self._malformed.malformed_result((Message(role=Role.USER, content=text),))
 
     def _scored(
         self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
@@ -236,7 +236,7 @@ class OpenEnvEnvironment:
         if not num_malformed or scored.terminated:
             self._malformed.begin_anew()
             return scored
-        malformed = self._malformed.result(tuple(messages))
+        malformed = self._malformed.malformed_result(tuple(messages))
         return replace(
             malformed,
             reward=malformed.reward + scored.reward,

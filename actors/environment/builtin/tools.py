@@ -179,7 +179,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
             self._messages += [
                 {"role": "tool", "name": each.name, "content": each.content} for each in messages
             ]
-            return self._turns.turn(messages, is_malformed=is_malformed)
+            return self._turns.result(messages, is_malformed=is_malformed)
         return await super().step(action)
 
     def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:

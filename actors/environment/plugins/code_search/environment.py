@@ -130,18 +130,18 @@ class CodeSearchEnvironment:
     async def step(self, action: Action) -> StepResult:
         calls = action.calls
         if not calls:
-            return self._turns.result((Message(role=Role.USER, content=NO_CALL),))
+            return self._turns.malformed_result((Message(role=Role.USER, content=NO_CALL),))
         answers = [
             call for call in calls if isinstance(call, ToolCall) and call.name == ANSWER.name
         ]
         most = rollout_settings.get().max_calls_per_turn
         if len(calls) > most:
             error = ERROR.format(message=TOO_MANY_AT_ONCE.format(most=most))
-            return self._turns.result((_tool_message(error, calls[0]),))
+            return self._turns.malformed_result((_tool_message(error, calls[0]),))
         if answers and len(calls) > 1:
             error = ERROR.format(message=ANSWER_ALONE)
-            return self._turns.result(tuple(_tool_message(error, call) for call in calls))
-        return self._graded(answers[0]) if answers else await self._turns.answered(calls)
+            return self._turns.malformed_result(tuple(_tool_message(error, call) for call in calls))
+        return self._graded(answers[0]) if answers else await self._turns.result_of(calls)
 
     async def close(self) -> None:
         if self._tools is not None:
@@ -150,7 +150,8 @@ class CodeSearchEnvironment:
     def _graded(self, call: ToolCall) -> StepResult:
         answered = read_answer(call.arguments)
         if answered is None:
-            return self._turns.result((_tool_message(ERROR.format(message=BAD_ANSWER), call),))
+            error = ERROR.format(message=BAD_ANSWER)
+            return self._turns.malformed_result((_tool_message(error, call),))
         grade = grade_files(answered, self._truth)
         return StepResult(
             reward=grade.f1,

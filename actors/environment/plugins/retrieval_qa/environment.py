@@ -166,7 +166,7 @@ class RetrievalQaEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         if action.calls:
-            return await self._turns.answered(action.calls)
+            return await self._turns.result_of(action.calls)
         return self._graded(extract_answer(action.text))
 
     async def close(self) -> None:

@@ -180,7 +180,7 @@ class SqlEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         if action.calls:
-            return await self._turns.answered(action.calls)
+            return await self._turns.result_of(action.calls)
         return await self._graded(query_of(visible_text(action.text)))
 
     async def close(self) -> None:
