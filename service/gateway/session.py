@@ -518,6 +518,7 @@ class Session:
         self._admitted.set()
 
     async def until_over(self) -> None:
+        """Wait until `is_over`."""
         await self._over.wait()
 
     def learn(self, end: SessionEnd) -> None:

@@ -89,8 +89,9 @@ class SessionIntent:
     """The record of a request while the engine samples its turn.
 
     An intent is removed when its turn is stored, or when no turn can be stored any more. An intent
-    that remains after a crash shows that a turn may have been sampled and lost. Intents are stored
-    a moment after the engine is called, so a crash within that moment leaves no intent.
+    that remains after a crash shows in the database that a turn may have been sampled and lost; the
+    gateway does not use it. Intents are stored a moment after the engine is called, so a crash
+    within that moment leaves no intent.
     """
 
     request_id: str

@@ -23,7 +23,7 @@ class PolicyFacts:
     """The facts about a run's policy by which uploads are checked."""
 
     tokenizer_fingerprint: str
-    """Fingerprint of the tokenizer, from `actors.environment.rendering.tokenizer_fingerprint`."""
+    """Fingerprint of the tokenizer, from `actors.environment.tokenizer.tokenizer_fingerprint`."""
     vocab_size: int | None
     """Size of the policy's vocabulary; None if unknown."""
     mixture: MixtureShape | None

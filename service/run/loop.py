@@ -79,7 +79,7 @@ class Stopwatch:
 
 
 class Loop:
-    """The loop of one term. When it starts, the engines have version `first_step - 1`."""
+    """The loop of one term. At its start, live engines have the weights of step first_step - 1."""
 
     def __init__(self, handles: Handles, settings: LoopSettings) -> None:
         self._handles = handles
