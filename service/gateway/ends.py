@@ -23,7 +23,7 @@ from service.api.problems import shown
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.tree import SessionTree
 from service.intake.session import (
-    Cut,
+    LimitRefusal,
     SessionEnd,
     SessionStatus,
     SessionTotals,
@@ -82,17 +82,17 @@ def overdue(
     return broken_off(SessionStatus.EXPIRED, why, at=now)
 
 
-def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outcome:
+def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | None) -> Outcome:
     """Return the outcome of a session for which the client states no outcome.
 
-    Args: cut: the last request that was refused for a limit, if any. judged: number of the turn
+    Args: refusal: the session's newest refusal for a limit, if any. judged: number of the turn
     that the client named for the reward, or None.
     """
     last = tree.last_of_main(judged)
     if last is None:
         return Outcome.EMPTY
-    if cut is not None and tree.is_ended_by(cut, judged):
-        return cut.outcome
+    if refusal is not None and tree.is_ended_by(refusal, judged):
+        return refusal.outcome
     if last.finish_reason is FinishReason.LENGTH:
         return Outcome.TRUNCATED_TOKENS
     return Outcome.COMPLETED

@@ -35,13 +35,13 @@ from service.gateway.replies import as_reply
 from service.gateway.sampling import PendingTurn, Sampler
 from service.gateway.tree import SessionTree, request_keys
 from service.intake.listing import SessionView
-from service.intake.session import Cut, Finish, SessionEnd, SessionStatus, StoredSession
+from service.intake.session import Finish, LimitRefusal, SessionEnd, SessionStatus, StoredSession
 from service.intake.turns import (
     Change,
     IntentAdded,
     IntentDropped,
+    LimitReached,
     SessionClaimed,
-    SessionCut,
     SessionEnded,
     SessionIntent,
     SessionOpened,
@@ -82,8 +82,7 @@ class Session:
         self._now = now
         self._last_request_at = now()
         self._admitted = asyncio.Event()
-        """Set when this gateway plays the session's rollout, or when the session has ended. Until
-        then a session that an earlier gateway has opened waits too."""
+        """Set when this gateway plays the session's rollout, or when the session has ended."""
         self._over = asyncio.Event()
         """Set when the session has ended, and its reward is known or will never be."""
         self._pending: dict[str, PendingTurn] = {}
@@ -129,8 +128,8 @@ class Session:
                 self.stored = replace(self.stored, opened_at=opened_at)
             case SessionClaimed(name=name, claimed_at=claimed_at):
                 self.stored = replace(self.stored, claimed_by=name, claimed_at=claimed_at)
-            case SessionCut(cut=cut):
-                self.stored = replace(self.stored, cut=cut)
+            case LimitReached(refusal=refusal):
+                self.stored = replace(self.stored, limit_refusal=refusal)
             case SessionEnded(end=end):
                 self.stored = replace(self.stored, end=end)
                 # Wake requests that wait for its admission: they are refused now.
@@ -187,18 +186,18 @@ class Session:
         """Mark a turn as unseen, since no client received it."""
         self._note(TurnUnseen(session_id=self.stored.id, number=number))
 
-    def _cut(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
+    def _hit_limit(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
         """Record that a request is refused because of a limit; ignore auxiliary requests.
 
         num_turns: number of the session's turns at the refusal.
         """
         if call.request.is_auxiliary:
             return
-        before = self.stored.cut
-        cut = Cut(outcome=outcome, num_turns=num_turns, follows=self.tree.follows(place))
+        before, follows = self.stored.limit_refusal, self.tree.follows(place)
+        refusal = LimitRefusal(outcome=outcome, num_turns=num_turns, follows=follows)
         # A refused title must not replace the refusal of a conversation.
-        if cut != before and (before is None or cut.follows is not None):
-            self._note(SessionCut(session_id=self.stored.id, cut=cut))
+        if refusal != before and (before is None or follows is not None):
+            self._note(LimitReached(session_id=self.stored.id, refusal=refusal))
 
     async def _store_end(self, end: SessionEnd) -> None:
         """Store the session's end, with or without its reward. Raises: Refused."""
@@ -345,7 +344,7 @@ class Session:
         most, num_turns = self.stored.spec.max_turns, self._num_begun()
         # Untrained turns count too.
         if num_turns >= most:
-            self._cut(call, place, Outcome.MAX_TURNS, num_turns=num_turns)
+            self._hit_limit(call, place, Outcome.MAX_TURNS, num_turns=num_turns)
             raise Refused(
                 RefusalCode.ROLLOUT_STOPPED,
                 f"session {self.stored.id} has {num_turns} turns, expected at most {most}; "
@@ -369,7 +368,7 @@ class Session:
             if refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
                 # The request itself is in progress, and will not become a turn.
                 num_turns = self._num_begun() - 1
-                self._cut(call, place, Outcome.TRUNCATED_CONTEXT, num_turns=num_turns)
+                self._hit_limit(call, place, Outcome.TRUNCATED_CONTEXT, num_turns=num_turns)
             raise
         intent = SessionIntent(
             request_id=call.request_id,
@@ -554,7 +553,8 @@ class Session:
             # Check again: turns that were being stored are in the tree now.
             check_turns(self.tree, turn_rewards=end.turn_rewards, judged=end.judged)
             if not is_stated:
-                end = replace(end, outcome=seen_outcome(self.tree, self.stored.cut, end.judged))
+                outcome = seen_outcome(self.tree, self.stored.limit_refusal, end.judged)
+                end = replace(end, outcome=outcome)
         await self._store_end(end)
 
     async def _end_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:

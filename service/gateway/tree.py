@@ -30,7 +30,7 @@ from service.gateway.titles import (
     newest_quoted,
     topics_of,
 )
-from service.intake.session import Cut
+from service.intake.session import LimitRefusal
 from service.intake.turns import SessionTurn
 
 
@@ -301,21 +301,21 @@ class SessionTree:
         found = newest_quoted(place.new_messages, self._nodes)
         return None if found is None else found.turn.number
 
-    def is_ended_by(self, cut: Cut, named: int | None = None) -> bool:
+    def is_ended_by(self, refusal: LimitRefusal, named: int | None = None) -> bool:
         """Return whether a refused request is the last event of the judged conversation.
 
         named: as in `judged`.
         """
-        if cut.num_turns is None:
+        if refusal.num_turns is None:
             return True
         counted = self._counted()
         judged = self._judged(counted, named)
-        later = [node for node in counted if node.turn.number >= cut.num_turns]
+        later = [node for node in counted if node.turn.number >= refusal.num_turns]
         if judged is None or not all(is_like_a_title(node, self._nodes) for node in later):
             return False
         if named is not None:
-            return cut.follows is not None and self._nodes[cut.follows].root is judged.root
-        return cut.follows is not None or not is_continuing(judged, self._nodes)
+            return refusal.follows is not None and self._nodes[refusal.follows].root is judged.root
+        return refusal.follows is not None or not is_continuing(judged, self._nodes)
 
     def num_prompt_tokens(self, number: int) -> int:
         return sum(int(piece.shape[0]) for piece in self._nodes[number].prompt())

@@ -141,7 +141,7 @@ class SessionEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class LimitRefusal:
     """A request that was refused because of a limit or a full context.
 
     The refusal decides the session's outcome if no trained turn of its conversation came later.
@@ -178,7 +178,7 @@ class StoredSession:
     claimed_by: str = ""
     """Name that the claiming client gave; empty if the session is unclaimed or needs no claim."""
     claimed_at: float | None = None
-    cut: Cut | None = None
+    limit_refusal: LimitRefusal | None = None
     """The newest request that was refused because of a limit or a full context, if any."""
     end: SessionEnd | None = None
     """The session's end, or None if it has not ended."""

@@ -13,7 +13,7 @@ from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.expert_records import ExpertIndices
 from actors.types import FinishReason, LogProbs, TokenIds, VersionSpan
-from service.intake.session import Cut, SessionEnd
+from service.intake.session import LimitRefusal, SessionEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,14 @@ class SessionClaimed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionCut:
+class LimitReached:
     """A request was refused because of a limit or a full context.
 
     If a session has several such refusals, only the newest is kept.
     """
 
     session_id: str
-    cut: Cut
+    refusal: LimitRefusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +194,6 @@ Change = (
     | TurnUnseen
     | SessionOpened
     | SessionClaimed
-    | SessionCut
+    | LimitReached
     | SessionEnded
 )

@@ -21,7 +21,7 @@ from actors.types import Outcome
 from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import Page, SessionFilter, SessionPage, SessionPlace, SessionView
 from service.intake.session import (
-    Cut,
+    LimitRefusal,
     SessionEnd,
     SessionKeys,
     SessionStatus,
@@ -31,8 +31,8 @@ from service.intake.turns import (
     Change,
     IntentAdded,
     IntentDropped,
+    LimitReached,
     SessionClaimed,
-    SessionCut,
     SessionEnded,
     SessionIntent,
     SessionOpened,
@@ -223,7 +223,7 @@ class _Rows:
     """New values of `is_unseen` for stored turns."""
     opened: dict[str, float] = field(default_factory=dict)
     claims: dict[str, SessionClaimed] = field(default_factory=dict)
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    limit_refusals: dict[str, LimitRefusal] = field(default_factory=dict)
     new_ends: dict[str, SessionEnd] = field(default_factory=dict)
     entries: list[FeedEntry] = field(default_factory=list)
     now: float = field(default_factory=time.time)
@@ -246,8 +246,8 @@ class _Rows:
                 self._open(session, opened_at)
             case SessionClaimed():
                 self.claims.setdefault(session, change)
-            case SessionCut(cut=cut):
-                self.cuts[session] = cut
+            case LimitReached(refusal=refusal):
+                self.limit_refusals[session] = refusal
             case SessionEnded(end=end):
                 return self._end(session, end)
         return True
@@ -405,7 +405,7 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
     _execute(
         connection,
         of_session.values(cut=bindparam("refused", type_=sessions.cut.type)),
-        ({"of_session": session, "refused": cut} for session, cut in rows.cuts.items()),
+        ({"of_session": name, "refused": each} for name, each in rows.limit_refusals.items()),
     )
     _execute(
         connection,
@@ -489,6 +489,6 @@ def _session(row: Any) -> StoredSession:
         opened_at=row.opened_at,
         claimed_by=row.claimed_by,
         claimed_at=row.claimed_at,
-        cut=row.cut,
+        limit_refusal=row.cut,
         end=row.end,
     )

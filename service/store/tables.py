@@ -44,7 +44,7 @@ from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import FinishReason, Outcome, VersionSpan
 from service.access.keys import KeyLimits, Scope
 from service.intake.feed import FeedKind
-from service.intake.session import Cut, SessionEnd, SessionSpec, SessionStatus
+from service.intake.session import LimitRefusal, SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.store.errors import Damaged
 from service.store.migrations import newest_format
@@ -136,8 +136,8 @@ class AsWord(TypeDecorator[Any]):
         return None if value is None else word_of(self.kind, value)
 
 
-class AsCut(TypeDecorator[Cut]):
-    """A column of a `Cut`: `outcome`, `num_turns` and `follows`, separated by spaces.
+class AsLimitRefusal(TypeDecorator[LimitRefusal]):
+    """A column of a `LimitRefusal`: `outcome`, `num_turns` and `follows`, separated by spaces.
 
     Older versions stored only the outcome. Raises: Damaged if a stored value cannot be read.
     """
@@ -148,13 +148,13 @@ class AsCut(TypeDecorator[Cut]):
     def __init__(self) -> None:
         super().__init__(length=64)
 
-    def process_bind_param(self, value: Cut | None, dialect: Dialect) -> str | None:
+    def process_bind_param(self, value: LimitRefusal | None, dialect: Dialect) -> str | None:
         if value is None:
             return None
         numbers = (value.num_turns, value.follows)
         return " ".join([value.outcome, *("-" if each is None else str(each) for each in numbers)])
 
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Cut | None:
+    def process_result_value(self, value: str | None, dialect: Dialect) -> LimitRefusal | None:
         if value is None:
             return None
         word, *numbers = value.split(" ")
@@ -164,7 +164,7 @@ class AsCut(TypeDecorator[Cut]):
             raise Damaged(
                 f"a stored cut is {value!r:.80}, expected a word and two numbers"
             ) from error
-        return Cut(outcome=word_of(Outcome, word), num_turns=num_turns, follows=follows)
+        return LimitRefusal(outcome=word_of(Outcome, word), num_turns=num_turns, follows=follows)
 
 
 class AsColumn(TypeDecorator[NDArray[Any]]):
@@ -447,7 +447,7 @@ sessions = Table(
     Column("opened_at", Float, nullable=True),
     Column("claimed_by", String, nullable=False, default=""),
     Column("claimed_at", Float, nullable=True),
-    Column("cut", AsCut(), nullable=True),
+    Column("cut", AsLimitRefusal(), nullable=True),
     Column("end", AsJson(SessionEnd), nullable=True),
 )
 

@@ -32,11 +32,11 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.types import FinishReason, Outcome, VersionSpan
-from service.intake.session import Cut, SessionStatus, StoredSession
+from service.intake.session import LimitRefusal, SessionStatus, StoredSession
 from service.intake.submission import RolloutRequest, Status, SubmissionView
 from service.intake.turns import (
     IntentDropped,
-    SessionCut,
+    LimitReached,
     SessionEnded,
     SessionIntent,
     SessionOpened,
@@ -348,22 +348,22 @@ def test_a_cut_comes_back_as_it_was_and_as_older_versions_stored_it(tmp_path: Pa
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     sessions, term = begun(store, "s")
 
-    def cut_in_store(cut: str) -> Cut | None:
+    def cut_in_store(cut: str) -> LimitRefusal | None:
         with closing(sqlite3.connect(tmp_path / "run.db")) as connection:
             connection.execute("UPDATE sessions SET cut = ? WHERE id = 's-0'", (cut,))
             connection.commit()
         found = sessions.load("s-0")
         assert found is not None
-        return found[0].cut
+        return found[0].limit_refusal
 
     for cut in (
-        Cut(outcome=Outcome.TRUNCATED_CONTEXT, num_turns=12, follows=11),
-        Cut(outcome=Outcome.MAX_TURNS, num_turns=0),
+        LimitRefusal(outcome=Outcome.TRUNCATED_CONTEXT, num_turns=12, follows=11),
+        LimitRefusal(outcome=Outcome.MAX_TURNS, num_turns=0),
     ):
-        sessions.apply([SessionCut(session_id="s-0", cut=cut)], term=term)
+        sessions.apply([LimitReached(session_id="s-0", refusal=cut)], term=term)
         found = sessions.load("s-0")
-        assert found is not None and found[0].cut == cut
-    assert cut_in_store("max_turns") == Cut(outcome=Outcome.MAX_TURNS)
+        assert found is not None and found[0].limit_refusal == cut
+    assert cut_in_store("max_turns") == LimitRefusal(outcome=Outcome.MAX_TURNS)
     for damaged in ("max_turns 1", "max_turns 1 x", "full 1 2"):
         with pytest.raises(StoreError, match="is damaged"):
             cut_in_store(damaged)
