@@ -65,13 +65,13 @@ class Played:
 
 async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
     """Play one task. env: the variables from the service that start an agent."""
-    question, repository, truth = read_task(task)
-    directory = await tools.open(repository)
+    data = read_task(task)
+    directory = await tools.open(data.repository)
     # The service delays a request until it has room for it, and while weights change.
     client = openai.AsyncOpenAI(
         base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"], max_retries=5, timeout=600
     )
-    messages: list[Any] = [{"role": "user", "content": QUESTION.format(question=question)}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION.format(question=data.question)}]
     num_calls = num_malformed = in_a_row = 0
     async with client:
         for _ in range(MAX_TURNS):
@@ -102,7 +102,7 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
                 elif call.name == ANSWER.name:
                     answered = read_answer(call.arguments)
                     if answered is not None:
-                        grade = grade_files(answered, truth)
+                        grade = grade_files(answered, data.files)
                         parts = {**grade.components(), "num_calls": float(num_calls)}
                         penalty = -MALFORMED_PENALTY * num_malformed
                         return Played(

@@ -180,8 +180,8 @@ async def test_a_task_that_is_none_is_refused_with_what_is_wrong(start) -> None:
         ({"question": None}, "data.question"),
         ({"repository": "../shop"}, "without .."),
         ({"repository": "none"}, "not found in"),
-        ({"files": "shop/cart.py"}, "data.files: got a str"),
-        ({"files": None}, "data.files: got a NoneType"),
+        ({"files": "shop/cart.py"}, "data.files: got a text"),
+        ({"files": None}, "data.files: got null"),
         ({"files": ["/etc/passwd"]}, "not the path of a file"),
         ({"files": ["gone.py", "shop"]}, "are not in 'shop'"),
     ):

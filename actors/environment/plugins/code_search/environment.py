@@ -19,7 +19,7 @@ has `malformed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -43,10 +43,11 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.settings import rollout_settings
+from actors.environment.task_data import DataCheck
 from actors.environment.tool_turns import ERROR, BadArguments, Penalty, ToolFailed, ToolTurns
 from actors.limits import OPEN, STRICT, Natural, Positive
+from actors.options import schema_of
 from actors.types import Task
-from actors.user_code import type_of
 
 QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
 NO_CALL = "Call a tool, or call answer with the files that you found."
@@ -82,8 +83,11 @@ class CodeSearchData:
     """The question about the repository."""
     repository: Annotated[str, MinLen(1)]
     """A directory or an archive, by its path below the option root."""
-    files: Annotated[tuple[Annotated[str, MinLen(1)], ...], MaxLen(MAX_TRUE_FILES)]
+    files: Annotated[Sequence[Annotated[str, MinLen(1)]], MaxLen(MAX_TRUE_FILES)]
     """The paths within the repository that are the answer."""
+
+
+_CHECK = DataCheck(schema_of(CodeSearchData))
 
 
 class CodeSearchEnvironment:
@@ -108,19 +112,20 @@ class CodeSearchEnvironment:
         self._truth: tuple[str, ...] = ()
 
     async def reset(self, task: Task) -> Observation:
-        question, repository, self._truth = read_task(task)
+        data = read_task(task)
+        self._truth = tuple(data.files)
         self._turns.begin_episode()
         if self._tools is None:
             self._tools = CodeTools(self._settings)
-        self._directory = await self._tools.open(repository)
+        self._directory = await self._tools.open(data.repository)
         missing = await self._tools.missing_files(self._directory, self._truth)
         if missing:
             raise ValueError(
                 f"code_search: task {task.task_id}: data.files: {missing[:3]} "
-                f"({len(missing)} in all) are not in {repository!r}; expected the paths of its "
-                "files; correct the task"
+                f"({len(missing)} in all) are not in {data.repository!r}; expected the paths of "
+                "its files; correct the task"
             )
-        asked = Message(role=Role.USER, content=QUESTION.format(question=question))
+        asked = Message(role=Role.USER, content=QUESTION.format(question=data.question))
         return Observation(
             messages=(asked,),
             tools=(*SEARCH_TOOLS, ANSWER),
@@ -168,29 +173,17 @@ class CodeSearchEnvironment:
         return answer.text
 
 
-def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:
-    """Return the question, the repository and the true files of a task. Raises: ValueError."""
-    data: Mapping[str, object] = task.data
-    what = f"code_search: task {task.task_id}"
-    question, repository, files = (data.get(key) for key in ("question", "repository", "files"))
-    for key, text in (("question", question), ("repository", repository)):
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_QUESTION_CHARS:
-            raise ValueError(
-                f"{what}: data.{key}: got {type_of(text)}, expected a text of 1 to "
-                f"{MAX_QUESTION_CHARS} characters"
-            )
-    if not isinstance(files, list | tuple) or len(files) > MAX_TRUE_FILES:
+def read_task(task: Task) -> CodeSearchData:
+    """Return the data of a task. Raises: ValueError."""
+    what = f"code_search: task {task.task_id}: "
+    if problem := _CHECK.problem(task.data):
+        raise ValueError(f"{what}{problem}")
+    if not all(map(is_file_path, task.data["files"])):
         raise ValueError(
-            f"{what}: data.files: got {type_of(files)}, expected a list of at most "
-            f"{MAX_TRUE_FILES} paths"
+            f"{what}data.files: got an entry that is not the path of a file; expected paths "
+            "relative to the repository, without .."
         )
-    for path in files:
-        if not isinstance(path, str) or not is_file_path(path):
-            raise ValueError(
-                f"{what}: data.files: got an entry that is not the path of a file; expected paths "
-                "relative to the repository, without .."
-            )
-    return str(question), str(repository), tuple(files)
+    return CodeSearchData(**{each.name: task.data[each.name] for each in fields(CodeSearchData)})
 
 
 def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
