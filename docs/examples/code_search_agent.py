@@ -103,10 +103,10 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
                     answered = read_answer(call.arguments)
                     if answered is not None:
                         grade = grade_files(answered, data.files)
-                        parts = {**grade.components(), "num_calls": float(num_calls)}
+                        parts = {**grade, "num_calls": float(num_calls)}
                         penalty = -MALFORMED_PENALTY * num_malformed
                         return Played(
-                            reward=grade.f1 + penalty,
+                            reward=grade["f1"] + penalty,
                             components={**parts, "malformed": penalty},
                             outcome="completed",
                         )

@@ -90,7 +90,7 @@ def test_answers_are_graded_by_hand_computed_values() -> None:
     ]
     for answered, truth, expected in values:
         grade = grade_files(answered, truth)
-        found = (grade.precision, grade.recall, grade.f1)
+        found = (grade["precision"], grade["recall"], grade["f1"])
         assert found == pytest.approx(expected), (answered, truth)
 
 
@@ -101,8 +101,8 @@ PATHS = st.lists(st.sampled_from(["a", "b", "./a", "c/d", "c//d", "c", "/a", "..
 def test_a_grade_is_one_for_the_true_files_alone(answered: list[str], truth: list[str]) -> None:
     grade = grade_files(answered, truth)
     same = {canonical_path(path) for path in answered} == set(truth)
-    assert (grade.f1 == 1) == (same and bool(truth))
-    assert 0 <= min(grade.precision, grade.recall) <= grade.f1 <= 1
+    assert (grade["f1"] == 1) == (same and bool(truth))
+    assert 0 <= min(grade["precision"], grade["recall"]) <= grade["f1"] <= 1
     assert grade == grade_files([*answered, *answered][::-1], truth)
 
 

@@ -159,8 +159,8 @@ class CodeSearchEnvironment:
             return self._turns.malformed_result((_tool_message(error, call),))
         grade = grade_files(answered, self._truth)
         return StepResult(
-            reward=grade.f1,
-            reward_components={**grade.components(), "num_calls": float(self._turns.num_calls)},
+            reward=grade["f1"],
+            reward_components={**grade, "num_calls": float(self._turns.num_calls)},
             terminated=True,
             answer="\n".join(sorted({canonical_path(path) for path in answered})),
         )
@@ -198,21 +198,6 @@ def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
 # `a/b`; upper and lower case differ. Everything else that is not the path of a true file is wrong,
 # such as a directory, a missing file, an absolute path or a path with `..`. Every score is 0 if
 # there are no true files, and if the answer is empty.
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grade:
-    """The scores of an answer, each from 0 to 1."""
-
-    precision: float
-    """Share of the answered files that are true."""
-    recall: float
-    """Share of the true files that are answered."""
-    f1: float
-    """Harmonic mean of precision and recall."""
-
-    def components(self) -> dict[str, float]:
-        return {"precision": self.precision, "recall": self.recall, "f1": self.f1}
-
-
 def canonical_path(path: str) -> str:
     """Return the canonical spelling of a file's path within a repository; other texts unchanged.
 
@@ -232,8 +217,8 @@ def is_file_path(path: str) -> bool:
     return is_relative and not set(canonical.split("/")) & {"", ".", ".."}
 
 
-def grade_files(answered: Iterable[str], truth: Iterable[str]) -> Grade:
-    """Score an answer.
+def grade_files(answered: Iterable[str], truth: Iterable[str]) -> dict[str, float]:
+    """Score an answer from 0 to 1: precision, recall, and f1, their harmonic mean.
 
     F1 = 2 p r / (p + r), which is 2 hits / (answered + true).
 
@@ -243,9 +228,9 @@ def grade_files(answered: Iterable[str], truth: Iterable[str]) -> Grade:
     true = {canonical_path(path) for path in truth}
     hits = len(named & true)
     if not hits:
-        return Grade(precision=0.0, recall=0.0, f1=0.0)
-    return Grade(
-        precision=hits / len(named),
-        recall=hits / len(true),
-        f1=2 * hits / (len(named) + len(true)),
-    )
+        return {"precision": 0.0, "recall": 0.0, "f1": 0.0}
+    return {
+        "precision": hits / len(named),
+        "recall": hits / len(true),
+        "f1": 2 * hits / (len(named) + len(true)),
+    }
