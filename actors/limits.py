@@ -6,7 +6,7 @@ that code constructs directly is not checked.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -35,6 +35,15 @@ STRICT = {
 }
 # `__pydantic_config__` of a task's data that may have more entries than its class declares.
 OPEN = {"use_attribute_docstrings": True}
+
+
+def strict_unless_empty(**rule: object) -> dict[str, Any]:
+    """Return STRICT with a JSON schema's rule for the data of a task that may also have none.
+
+    Example: strict_unless_empty(required=["question"])
+    """
+    return {**STRICT, "json_schema_extra": {"if": {"minProperties": 1}, "then": rule}}
+
 
 # Counts that the run's database, and the libraries' own 32-bit counters, can hold.
 _MAX_COUNT = 2**31 - 1

@@ -23,7 +23,6 @@ from actors.environment.plugins.retrieval_qa.corpus import (
     index_of,
 )
 from actors.environment.plugins.retrieval_qa.environment import (
-    Grade,
     RetrievalQaEnvironment,
     RetrievalQaOptions,
     grade_answer,
@@ -100,7 +99,10 @@ def test_texts_are_normalised_as_squad_does(text: str, expected: str) -> None:
 def test_an_answer_is_scored_against_the_truth_that_fits_best(
     answer: str, truths: list[str], exact_match: float, f1: float
 ) -> None:
-    assert grade_answer(answer, truths) == Grade(exact_match=exact_match, f1=pytest.approx(f1))
+    assert grade_answer(answer, truths) == {
+        "exact_match": exact_match,
+        "f1": pytest.approx(f1),
+    }
 
 
 def test_a_search_finds_what_shares_words_best_first(corpus: str) -> None:
@@ -283,10 +285,10 @@ async def test_generated_questions_are_answered_by_their_documents() -> None:
         fact = facts[seed % 50]
         environment = RetrievalQaEnvironment(RetrievalQaOptions(num_generated=50, k=1))
         await environment.reset(Task(task_id="t", environment="e", seed=seed, data={}))
-        search = _call("search", query=fact.question)
+        search = _call("search", query=fact.data.question)
         found = await environment.step(Action(text="", calls=(search,)))
         assert found.messages[0].content == f"[{fact.document.id}] {fact.document.text}"
-        result = await environment.step(Action(text=fact.answer))
+        result = await environment.step(Action(text=fact.data.answers))
         assert result.reward == result.reward_components["found_support"] == 1.0
 
 

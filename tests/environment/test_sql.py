@@ -361,7 +361,7 @@ async def test_generated_questions_are_answered_by_their_queries_alone(
     for seed in range(12):
         made = make_question(seed, level=level)
         assert made == make_question(seed, level=level)
-        texts.add(made.text)
+        texts.add(made.question)
         task = Task(task_id="t", environment="sql", seed=seed, data={})
         assert (await _final(task, made.query, level=level)).reward == 1.0
         assert (await _final(task, "SELECT 100", level=level)).reward == 0.0

@@ -93,7 +93,8 @@ def test_a_users_module_travels_with_its_directory_or_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("environment", "option"), [("retrieval_qa", "corpus"), ("code_search", "root")]
+    ("environment", "option"),
+    [("retrieval_qa", "corpus"), ("code_search", "root"), ("sql", "root")],
 )
 def test_data_of_options_travel_if_their_path_is_relative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, option: str

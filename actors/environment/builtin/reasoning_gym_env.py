@@ -19,10 +19,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from actors.environment.protocol import (
     Action,
@@ -122,23 +124,32 @@ class ReasoningGymOptions:
     """Maximum number of characters in an answer; a longer answer scores 0."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGymData:
+    """Data of a task of `reasoning_gym`."""
+
+    __pydantic_config__ = STRICT
+
+    family: str
+    """The family, such as chain_sum."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the family's generator."""
+    index: Annotated[int, Ge(0)] = 0
+    """Number of the item among the family's items."""
+    seed: int | None = None
+    """Seed of the items; null: the task's."""
+    question: str | None = None
+    """The question, instead of a generated one."""
+    answer: Any = None
+    """The answer to `question`."""
+    metadata: Any = None
+    """Data of `question` for the family's scorer."""
+
+
 class ReasoningGymEnvironment:
     """One question with up to `max_attempts` answers."""
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "family": {"type": "string", "description": "such as chain_sum"},
-            "config": {"type": "object", "description": "options of the family's generator"},
-            "index": {"type": "integer", "minimum": 0, "description": "of the family's items"},
-            "seed": {"type": "integer", "description": "of the items; default: the task's"},
-            "question": {"type": "string", "description": "instead of a generated one"},
-            "answer": {"description": "the answer to `question`"},
-            "metadata": {"description": "data of `question` for the family's scorer"},
-        },
-        "required": ["family"],
-        "additionalProperties": False,
-    }
+    data_schema = ReasoningGymData
 
     def __init__(self, options: ReasoningGymOptions) -> None:
         import_reasoning_gym()
@@ -226,22 +237,18 @@ def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
 
 
 def _load(task: Task) -> tuple[Any, Item]:
-    data = task.data
-    family = data.get("family")
-    if not isinstance(family, str):
+    if "family" not in task.data:
         raise ValueError(
             f"reasoning_gym: task {task.task_id} names no family; expected data.family, such as "
             "'chain_sum'; write the task file with `rayloom tasks`"
         )
-    config = data.get("config", {})
-    config_json = json.dumps(config, sort_keys=True)
-    if "question" in data:
-        item = {key: data.get(key) for key in ("question", "answer", "metadata")}
-        return _scorer(family, config_json), item
-    index = int(data.get("index", 0))
-    seed = int(data.get("seed", task.seed))
-    dataset = make_dataset(family, config=config, seed=seed, size=index + 1)
-    return dataset, dataset[index]
+    data = ReasoningGymData(**task.data)
+    if data.question is not None:
+        item = {"question": data.question, "answer": data.answer, "metadata": data.metadata}
+        return _scorer(data.family, json.dumps(data.config, sort_keys=True)), item
+    seed = task.seed if data.seed is None else data.seed
+    dataset = make_dataset(data.family, config=data.config, seed=seed, size=data.index + 1)
+    return dataset, dataset[data.index]
 
 
 @lru_cache(maxsize=256)

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MaxLen, MinLen
 
 from actors.environment.tasks import BadTaskFile, json_rows
-from actors.limits import STRICT
+from actors.limits import STRICT, strict_unless_empty
 from actors.options import DataPath
 
 # The number of names that `_STARTS`, `_MIDDLES` and `_ENDS` make.
@@ -66,12 +66,25 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalQaData:
+    """Data of a task of `retrieval_qa`; a task without data needs only its seed."""
+
+    __pydantic_config__ = strict_unless_empty(required=["question", "answers"])
+
+    question: Annotated[str, MinLen(1), MaxLen(20_000)] = ""
+    """The question about the documents."""
+    answers: str | Annotated[Sequence[str], MinLen(1)] = ()
+    """A right answer, or several, of which the best match counts."""
+    documents: Sequence[str | int] = ()
+    """Ids of the documents with the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A generated document, with a question about it and the answer."""
+    """A generated document, with a question about it."""
 
     document: Document
-    question: str
-    answer: str
+    data: RetrievalQaData
 
 
 def import_bm25s() -> ModuleType:
@@ -217,5 +230,8 @@ def generated_facts(count: int) -> tuple[Fact, ...]:
         question, answers = _ASKED[verb]
         answer = dice.choice(answers)
         document = Document(id=f"d{number}", text=f"{name} {verb} {answer}.")
-        facts.append(Fact(document=document, question=question.format(name=name), answer=answer))
+        data = RetrievalQaData(
+            question=question.format(name=name), answers=answer, documents=(document.id,)
+        )
+        facts.append(Fact(document=document, data=data))
     return tuple(facts)

@@ -18,10 +18,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -30,6 +30,7 @@ from actors.environment.plugins.retrieval_qa.corpus import (
     CorpusOptions,
     Document,
     Index,
+    RetrievalQaData,
     generated_facts,
     import_bm25s,
     index_of,
@@ -100,27 +101,7 @@ class RetrievalQaOptions(CorpusOptions):
 class RetrievalQaEnvironment:
     """One question about the documents."""
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "question": {"type": "string", "minLength": 1, "maxLength": 20_000},
-            "answers": {
-                "type": ["string", "array"],
-                "items": {"type": "string"},
-                "minItems": 1,
-                "description": "a right answer, or several",
-            },
-            "documents": {
-                "type": "array",
-                "items": {"type": ["string", "integer"]},
-                "description": "ids of the documents with the answer",
-            },
-        },
-        "additionalProperties": False,
-        # A task without data needs only its seed.
-        "if": {"minProperties": 1},
-        "then": {"required": ["question", "answers"]},
-    }
+    data_schema = RetrievalQaData
 
     def __init__(self, options: RetrievalQaOptions) -> None:
         import_bm25s()
@@ -144,15 +125,14 @@ class RetrievalQaEnvironment:
 
     async def reset(self, task: Task) -> Observation:
         self._index = await in_thread(partial(index_of, self._corpus))
-        data = dict(task.data) or self._generated(task)
-        answers = data["answers"]
-        self._truths = [answers] if isinstance(answers, str) else list(answers)
+        data = RetrievalQaData(**task.data) if task.data else self._generated(task)
+        self._truths = [data.answers] if isinstance(data.answers, str) else data.answers
         if not any(map(normalised, self._truths)):
             raise ValueError(
                 f"retrieval_qa: task {task.task_id}: data.answers: they are empty without "
                 "punctuation and articles, expected one with a word; correct the task"
             )
-        self._support = frozenset(map(str, data.get("documents", ())))
+        self._support = frozenset(map(str, data.documents))
         if unknown := self._support - self._index.by_id.keys():
             raise ValueError(
                 f"retrieval_qa: task {task.task_id}: data.documents: {sorted(unknown)[:3]} "
@@ -161,7 +141,7 @@ class RetrievalQaEnvironment:
         self._shown = set()
         self._num_searches = 0
         self._turns.begin_episode()
-        asked = Message(role=Role.USER, content=PROMPT.format(question=data["question"]))
+        asked = Message(role=Role.USER, content=PROMPT.format(question=data.question))
         return Observation(messages=(asked,), tools=self._tools, best_return=1.0)
 
     async def step(self, action: Action) -> StepResult:
@@ -172,7 +152,7 @@ class RetrievalQaEnvironment:
     async def close(self) -> None:
         return None
 
-    def _generated(self, task: Task) -> dict[str, Any]:
+    def _generated(self, task: Task) -> RetrievalQaData:
         if self._corpus.corpus is not None:
             raise ValueError(
                 f"retrieval_qa: task {task.task_id} has no data, and questions about "
@@ -180,20 +160,11 @@ class RetrievalQaEnvironment:
                 "tasks.file or tasks.dataset, or leave the corpus out"
             )
         facts = generated_facts(self._corpus.num_generated)
-        fact = facts[task.seed % len(facts)]
-        return {
-            "question": fact.question,
-            "answers": fact.answer,
-            "documents": [fact.document.id],
-        }
+        return facts[task.seed % len(facts)].data
 
     def _graded(self, answer: str) -> StepResult:
-        grade = grade_answer(answer, self._truths)
-        components = {
-            "f1": grade.f1,
-            "exact_match": grade.exact_match,
-            "num_searches": float(self._num_searches),
-        }
+        components = grade_answer(answer, self._truths)
+        components["num_searches"] = float(self._num_searches)
         if self._support:
             components["found_support"] = len(self._support & self._shown) / len(self._support)
         return StepResult(
@@ -244,14 +215,6 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grade:
-    """The scores of an answer, each from 0 to 1, against the true answer that fits best."""
-
-    exact_match: float
-    f1: float
-
-
 def normalised(text: str) -> str:
     """Return a text in lower case with single spaces, without punctuation and articles.
 
@@ -260,8 +223,8 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def grade_answer(answer: str, truths: Iterable[str]) -> Grade:
-    """Score an answer.
+def grade_answer(answer: str, truths: Iterable[str]) -> dict[str, float]:
+    """Score an answer from 0 to 1 against the true answer that fits best: exact_match and f1.
 
     F1 = 2 hits / (words of the answer + words of the truth). Repeated words count repeatedly.
 
@@ -269,10 +232,10 @@ def grade_answer(answer: str, truths: Iterable[str]) -> Grade:
     """
     given = normalised(answer)
     true = [text for truth in truths if (text := normalised(truth))]
-    return Grade(
-        exact_match=float(bool(given) and given in true),
-        f1=max((_f1(given.split(), text.split()) for text in true), default=0.0),
-    )
+    return {
+        "exact_match": float(bool(given) and given in true),
+        "f1": max((_f1(given.split(), text.split()) for text in true), default=0.0),
+    }
 
 
 def _f1(given: list[str], true: list[str]) -> float:

@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from actors.environment.plugins.sql.execution import (
     Result,
     Table,
 )
-from actors.environment.plugins.sql.generated import LEVELS, make_question
+from actors.environment.plugins.sql.generated import LEVELS, MAX_TRUE_ROWS, SqlData, make_question
 from actors.environment.plugins.sql.server import MAX_QUERY_BYTES
 from actors.environment.protocol import (
     Action,
@@ -50,7 +50,7 @@ from actors.environment.protocol import (
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_turns import ToolTurns, TurnOptions
 from actors.limits import STRICT, Natural, Positive
-from actors.options import holding
+from actors.options import DataPath, holding
 from actors.types import Task
 
 PROMPT = "{schema}\n{question}\n{instruction}"
@@ -66,9 +66,6 @@ RUN_SQL = ToolSchema(
         "required": ["query"],
     },
 )
-MAX_SCRIPT_CHARS = 1_000_000
-MAX_TRUE_ROWS = 1_000
-_CELL = {"type": ["null", "number", "string"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +74,9 @@ class SqlOptions(TurnOptions):
 
     __pydantic_config__ = STRICT
 
-    root: str = "."
-    """Directory of the tasks' databases, relative to the working directory."""
+    root: DataPath | None = None
+    """Directory of the tasks' databases, relative to the working directory; null: the working
+    directory itself."""
     database_path: Annotated[str, holding("{database}")] = "{database}"
     """Path of a task's database below `root`, such as {database}/{database}.sqlite."""
     level: Annotated[int, Ge(1), Le(LEVELS)] = 1
@@ -100,43 +98,7 @@ class SqlOptions(TurnOptions):
 class SqlEnvironment:
     """One question about a database."""
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "question": {"type": "string", "minLength": 1, "maxLength": 20_000},
-            "schema": {
-                "type": "string",
-                "maxLength": MAX_SCRIPT_CHARS,
-                "description": "SQL that makes the database: CREATE TABLE, INSERT",
-            },
-            "database": {
-                "type": "string",
-                "minLength": 1,
-                "description": "instead of schema: the name of an SQLite file in database_path",
-            },
-            "query": {"type": "string", "minLength": 1, "description": "a right query"},
-            "rows": {
-                "type": "array",
-                "items": {"type": "array", "items": _CELL},
-                "maxItems": MAX_TRUE_ROWS,
-                "description": "instead of query: the rows that a right query finds",
-            },
-            "is_ordered": {
-                "type": "boolean",
-                "description": "rows in another order are wrong; default: if query orders them",
-            },
-        },
-        "additionalProperties": False,
-        # A task without data needs only its seed.
-        "if": {"minProperties": 1},
-        "then": {
-            "required": ["question"],
-            "allOf": [
-                {"if": {"required": ["database"]}, "else": {"required": ["schema"]}},
-                {"if": {"required": ["rows"]}, "else": {"required": ["query"]}},
-            ],
-        },
-    }
+    data_schema = SqlData
 
     def __init__(self, options: SqlOptions) -> None:
         self._options = options
@@ -154,7 +116,8 @@ class SqlEnvironment:
         self._is_ordered = False
 
     async def reset(self, task: Task) -> Observation:
-        data = dict(task.data) or self._generated(task.seed)
+        level = self._options.level
+        data = SqlData(**task.data) if task.data else make_question(task.seed, level=level)
         self._turns.begin_episode()
         self._database = self._database_of(data)
         if self._execution is None:
@@ -163,13 +126,14 @@ class SqlEnvironment:
             tables = await self._execution.tables(
                 self._database, sample_rows=self._options.sample_rows, limit_s=self._options.limit_s
             )
-            self._truth = data["rows"] if "rows" in data else await self._found(data["query"])
+            self._truth = data.rows if "rows" in task.data else await self._found(data.query)
         except (BadDatabase, QueryFailed) as error:
             raise ValueError(f"sql: task {task.task_id}: {error}; correct its data") from error
-        self._is_ordered = data.get("is_ordered", orders_rows(data.get("query", "")))
+        is_ordered = data.is_ordered
+        self._is_ordered = orders_rows(data.query) if is_ordered is None else is_ordered
         prompt = PROMPT.format(
             schema="\n".join(map(_format_table, tables)),
-            question=data["question"],
+            question=data.question,
             instruction=ANSWER_AFTER_LOOKING if self._options.max_queries else ANSWER_AT_ONCE,
         )
         return Observation(
@@ -188,20 +152,16 @@ class SqlEnvironment:
             execution, self._execution = self._execution, None
             await asyncio.to_thread(execution.close)
 
-    def _generated(self, seed: int) -> dict[str, Any]:
-        made = make_question(seed, level=self._options.level)
-        return {"question": made.text, "schema": made.script, "query": made.query}
-
-    def _database_of(self, data: Mapping[str, Any]) -> Database:
+    def _database_of(self, data: SqlData) -> Database:
         """Return a task's database. Raises: ValueError for a file that is not below the root."""
-        if "database" not in data:
-            return Database(script=data["schema"])
-        root = Path(self._options.root).expanduser().resolve()
+        if not data.database:
+            return Database(script=data.schema)
+        root = Path(self._options.root or ".").expanduser().resolve()
         template = self._options.database_path
-        path = (root / template.replace("{database}", data["database"])).resolve()
+        path = (root / template.replace("{database}", data.database)).resolve()
         if not path.is_relative_to(root) or not path.is_file():
             raise ValueError(
-                f"sql: data.database: got {data['database']!r}, which names no file below {root} "
+                f"sql: data.database: got {data.database!r}, which names no file below {root} "
                 f"by database_path={template!r}; expected a name that does"
             )
         return Database(path=str(path))

@@ -10,6 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import MaxLen, MinLen
+
+from actors.limits import strict_unless_empty
 
 LEVELS = 3
 _NAMES = ("ash", "bay", "elm", "fig", "ivy", "oak", "pine", "rose", "sage", "yew")
@@ -18,15 +23,34 @@ _AGGREGATES = {"highest": "max", "lowest": "min", "total": "sum"}
 _MOST = 99
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A question about a database."""
+MAX_SCRIPT_CHARS = 1_000_000
+MAX_TRUE_ROWS = 1_000
 
-    script: str
-    """The SQL that makes the database."""
-    text: str
-    query: str
-    """A query that answers the question."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlData:
+    """Data of a task of `sql`; a task without data needs only its seed."""
+
+    __pydantic_config__ = strict_unless_empty(
+        allOf=[
+            {"required": ["question"]},
+            {"if": {"required": ["database"]}, "else": {"required": ["schema"]}},
+            {"if": {"required": ["rows"]}, "else": {"required": ["query"]}},
+        ],
+    )
+
+    question: Annotated[str, MinLen(1), MaxLen(20_000)] = ""
+    """The question about the database."""
+    schema: Annotated[str, MaxLen(MAX_SCRIPT_CHARS)] = ""
+    """SQL that makes the database: CREATE TABLE, INSERT."""
+    database: Annotated[str, MinLen(1)] = ""
+    """Instead of schema: the name of an SQLite file in database_path."""
+    query: Annotated[str, MinLen(1)] = ""
+    """A right query."""
+    rows: Annotated[Sequence[Sequence[float | str | None]], MaxLen(MAX_TRUE_ROWS)] = ()
+    """Instead of query: the rows that a right query finds."""
+    is_ordered: bool | None = None
+    """Whether rows in another order are wrong; null: if query orders them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +81,7 @@ class _Shop:
         return script
 
 
-def make_question(seed: int, *, level: int = 1) -> Question:
+def make_question(seed: int, *, level: int = 1) -> SqlData:
     """Make the question of a seed.
 
     Args: level: from 1 to LEVELS; each includes the questions of lower levels.
@@ -72,7 +96,7 @@ def make_question(seed: int, *, level: int = 1) -> Question:
     )
     makers = [maker for each in _MAKERS[:level] for maker in each]
     text, query = dice.choice(makers)(dice, shop)
-    return Question(script=shop.script(with_stores=level > 2), text=text, query=query)
+    return SqlData(question=text, schema=shop.script(with_stores=level > 2), query=query)
 
 
 _Made = tuple[str, str]
