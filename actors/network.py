@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
 
 import psutil
 
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """The address of torch.distributed's store, through which the trainer's ranks find each other.
-
-    Rank 0 opens the store. This class is not in a module of the trainer, because the supervisor
-    receives it and must not import torch.
-    """
-
-    address: str
-    port: int
 
 
 def gloo_interface(address: str) -> dict[str, str]:

@@ -83,7 +83,7 @@ def start_rank(
         max_context_tokens=4096,
         seed=0,
     )
-    store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=60.0)
+    store = open_store(LOOPBACK, num_ranks=1, timeout_s=60.0)
     return TrainerRank(settings, rank=0, store=store)
 
 

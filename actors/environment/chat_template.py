@@ -2,7 +2,7 @@
 
 Templates differ in the form of a message that calls tools: arguments are a mapping or JSON text, a
 missing content is None or an empty text, text and calls are in one message or in two. The form is
-found by rendering small chats. `rendering`, `call_forms` and `template_traits` use this module.
+found by rendering small chats. `rendering` and `template_traits` use this module.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from actors.batch import RankShard
 from actors.deaths import ACTOR_DEATHS
 from actors.expert_records import ModelShape
 from actors.imports import quick_imports
-from actors.network import LOOPBACK, Rendezvous
+from actors.network import LOOPBACK
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
 
@@ -110,21 +110,23 @@ class TrainerRankActor:
         if self._rank is not None:
             self._rank.abandon()
 
-    def open_rendezvous(self, is_local: bool) -> Rendezvous:
-        """Open the store at which the ranks meet; called only on rank 0.
+    def open_rendezvous(self, is_local: bool) -> str:
+        """Open the store at which the ranks meet, and return its ADDRESS:PORT; only on rank 0.
 
         Args: is_local: whether all ranks share one node.
         """
         from actors.trainer.process_group import open_store
 
-        self._store, rendezvous = open_store(
-            LOOPBACK if is_local else ray.util.get_node_ip_address(),
+        address = LOOPBACK if is_local else ray.util.get_node_ip_address()
+        store = open_store(
+            address,
             num_ranks=self._settings.trainer.num_ranks,
             timeout_s=self._settings.collective_timeout_s,
         )
-        return rendezvous
+        self._store = store
+        return f"{address}:{store.port}"
 
-    def join(self, rendezvous: Rendezvous, is_local: bool) -> ModelShape:
+    def join(self, rendezvous: str, is_local: bool) -> ModelShape:
         """Meet the other ranks, load the model and return its shape.
 
         Args: is_local: whether all ranks share one node.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from actors.network import Rendezvous, gloo_interface
+from actors.network import gloo_interface
 from actors.trainer.settings import Device
 
 # The numbers of the parameters in glibc's malloc.h, and the largest values that glibc accepts.
@@ -71,16 +71,15 @@ def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
     return torch.device("cuda", rank % num_visible)
 
 
-def open_store(address: str, *, num_ranks: int, timeout_s: float) -> tuple[dist.Store, Rendezvous]:
+def open_store(address: str, *, num_ranks: int, timeout_s: float) -> dist.TCPStore:
     """Open the store on rank 0, on a port that the system chooses."""
-    store = _store(address, 0, num_ranks=num_ranks, timeout_s=timeout_s, is_master=True)
-    return store, Rendezvous(address=address, port=store.port)
+    return _store(address, 0, num_ranks=num_ranks, timeout_s=timeout_s, is_master=True)
 
 
-def connect_store(rendezvous: Rendezvous, *, num_ranks: int, timeout_s: float) -> dist.Store:
-    """Connect any other rank to rank 0's store."""
-    address, port = rendezvous.address, rendezvous.port
-    return _store(address, port, num_ranks=num_ranks, timeout_s=timeout_s, is_master=False)
+def connect_store(rendezvous: str, *, num_ranks: int, timeout_s: float) -> dist.Store:
+    """Connect any other rank to rank 0's store. rendezvous: the store's ADDRESS:PORT."""
+    address, _, port = rendezvous.rpartition(":")
+    return _store(address, int(port), num_ranks=num_ranks, timeout_s=timeout_s, is_master=False)
 
 
 def _store(

@@ -43,12 +43,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from actors.algorithm import learning_rate_at
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, Progress
 from actors.trainer.checkpoint_files import DigestingWriter
 from actors.trainer.host_moments import HostMomentsAdamW
 from actors.trainer.process_group import MOVED, gather_rows, gather_texts
-from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import TrainerSettings
 
 # Number of attempts to write to a full disk. A number is used instead of a time limit, because

@@ -21,7 +21,6 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from actors.environment.call_forms import call_form
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
@@ -44,6 +43,7 @@ from actors.environment.tasks import (
     by_hash,
     read_tasks,
 )
+from actors.environment.template_traits import call_form
 from actors.environment.tokenizer import load_tokenizer
 from actors.options import user_code
 from actors.types import SESSION, Task

@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.algorithm import AlgorithmSettings
-from actors.environment.call_forms import call_form
 from actors.environment.policy import PolicyClient
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
+from actors.environment.template_traits import call_form
 from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
 from actors.trajectory_queue.window import oldest_admitted_version

@@ -21,11 +21,11 @@ from vllm.parser import Parser, ParserManager
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tokenizers.hf import get_cached_tokenizer
 
-from actors.environment.call_forms import USUAL, call_form, form_of
-from actors.environment.call_forms import reasoning_parser as reasoning_form
 from actors.environment.policy import ParsedCall, ParsedReply
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolSchema
 from actors.environment.rendering import ChatRenderer
+from actors.environment.template_traits import USUAL, call_form, form_of
+from actors.environment.template_traits import reasoning_parser as reasoning_form
 from actors.environment.tokenizer import load_tokenizer
 from actors.environment.tool_calls import parse_tool_calls
 from actors.types import TokenIds

@@ -6,9 +6,8 @@ import pytest
 from worlds.models.tool_families import FAMILIES
 from worlds.models.trait_templates import renderer, tokenizer
 
-from actors.environment.call_forms import call_form
 from actors.environment.rendering import ChatRenderer
-from actors.environment.template_traits import describe_traits, template_traits
+from actors.environment.template_traits import call_form, describe_traits, template_traits
 
 MIDDLE = "system message in mid-conversation"
 TOOLS, CALLS, READ_BACK = "tools", "calls", "calls read back"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from worlds.models import reply_parsing
 
 from actors.environment.builtin.calculator import CALCULATOR
-from actors.environment.call_forms import CALL_FORMS
 from actors.environment.policy import ParsedReply
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolCall, ToolSchema
+from actors.environment.template_traits import CALL_FORMS
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.types import Dtype
 from service.config.preflight import registered_parsers

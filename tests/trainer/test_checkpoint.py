@@ -24,7 +24,7 @@ from worlds.parts.trainer_world import (
     random_samples,
 )
 
-from actors.algorithm import ScheduleKind, ScheduleSettings
+from actors.algorithm import ScheduleKind, ScheduleSettings, learning_rate_at
 from actors.environment.tokenizer import (
     load_tokenizer,
     stop_token_ids,
@@ -43,7 +43,6 @@ from actors.trainer.checkpoint import (
     temporary_path,
 )
 from actors.trainer.export import export_checkpoint
-from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import RankSettings
 from actors.weights.board import check_tokens
 from service.launch.resume import newest_complete

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from actors.algorithm import ScheduleKind, ScheduleSettings
-from actors.trainer.schedule import learning_rate_at
+from actors.algorithm import ScheduleKind, ScheduleSettings, learning_rate_at
 
 RATE = 3e-4
 

@@ -181,8 +181,8 @@ class RankHost:
         self.rank: TrainerRank | None = None
 
     def open(self, num_ranks: int) -> Any:
-        self.store, rendezvous = open_store(LOOPBACK, num_ranks=num_ranks, timeout_s=CALL_TIMEOUT_S)
-        return rendezvous
+        self.store = open_store(LOOPBACK, num_ranks=num_ranks, timeout_s=CALL_TIMEOUT_S)
+        return f"{LOOPBACK}:{self.store.port}"
 
     def join(self, rendezvous: Any, settings: RankSettings, number: int) -> None:
         if number > 0:

@@ -112,7 +112,7 @@ def played_run(directory: Path, config: Config) -> Iterator[PlayedRun]:
         build_tiny(run_dir.tiny_model, config.model.tiny)
     model = config.model.path or str(run_dir.tiny_model)
     settings = rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
-    meeting, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=60)
+    meeting = open_store(LOOPBACK, num_ranks=1, timeout_s=60)
     rank, store = TrainerRank(settings, rank=0, store=meeting), RunStore(run_dir.database_url)
     try:
         term = store.acquire_lease(owner="a:1", directory=str(run_dir.path)).term
