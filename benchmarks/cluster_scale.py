@@ -44,7 +44,6 @@ from actors.environment.tasks import GeneratedTasks
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.settings import QueueSettings, QueueStateSettings
 from actors.types import FinishReason, VersionSpan
 from actors.weights.actor import start_board
@@ -116,14 +115,9 @@ class Feed:
             taken = None
             while taken is None:
                 taken, _ = await queue.take_step.remote(30.0)
-            outcomes = [
-                RolloutOutcome(rollout_id=each.rollout_id)
-                for group in taken.groups
-                for each in group
-            ]
-            await queue.finalise.remote(taken.step, outcomes)
+            await queue.finalise.remote(taken.step, dict.fromkeys(taken.rollout_ids))
             await queue.set_loaded_version.remote(step)
-            num_rollouts += len(outcomes)
+            num_rollouts += len(taken.rollout_ids)
         return num_rollouts
 
 

@@ -40,7 +40,6 @@ from actors.trainer.publish import gather_groups
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import StepInput
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import Trajectory
@@ -139,7 +138,7 @@ class Rollouts:
         if len(trajectories) != num_steps * self._algorithm.rollouts_per_step:
             raise SystemExit(f"benchmark: {len(trajectories)} rollouts were played to an end")
         for step in steps:
-            outcomes = [RolloutOutcome(rollout_id=each) for each in step.rollout_ids]
+            outcomes = dict.fromkeys(step.rollout_ids)
             ray.get(self._queue.finalise.remote(step.step, outcomes), timeout=CALL_S)
             ray.get(self._queue.set_loaded_version.remote(step.step), timeout=CALL_S)
         return Played(cost=cost, conversations=[conversation(each) for each in trajectories])

@@ -29,7 +29,7 @@ from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
 from actors.trajectory_queue.codec import TrajectoryBlock
-from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, TokenCounts
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcomes, TokenCounts
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
@@ -46,7 +46,7 @@ class BuiltStep:
     """The step's number, counted from 1."""
     shards: tuple[Any, ...]
     """A reference to each rank's RankShard, in the order of ranks."""
-    outcomes: tuple[RolloutOutcome, ...]
+    outcomes: RolloutOutcomes
     report: StepReport
     notices: tuple[str, ...] = ()
     """Warnings for the user; usually empty."""
@@ -66,15 +66,12 @@ class BuiltStep:
             own = own.without_training(EvictionReason.NONFINITE_STEP)
         return replace(self.report, tokens=own.plus(dropped))
 
-    def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
+    def outcomes_after(self, *, is_all_skipped: bool) -> RolloutOutcomes:
         """Return the step's outcomes; none is trained if all updates of the step were skipped."""
         if not is_all_skipped:
             return self.outcomes
-        reason = EvictionReason.NONFINITE_STEP
-        return tuple(
-            RolloutOutcome(rollout_id=item.rollout_id, reason=item.reason or reason)
-            for item in self.outcomes
-        )
+        skipped = EvictionReason.NONFINITE_STEP
+        return {rollout_id: reason or skipped for rollout_id, reason in self.outcomes.items()}
 
 
 @ray.remote

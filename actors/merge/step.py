@@ -34,7 +34,7 @@ from actors.merge.packing import WeightedSample, pack_minibatch, pack_values, sp
 from actors.merge.report import StepReport, report_step
 from actors.merge.settings import StepSettings
 from actors.policy_age import newest_kept
-from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcomes
 from actors.types import NO_VERSION
 
 
@@ -46,9 +46,12 @@ class StepResult:
     """The shard of each rank."""
     members: tuple[Member, ...]
     """Every trajectory of the step with its reason and its advantages, for the journal."""
-    outcomes: tuple[RolloutOutcome, ...]
-    """The outcome of each member, in the order of the members."""
     report: StepReport
+
+    @property
+    def outcomes(self) -> RolloutOutcomes:
+        """The outcome of each member's rollout, in the order of the members."""
+        return {member.trajectory.rollout_id: member.reason for member in self.members}
 
 
 def build_step(
@@ -92,10 +95,6 @@ def build_step(
     return StepResult(
         shards=shards,
         members=members,
-        outcomes=tuple(
-            RolloutOutcome(rollout_id=member.trajectory.rollout_id, reason=member.reason)
-            for member in members
-        ),
         report=report_step(credited, shards),
     )
 

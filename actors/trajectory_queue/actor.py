@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from actors.deadline import is_set_within
 from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest, Rollout
-from actors.trajectory_queue.ledger import RolloutOutcome, TokenCounts
+from actors.trajectory_queue.ledger import RolloutOutcomes, TokenCounts
 from actors.trajectory_queue.messages import (
     GroupToScore,
     OpenSlot,
@@ -187,9 +187,7 @@ class TrajectoryQueue:
         taken = await self._until(self._state.take_step, timeout_s, note_wait=note)
         return None if taken is None else _step_input(*taken), self._cut()
 
-    async def finalise(
-        self, step: int, outcomes: Sequence[RolloutOutcome]
-    ) -> tuple[TokenCounts, QueueCut]:
+    async def finalise(self, step: int, outcomes: RolloutOutcomes) -> tuple[TokenCounts, QueueCut]:
         """Record the outcome with which each rollout of a step leaves the ledger.
 
         Returns: the tokens of attempts that ended since the previous step was finalised and that no

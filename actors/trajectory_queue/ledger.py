@@ -11,7 +11,7 @@ merge actor uses the same reasons for the rollouts of a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -151,25 +151,17 @@ class LedgerEvent:
     """The step that took the rollout, counted from 1; None if no step did."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOutcome:
-    """The way in which a rollout of a taken step leaves the ledger: trained, or evicted for a
-    reason. (`Outcome` is the end of a trajectory.)
-    """
-
-    rollout_id: str
-    reason: EvictionReason | None = None
-    """The reason of its eviction; None if it was trained."""
+RolloutOutcomes = Mapping[str, EvictionReason | None]
+"""How the rollouts of a taken step leave the ledger, by their ids: the reason of the eviction; None
+if the rollout was trained. (`Outcome` is the end of a trajectory.)"""
 
 
-def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutcome]) -> None:
-    """Raise ValueError if a rollout of the step is missing, named twice or not in the step."""
-    named = [outcome.rollout_id for outcome in outcomes]
-    wrong = expected.symmetric_difference(named)
-    if wrong or len(named) != len(expected):
+def check_outcomes(step: int, expected: set[str], outcomes: RolloutOutcomes) -> None:
+    """Raise ValueError if a rollout of the step is missing or not in the step."""
+    if wrong := expected ^ outcomes.keys():
         raise ValueError(
-            f"queue: step {step} has {len(expected)} rollouts, got {len(named)} outcomes; expected "
-            f"one outcome for each rollout; wrong or missing: {sorted(wrong)[:8]}"
+            f"queue: step {step} has {len(expected)} rollouts, got {len(outcomes)} outcomes; "
+            f"expected one outcome for each rollout; wrong or missing: {sorted(wrong)[:8]}"
         )
 
 

@@ -27,7 +27,7 @@ from actors.trajectory_queue.groups import (
 from actors.trajectory_queue.ledger import (
     EvictionReason,
     Ledger,
-    RolloutOutcome,
+    RolloutOutcomes,
     TokenCounts,
     check_outcomes,
     untrained_tokens,
@@ -292,13 +292,13 @@ class QueueState:
             self._waiting.drop(rollout.rollout_id)
         return taken[0], groups
 
-    def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
+    def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
         """Make all rollouts of a step leave the ledger, or none. Steps are finalised in order.
 
         Returns: the tokens of attempts that ended since the previous step was finalised and that no
             step took.
-        Raises: ValueError if a rollout is missing, named twice or not in the step, if the step is
-        not taken, or after cancel_all.
+        Raises: ValueError if a rollout is missing or not in the step, if the step is not taken, or
+        after cancel_all.
         """
         if self._is_ended:
             raise ValueError(
@@ -307,11 +307,11 @@ class QueueState:
         groups = [self._groups[number] for number in self._window.taken_groups(step)]
         check_outcomes(step, {rollout.rollout_id for rollout in _finished(groups)}, outcomes)
         self._window.finalise(step)
-        for outcome in outcomes:
-            if outcome.reason is None:
-                self._ledger.train(outcome.rollout_id, step=step)
+        for rollout_id, reason in outcomes.items():
+            if reason is None:
+                self._ledger.train(rollout_id, step=step)
             else:
-                self._ledger.evict(outcome.rollout_id, outcome.reason, step=step)
+                self._ledger.evict(rollout_id, reason, step=step)
         for group in groups:
             self._forget(group)
             self._replacements.pop(group.number, None)

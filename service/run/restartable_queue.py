@@ -25,7 +25,7 @@ from actors.deadline import ActorLost, TaskSet, retry
 from actors.metrics import Part
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
-from actors.trajectory_queue.ledger import RolloutOutcome, TokenCounts
+from actors.trajectory_queue.ledger import RolloutOutcomes, TokenCounts
 from actors.trajectory_queue.messages import (
     OpenSlot,
     QueueCut,
@@ -99,7 +99,7 @@ class RestartableQueue:
         taken: StepInput | None = await self._change("take_step", timeout_s)
         return taken
 
-    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
+    async def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
         dropped: TokenCounts = await self._change("finalise", step, outcomes)
         self._deaths.progressed()
         return dropped

@@ -23,7 +23,6 @@ from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome, RolloutAssignment, Task
 
@@ -226,7 +225,7 @@ def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> No
         for member in group:
             trajectory = decode(blocks[member.block], member.row)
             assert trajectory.rollout_id == member.rollout_id and trajectory.turns
-    outcomes = [RolloutOutcome(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
+    outcomes = dict.fromkeys(step.rollout_ids)
     ray.get(queue.finalise.remote(step.step, outcomes), timeout=120)
     ledger = ray.get(queue.stats.remote(), timeout=120).ledger
     assert (ledger.admitted, ledger.trained, ledger.in_flight) == (32, 32, 0)

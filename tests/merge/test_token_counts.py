@@ -22,7 +22,6 @@ from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.ledger import (
     EvictionReason,
-    RolloutOutcome,
     TokenCause,
     TokenCounts,
 )
@@ -130,7 +129,7 @@ def one_step(queue: QueueState) -> TokenCounts:
     assert taken is not None
     step, groups = taken
     finished = [rollout for group in groups for rollout in group.finished()]
-    return queue.finalise(step, [RolloutOutcome(rollout_id=r.rollout_id) for r in finished])
+    return queue.finalise(step, {r.rollout_id: None for r in finished})
 
 
 def test_what_the_queue_drops_is_counted_with_the_next_step_and_then_no_more() -> None:

@@ -20,7 +20,7 @@ from worlds.builders.trajectory_builders import make_task
 from actors.deadline import ActorLost
 from actors.metrics import Part
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind, RolloutOutcome
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import StepInput
 from actors.types import Task, TrajectorySummary
 from service.run.restartable_queue import RestartableQueue
@@ -79,7 +79,7 @@ async def play(player: Any, count: int) -> list[bool]:
 
 
 async def finalise(queue: RestartableQueue, step: StepInput) -> None:
-    await queue.finalise(step.step, [RolloutOutcome(rollout_id=r) for r in step.rollout_ids])
+    await queue.finalise(step.step, dict.fromkeys(step.rollout_ids))
     await queue.set_loaded_version(step.step)
 
 

@@ -21,7 +21,7 @@ from worlds.builders.trajectory_builders import make_summary, make_task
 
 from actors.limits import MIB
 from actors.trajectory_queue.groups import BlockRow, GroupRequest
-from actors.trajectory_queue.ledger import LedgerEventKind, RolloutOutcome
+from actors.trajectory_queue.ledger import LedgerEventKind
 from actors.trajectory_queue.messages import OpenSlot
 from actors.trajectory_queue.state import QueueState
 from actors.types import SESSION, Outcome
@@ -260,7 +260,7 @@ def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
     taken = [queue.take_step() for _ in range(3)]
     assert [t and (t[0], t[1][0].number) for t in taken] == [(2, 1), (3, 2), (4, 3)]
     with pytest.raises(ValueError, match="step 1 is not taken"):
-        queue.finalise(1, [])
+        queue.finalise(1, {})
 
 
 def test_an_outcome_list_that_leaves_a_rollout_out_is_refused_whole() -> None:
@@ -270,10 +270,10 @@ def test_an_outcome_list_that_leaves_a_rollout_out_is_refused_whole() -> None:
         end(queue, assignment)
     taken = queue.take_step()
     assert taken is not None
-    one = RolloutOutcome(rollout_id="g000000.0-0")
-    for wrong in ([one], [one, one], [one, RolloutOutcome(rollout_id="g000009.0-0")]):
+    one = "g000000.0-0"
+    for wrong in ([one], [one, "g000009.0-0"]):
         with pytest.raises(ValueError, match="expected one outcome for each rollout"):
-            queue.finalise(1, wrong)
+            queue.finalise(1, dict.fromkeys(wrong))
     assert queue.stats().ledger.trained == 0
     finalise_all(queue, *taken)
 
@@ -298,7 +298,7 @@ def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:
     assert stats.ledger.in_flight == 0 and evicted(queue) == {"cancelled": 8}
     assert queue.admissible() == [] and take_all(queue) == [] and queue.take_step() is None
     with pytest.raises(ValueError, match="after cancel_all"):
-        queue.finalise(1, [])
+        queue.finalise(1, {})
     # A later run goes on with the same numbers, under ids that were never used.
     later = restart(queue)
     assert fill(later)[0] == 0

@@ -20,7 +20,7 @@ from worlds.builders.queue_builders import (
 )
 
 from actors.trajectory_queue.groups import Group, Rollout
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind, RolloutOutcome
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import ActorReleased
 from actors.trajectory_queue.state import QueueState
 from actors.types import SESSION, Outcome, RolloutAssignment
@@ -231,8 +231,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert age <= self.queue.settings.algorithm.max_policy_age
         self.num_recorded += self.tokens_of(groups)
         finished = [rollout.rollout_id for group in groups for rollout in group.finished()]
-        outcomes = [RolloutOutcome(rollout_id=each) for each in finished]
-        self.num_recorded += self.queue.finalise(step, outcomes).sampled
+        self.num_recorded += self.queue.finalise(step, dict.fromkeys(finished)).sampled
         self.queue.set_loaded_version(step)
 
     def drain(self) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
-from actors.trajectory_queue.ledger import LedgerCounts, RolloutOutcome
+from actors.trajectory_queue.ledger import LedgerCounts
 from actors.trajectory_queue.messages import Drained, QueueSnapshot, QueueStats
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.trajectory_queue.state import QueueState
@@ -101,7 +101,7 @@ def end(
 def finalise_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:
     """Finalise a step with every finished rollout trained; the rollouts' ids."""
     rollouts = [rollout.rollout_id for group in groups for rollout in group.finished()]
-    queue.finalise(step, [RolloutOutcome(rollout_id=each) for each in rollouts])
+    queue.finalise(step, dict.fromkeys(rollouts))
     return rollouts
 
 

@@ -37,7 +37,7 @@ class Maker:
         return BuiltStep(
             step=1,
             shards=(ray.put(np.full(SIZE, version)),),
-            outcomes=(),
+            outcomes={},
             report=report(1),
         )
 

@@ -22,7 +22,7 @@ from actors.trainer.agreement import StepAbandoned
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
-from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, TokenCounts
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcomes, TokenCounts
 from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Dtype, Outcome, Task, TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck, compare
@@ -95,7 +95,7 @@ class World:
     """One of "build", "train" and "evaluate", and the step in which it never ends by itself."""
     on_slow: Callable[[], None] = lambda: None
     on_publish: Callable[[int], None] = lambda version: None
-    finalised: dict[int, list[RolloutOutcome]] = field(default_factory=dict)
+    finalised: dict[int, RolloutOutcomes] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
@@ -129,9 +129,9 @@ class World:
         self.num_taken += 1
         return StepInput(step=self.num_taken, groups=(), blocks=())
 
-    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
+    async def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
         self.calls.append(f"finalise {step}")
-        self.finalised[step] = list(outcomes)
+        self.finalised[step] = outcomes
         return TokenCounts(untrained={EvictionReason.GROUP_TOO_SMALL: 5})
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> None:
@@ -181,10 +181,7 @@ class World:
         return BuiltStep(
             step=step_input.step,
             shards=("shard",),
-            outcomes=(
-                RolloutOutcome(rollout_id="r0"),
-                RolloutOutcome(rollout_id="r1", reason=EvictionReason.MASKED),
-            ),
+            outcomes={"r0": None, "r1": EvictionReason.MASKED},
             report=told,
             returns=self.returns,
             notices=("r0.a0: turn 0: an empty prompt",) if told.evictions else (),
