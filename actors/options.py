@@ -63,6 +63,10 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 Options = TypeVar("Options")
 
+# Types of pydantic's core that read true as 1, and entries of its schemas that hold no schemas.
+_NUMBERS = ("int", "float", "complex", "timedelta")
+_NO_SCHEMAS = ("default", "expected", "members", "metadata", "serialization")
+
 _USER_CODE = "user code"
 _DATA = "data"
 
@@ -121,7 +125,10 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     # Without this call, a type that was not found is an error of the first validation.
     adapter.rebuild(raise_errors=True)
-    adapter.validator = SchemaValidator(_with_strict_numbers(adapter.core_schema))
+    # A validator that a pydantic model already has would read true as 1.
+    adapter.validator = SchemaValidator(
+        _with_strict_numbers(adapter.core_schema), _use_prebuilt=False
+    )
     return adapter
 
 
@@ -131,10 +138,26 @@ def _with_strict_numbers(schema: Any) -> Any:
         return type(schema)(map(_with_strict_numbers, schema))
     if not isinstance(schema, dict):
         return schema
-    inner = {key: _with_strict_numbers(value) for key, value in schema.items()}
-    if schema.get("type") not in ("int", "float"):
+    inner = {
+        key: value if key in _NO_SCHEMAS else _with_strict_numbers(value)
+        for key, value in schema.items()
+    }
+    if schema.get("type") == "union":
+        # Errors name the choice: by its type, and not by the check around it.
+        inner["choices"] = [
+            (choice, old["type"]) if isinstance(old, dict) and _is_number(old) else choice
+            for old, choice in zip(schema["choices"], inner["choices"], strict=True)
+        ]
+    if not _is_number(schema):
         return inner
     return core_schema.no_info_before_validator_function(_no_truth, inner)
+
+
+def _is_number(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema of pydantic's core reads true as a number."""
+    values = [*schema.get("expected", ()), *(each.value for each in schema.get("members", ()))]
+    kinds = set(map(type, values))
+    return schema.get("type") in _NUMBERS or (bool not in kinds and bool(kinds & {int, float}))
 
 
 def _no_truth(given: object) -> object:

@@ -3,10 +3,12 @@
 import functools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
+from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import pytest
 from pydantic import BaseModel, Field
@@ -22,7 +24,7 @@ from actors.environment.registry import (
     register,
     resolve,
 )
-from actors.options import user_code
+from actors.options import BadOptions, read, user_code
 from actors.types import Task
 
 if TYPE_CHECKING:
@@ -433,6 +435,41 @@ def test_options_that_would_be_misread_are_refused(
     for reading in (resolve, read_options):
         with pytest.raises(BadEnvironmentOptions, match=re.escape(message)):
             reading(f"{__name__}:{name}", options)
+
+
+class Grade(IntEnum):
+    LOW = 1
+
+
+class OfModel(BaseModel):
+    number: int = 0
+
+
+@dataclass
+class Numbers:
+    model: OfModel | None = None
+    grade: Grade | None = None
+    choice: Literal[1, 2] | None = None
+    limit: timedelta | None = None
+    either: int | str | None = None
+    truth: int | bool | None = None
+    default: Mapping[str, str] = field(default_factory=lambda: {"type": "int"})
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"model": {"number": True}}, "options.model.number"),
+        ({"grade": True}, "options.grade"),
+        ({"choice": True}, "options.choice"),
+        ({"limit": True}, "options.limit"),
+        ({"either": True}, "options.either.int"),
+    ],
+)
+def test_no_type_of_numbers_takes_a_truth(options: dict[str, Any], place: str) -> None:
+    with pytest.raises(BadOptions, match=f"^{place}: got True, expected a number"):
+        read(Numbers, options, where="options")
+    assert read(Numbers, {"truth": True, "grade": 1, "choice": 2}, where="options").truth is True
 
 
 def test_a_name_is_given_once() -> None:
