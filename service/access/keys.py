@@ -8,15 +8,40 @@ a key cannot choose a digest.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from hashlib import sha256
 
 from actors.limits import STRICT, Positive, Rate
-from service.access.names import MARK, own_id, tenant_of, whole_id
+
+# Ids within tenants: a tenant's ID is TENANT~ID in the run. Plain strings.
+#
+# Invariant: no id that a client chooses contains the mark `~`, so that each tenant has its own ids:
+# another tenant can neither take nor discover them. The run's own ids have no mark.
+MARK = "~"
+WHOLE_PATTERN = r"^(?:[A-Za-z0-9_.-]{0,63}~)?[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
+"""Pattern of a caller's own id, or of an id with its tenant."""
+
+
+def whole_id(tenant: str, own: str) -> str:
+    """Return the id within the run for a tenant's own id. tenant: empty for the run itself."""
+    return f"{tenant}{MARK}{own}" if tenant else own
+
+
+def tenant_of(whole: str) -> str:
+    """Return an id's tenant, empty for the run's own. Example: acme~task-9 -> acme"""
+    return whole.rpartition(MARK)[0]
+
+
+def own_id(whole: str) -> str:
+    """Return the tenant's own id. Example: acme~task-9 -> task-9"""
+    return whole.rpartition(MARK)[2]
+
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 KEY_MARK = "rk_"
@@ -190,3 +215,33 @@ class KeyBook:
         """Return a key's own limits; no limits if there is no such key."""
         key = self._by_name.get(name)
         return NO_LIMITS if key is None else key.limits
+
+
+# At this number the bucket that was not used for longest is dropped: it had most time to fill.
+MAX_BUCKETS = 4096
+
+
+class Rates:
+    """Token buckets by name. Belongs to one event loop; each process counts separately."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """The number of remaining tokens and the time of that count, by name."""
+
+    def take(self, name: str, *, per_s: float, burst: float) -> int:
+        """Take a token. Returns: 0; if there is none, the whole seconds until the next.
+
+        per_s: tokens that are added per second. burst: tokens of a full bucket; at least 1.
+        Example: per_s=0.5, burst=1 -> 0 at the first call, 2 at the next.
+        """
+        now, most = self._now(), max(1.0, burst)
+        left, at = self._buckets.get(name, (most, now))
+        left = min(most, left + (now - at) * per_s)
+        is_there = left >= 1.0
+        if len(self._buckets) >= MAX_BUCKETS and name not in self._buckets:
+            del self._buckets[next(iter(self._buckets))]
+        # Insert it last, so that the buckets stay in the order of their last use.
+        self._buckets.pop(name, None)
+        self._buckets[name] = (left - 1.0 if is_there else left, now)
+        return 0 if is_there else max(1, math.ceil((1.0 - left) / per_s))

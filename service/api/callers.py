@@ -22,9 +22,9 @@ from service.access.keys import (
     Caller,
     KeyBook,
     KeyLimits,
+    Rates,
     digest_of,
 )
-from service.access.rates import Rates
 from service.access.secret_files import SecretFile
 from service.api.ports import RunPort
 from service.api.problems import Problem, RunUnavailable

@@ -29,7 +29,7 @@ from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
 from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
-from service.config.kept_tokens import kept_tokens_problems
+from service.config.disagreements import kept_tokens_problems
 from service.store.controls import AdminCall
 from service.store.tables import Pausable
 

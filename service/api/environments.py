@@ -11,7 +11,7 @@ from pydantic import Field
 
 from actors.environment.task_data import ANY_DATA, DataCheck
 from actors.types import SESSION
-from service.access.names import own_id
+from service.access.keys import own_id
 from service.api.ports import PREFIX
 from service.api.problems import MAX_ERRORS, Problem, shown
 from service.api.schemas import StrictBody

@@ -11,8 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import Field, ValidationError
 
 from actors.types import SESSION
-from service.access.keys import digest_of
-from service.access.names import WHOLE_PATTERN, own_id
+from service.access.keys import WHOLE_PATTERN, digest_of, own_id
 from service.api import problems
 from service.api.callers import caller_of
 from service.api.environments import TaskChecks

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Path, Query, Response
 from fastapi.responses import HTMLResponse
 
 from actors.types import Outcome
-from service.access.names import WHOLE_PATTERN
+from service.access.keys import WHOLE_PATTERN
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
 from service.api.rollouts import Limit

@@ -14,8 +14,7 @@ from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Task
-from service.access.keys import Caller
-from service.access.names import WHOLE_PATTERN
+from service.access.keys import WHOLE_PATTERN, Caller
 from service.intake.feed import FeedEntry, FeedKind, FeedPage
 from service.intake.listing import TaskPage
 from service.intake.session import SessionStatus

@@ -23,8 +23,7 @@ from actors.trajectory_queue.groups import GroupRequest, group_id
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
-from service.access.keys import NO_LIMITS, KeyLimits, may_see
-from service.access.names import tenant_of
+from service.access.keys import NO_LIMITS, KeyLimits, may_see, tenant_of
 from service.backlog.table import SubmissionTable, rebuild
 from service.config.tree import ServiceSettings
 from service.intake.feed import FeedEntry, FeedPage

@@ -10,24 +10,29 @@ from __future__ import annotations
 import ast
 import difflib
 import errno
+import inspect
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import singledispatchmethod
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from actors.environment.protocol import Observation
 from actors.environment.tokenizer import load_tokenizer, stop_ids_of, stop_token_ids
+from actors.environment.user_names import BadName, find
 from actors.limits import GIB
+from actors.user_code import describe, type_of
 from service.config.file import ConfigError
 from service.config.model_files import check_architecture_once, check_model_files, read_object
-from service.config.own_tracker import check_own_tracker
 from service.config.tasks import check_prompts, first_observations
+from service.config.trackers import OwnTrackerSettings
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
 from service.inference.settings import AUTO, NONE
@@ -446,3 +451,107 @@ def check_metrics_address(config: Config) -> None:
                 f"({error.strerror}); expected an address of this machine and a free port; set "
                 "another port, or 0 for any free one"
             ) from error
+
+
+KEY = "trackers.own.use"
+# The arguments that every tracker's constructor gets.
+_GIVEN = ("run_id", "name", "config", "directory")
+# The arguments of each method, without `self`.
+_CALLS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
+    "write": ((None,), {}),
+    "flush": ((), {}),
+    "close": ((), {"is_ended": True}),
+}
+
+
+def check_own_tracker(settings: OwnTrackerSettings) -> None:
+    """Check that the user's class can be imported, and that it accepts the calls of a tracker.
+
+    Raises: ConfigError if it does not.
+    """
+    try:
+        found = find(settings.use, what=KEY)
+    except BadName as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{KEY}: {settings.use} is {type_of(found)}, expected a class with the methods write, "
+            "flush and close; name the class"
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(
+            f"{KEY}: {settings.use} is abstract, expected a class that defines "
+            f"{missing}; define the methods, or name a subclass"
+        )
+    given = dict.fromkeys(_GIVEN)
+    if both := sorted(given.keys() & settings.options.keys()):
+        raise ConfigError(
+            f"trackers.own.options: got {', '.join(both)}, which Rayloom passes itself; expected "
+            "other names; rename the option"
+        )
+    _check_call(found, "the constructor", (), {**given, **settings.options}, use=settings.use)
+    for name, (arguments, named) in _CALLS.items():
+        method = _method(found, name, use=settings.use)
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise ConfigError(
+                f"{KEY}: {settings.use}.{name} is async, expected a plain method, which a thread "
+                "calls; remove async"
+            )
+        if inspect.isgeneratorfunction(method):
+            raise ConfigError(
+                f"{KEY}: {settings.use}.{name} is a generator, whose body would never run, "
+                "expected a plain method; remove yield"
+            )
+        _check_call(method, name, arguments, named, use=settings.use)
+
+
+def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
+    """Return a method bound to an object, to check its signature.
+
+    Raises: ConfigError if the class has no such method.
+    """
+    try:
+        method = inspect.getattr_static(kind, name, None)
+        if isinstance(method, singledispatchmethod):
+            # Even if bound to an instance, the dispatcher itself has `self` in its signature.
+            method = method.func
+        if hasattr(type(method), "__get__"):
+            # Bind it to any object: the signature is the same as for an instance of the class.
+            method = method.__get__(object(), kind)
+    except Exception as error:
+        # A metaclass and a descriptor of the user's may raise anything.
+        raise ConfigError(
+            f"{KEY}: the method {name} of {use} cannot be read ({describe(error)}); expected a "
+            "class whose methods are defined in its body; define it there"
+        ) from error
+    if not callable(method):
+        raise ConfigError(
+            f"{KEY}: {use} has no method {name}, expected write(point), flush() and "
+            "close(*, is_ended); add it"
+        )
+    return method
+
+
+def _check_call(
+    called: Any,
+    what: str,
+    arguments: tuple[object, ...],
+    named: Mapping[str, object],
+    *,
+    use: str,
+) -> None:
+    """Check that a call with these arguments fits the signature. Raises: ConfigError if not."""
+    try:
+        signature = inspect.signature(called)
+    except Exception:  # noqa: BLE001
+        # Code in C has no signature, and a metaclass of the user's may raise anything.
+        return
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        shown = ", ".join([*("point" for _ in arguments), *(f"{name}=…" for name in named)])
+        raise ConfigError(
+            f"{KEY}: {what} of {use} takes {signature}, expected one that can be called with "
+            f"({shown}): {error}; change its arguments"
+        ) from None

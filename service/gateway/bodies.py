@@ -18,8 +18,7 @@ from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.limits import MAX_REWARD
 from actors.types import SESSION, LeftOutReason, Outcome, Task
-from service.access.keys import Caller
-from service.access.names import own_id
+from service.access.keys import Caller, own_id
 from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
 from service.config.sessions import SessionSettings
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key

@@ -14,8 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from service.access.keys import MAX_KEY_CHARACTERS, Caller, Scope, digest_of
-from service.access.names import tenant_of
+from service.access.keys import MAX_KEY_CHARACTERS, Caller, Scope, digest_of, tenant_of
 from service.api.bodies import announced_bytes, is_large
 from service.api.callers import Callers
 from service.api.problems import Problem, problem_response

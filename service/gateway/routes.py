@@ -18,8 +18,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.access.keys import Caller, digest_of
-from service.access.names import WHOLE_PATTERN
+from service.access.keys import WHOLE_PATTERN, Caller, digest_of
 from service.api.bodies import THREAD_BYTES, repeated_key
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort

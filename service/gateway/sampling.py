@@ -19,9 +19,7 @@ from actors.environment.policy import (
 )
 from actors.environment.rendering import ChatRenderer
 from actors.types import FinishReason, Turn
-from service.access.keys import KeyBook, KeyLimits
-from service.access.names import tenant_of
-from service.access.rates import Rates
+from service.access.keys import KeyBook, KeyLimits, Rates, tenant_of
 from service.config.sessions import SystemMessages
 from service.gateway.background import Background
 from service.gateway.chat import ChatCall, RefusalCode, Refused, unavailable

@@ -2,12 +2,15 @@
 
 msgspec reads both formats by one definition: a trajectory has three columns of thousands of
 numbers, for which pydantic takes many times as long. A column is a list, or packed: the bytes of a
-little-endian array with its type, in JSON as base64. Unknown fields are refused.
+little-endian array with its type, in JSON as base64. Unknown fields are refused. A `Violation` is
+the first fault of a trajectory.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -196,3 +199,38 @@ def _parts(place: str) -> list[int | str]:
     """Split a path. Example: $.trajectories[0].reward -> ["trajectories", 0, "reward"]."""
     parts = re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", place)
     return [shown(name) if name else int(n) if n.isdecimal() else n for name, n in parts]
+
+
+class Fault(StrEnum):
+    """The kinds of faults in an uploaded trajectory; stable, for programs."""
+
+    WRONG_TYPE = "wrong-type"
+    """A packed column has another type or shape, or a wrong number of bytes."""
+    LENGTHS_DIFFER = "lengths-differ"
+    TOKEN_OUT_OF_VOCABULARY = "token-out-of-vocabulary"
+    INVALID_MASK = "invalid-mask"
+    INVALID_TURNS = "invalid-turns"
+    DUPLICATE_TURN = "duplicate-turn"
+    """The same sampled turn is in two samples."""
+    NOTHING_TRAINED = "nothing-trained"
+    CONTEXT_LENGTH_EXCEEDED = "context-length-exceeded"
+    INVALID_LOGPROB = "invalid-logprob"
+    INVALID_VERSIONS = "invalid-versions"
+    INVALID_REWARD = "invalid-reward"
+    REWARD_MISSING = "reward-missing"
+    REWARDS_DIFFER = "rewards-differ"
+    INVALID_EXPERTS = "invalid-experts"
+    UNKNOWN_OUTCOME = "unknown-outcome"
+    INVALID_METADATA = "invalid-metadata"
+
+
+class Violation(Exception):
+    """The first fault of a trajectory."""
+
+    def __init__(self, fault: Fault, place: Sequence[int | str], message: str) -> None:
+        """Report a fault. place: its position in the trajectory's body."""
+        super().__init__(message)
+        self.fault, self.place, self.message = fault, tuple(place), message
+
+
+Fail = Callable[[Fault, str, str], Violation]

@@ -31,11 +31,9 @@ from actors.types import (
 )
 from service.api.problems import shown
 from service.api.schemas import MAX_DEPTH, is_deeper
-from service.gateway.upload_bodies import SampleBody, TrajectoryBody
+from service.gateway.upload_bodies import Fault, SampleBody, TrajectoryBody, Violation
 from service.gateway.upload_columns import Columns, read_columns
-from service.gateway.upload_content import stored_content
-from service.gateway.upload_faults import Fault, Violation
-from service.intake.uploads import PolicyFacts, Upload
+from service.intake.uploads import PolicyFacts, Upload, stored_content
 
 # Outcomes that a client may state; the run decides the others.
 STATED_OUTCOMES = frozenset(Outcome) - {

@@ -15,8 +15,16 @@ from actors.limits import MAX_REWARD
 from actors.misalignment import LOGPROB_TOLERANCE
 from actors.types import NO_VERSION, UNDONE, LogProbs, TokenIds, TurnSpan
 from service.api.problems import shown
-from service.gateway.upload_bodies import ExpertsBody, Packed, SampleBody, SpanBody, TurnBody
-from service.gateway.upload_faults import Fail, Fault, Violation
+from service.gateway.upload_bodies import (
+    ExpertsBody,
+    Fail,
+    Fault,
+    Packed,
+    SampleBody,
+    SpanBody,
+    TurnBody,
+    Violation,
+)
 from service.intake.uploads import PolicyFacts
 
 _EXPERT_TYPES = ("|u1", "<i2")

@@ -17,10 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi import FastAPI, Request, Response
+from numpy.typing import NDArray
 from pydantic import Field
 
-from actors.environment.policy import GenerateRequest
+from actors.environment.policy import GenerateReply, GenerateRequest
+from actors.environment.settings import RolloutSettings
 from service.access.keys import Caller
 from service.api.bodies import THREAD_BYTES
 from service.api.callers import caller_of
@@ -29,17 +32,21 @@ from service.api.problems import MAX_ERRORS, Problem
 from service.api.rollouts import check_samples, refuse_if_needed
 from service.api.schemas import KnownId, StrictBody
 from service.api.settings import HttpSettings
-from service.gateway.generation import checked_request, generate_answer
 from service.gateway.routes import answer_or_problem
 from service.gateway.upload_bodies import (
     MSGPACK,
+    Fault,
+    GenerateAnswer,
     GenerateBody,
+    Packed,
+    Span,
     UploadBody,
+    Violation,
     decode_body,
     is_packed,
 )
 from service.gateway.upload_checks import checked_upload
-from service.gateway.upload_faults import Violation
+from service.gateway.upload_columns import read_ids
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
@@ -52,6 +59,7 @@ from service.intake.uploads import (
 if TYPE_CHECKING:
     # It needs a tokenizer, which a replica of the API does not load.
     from service.gateway.uploads import Uploads
+
 
 UPLOADS = f"{PREFIX}/trajectories"
 Answer = TypeVar("Answer")
@@ -361,3 +369,81 @@ async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) ->
     if len(raw) > THREAD_BYTES:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)
+
+
+# Sample from token ids to token ids, for agent loops that render their own prompts.
+#
+# The API's replicas check the body and write the answer; the gateway samples
+# (`service.gateway.uploads`). The sampled tokens are not stored. They are trained only if the
+# client uploads them.
+def checked_request(
+    body: GenerateBody,
+    facts: PolicyFacts,
+    *,
+    tenant: str,
+    rollouts: RolloutSettings,
+    deadline_s: float,
+) -> GenerateRequest:
+    """Convert the body of an HTTP request to a request for the engine. tenant: the client's tenant.
+
+    Raises: Violation if the prompt is invalid or does not fit into the context; Problem if
+        max_tokens is larger than `rollouts.max_tokens_per_turn`.
+    """
+
+    def fail(fault: Fault, name: str, message: str) -> Violation:
+        return Violation(fault, [name], message)
+
+    prompt = read_ids(body.token_ids, facts, fail)
+    room = facts.max_context_tokens - prompt.shape[0]
+    most = min(room, rollouts.max_tokens_per_turn)
+    if room < 1 or (body.max_tokens or 1) > room:
+        raise fail(
+            Fault.CONTEXT_LENGTH_EXCEEDED,
+            "max_tokens" if body.max_tokens else "token_ids",
+            f"got {prompt.shape[0]} tokens and max_tokens {body.max_tokens}, expected at most "
+            f"{facts.max_context_tokens} together (model.max_context_tokens), with room to sample "
+            "at least one",
+        )
+    if (body.max_tokens or 1) > rollouts.max_tokens_per_turn:
+        raise Problem(
+            422,
+            "invalid-request",
+            f"max_tokens is {body.max_tokens}, expected at most {rollouts.max_tokens_per_turn} "
+            "(rollouts.max_tokens_per_turn); sample the rest with another request",
+            errors=[{"loc": ["body", "max_tokens"], "code": "invalid-request"}],
+        )
+    return GenerateRequest(
+        prompt_token_ids=prompt,
+        max_tokens=min(most, body.max_tokens or most),
+        temperature=facts.temperature,
+        stop=rollouts.stop,
+        deadline_s=deadline_s,
+        cache_salt=body.cache_salt or None,
+        tenant=tenant,
+        replica=body.replica,
+    )
+
+
+def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
+    experts = reply.expert_indices
+    return GenerateAnswer(
+        token_ids=_packed(reply.token_ids, "<i4") if packed else reply.token_ids.tolist(),
+        logprobs=_packed(reply.logprobs, "<f4") if packed else reply.logprobs.tolist(),
+        finish_reason=reply.finish_reason,
+        version_spans=[
+            Span(version=span.version, start=span.start, end=span.end)
+            for span in reply.version_spans
+        ],
+        experts=None if experts is None else _packed_experts(experts),
+        cache_salt=reply.cache_salt,
+        replica=reply.replica,
+    )
+
+
+def _packed(column: NDArray[Any], dtype: str) -> Packed:
+    return Packed(dtype=dtype, data=np.ascontiguousarray(column, dtype).tobytes())
+
+
+def _packed_experts(indices: NDArray[Any]) -> Packed:
+    dtype = "|u1" if indices.dtype == np.uint8 else "<i2"
+    return Packed(dtype=dtype, data=_packed(indices, dtype).data, shape=indices.shape)

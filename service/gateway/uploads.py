@@ -25,7 +25,6 @@ from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
 from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
 from service.gateway.sampling import EngineClient
 from service.gateway.sessions import GatewaySettings
-from service.gateway.upload_content import decoded_content
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
@@ -34,6 +33,7 @@ from service.intake.uploads import (
     UploadLimits,
     UploadReply,
     UploadView,
+    decoded_content,
 )
 from service.store.errors import LeaseLost, StoreError
 from service.store.thread import StoreThread

@@ -3,7 +3,7 @@
 The spans of the turns show which tokens were sampled, the advantages that the trainer received show
 which were trained, and the tokenizer shows which belong to the template. A token has a fault if
 these sources disagree. The facts summarise the trajectory in a few labelled lines. The terminal
-(`terminal`), the page and the API (`document`) show only this view.
+(`service.cli.inspect`), the page and the API (`document`) show only this view.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from enum import StrEnum
 from hashlib import sha256
 
 from actors.types import LeftOutReason, Outcome
-from service.access.names import tenant_of
+from service.access.keys import tenant_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

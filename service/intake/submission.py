@@ -19,8 +19,7 @@ from pydantic import ConfigDict
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome, Task, TrajectorySummary
-from service.access.keys import NO_LIMITS, KeyLimits
-from service.access.names import tenant_of
+from service.access.keys import NO_LIMITS, KeyLimits, tenant_of
 from service.intake.session import SessionRequest
 
 _TASK_FIELDS = tuple(each.name for each in fields(Task))

@@ -29,9 +29,8 @@ from service.run.recorder import RunRecorder
 from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
 from service.run.term import Term
 from service.store.errors import StoreError
-from service.store.leases import Lease
+from service.store.leases import Lease, own_name
 from service.store.lineage import Checkpoint, History, read_history, totals_at
-from service.store.owner import own_name
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from service.telemetry.endpoint import (

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum
+from logging.handlers import RotatingFileHandler
 from typing import Any
 
 from actors.deadline import ActorLost, TaskSet, beside, race
@@ -38,16 +40,14 @@ from service.run.control import Control
 from service.run.engines import Engines
 from service.run.hacking_watch import watch_of
 from service.run.health import Cursor, Ending, FaultCount, RunFailed, RunStatus
-from service.run.log_file import configure_logging
 from service.run.recorder import RunRecorder
 from service.run.run_view import RunView
 from service.run.term import ParentUnusable, Term
 from service.run.traces import traces_to
 from service.store.errors import LeaseHeld, LeaseLost, StoreError
 from service.store.keys import add_key, read_keys, revoke_key
-from service.store.leases import RENEW_EVERY_S, Lease
+from service.store.leases import RENEW_EVERY_S, Lease, own_name
 from service.store.lineage import Checkpoint
-from service.store.owner import own_name
 from service.store.run_store import RunStore
 from service.store.tables import RunKind
 from service.store.thread import StoreThread
@@ -549,3 +549,25 @@ class Supervisor:
         if self._submissions is not None:
             self._submissions.close(f"the run has ended: {reason}")
         return has_report
+
+
+# A step writes a few hundred bytes: at least the newest hundred thousand steps are kept.
+LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
+
+
+def configure_logging(path: str) -> None:
+    """Write Rayloom's log to a file, one line for each event, with its time in UTC.
+
+    A full file is renamed to run.log.1, older files to run.log.2 and so on; the oldest is removed.
+    Nothing is written to stdout, because Ray would store each line again in the node's logs.
+    """
+    lines = logging.Formatter(
+        "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"
+    )
+    lines.converter = time.gmtime
+    root = logging.getLogger("rayloom")
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
+    handler.setFormatter(lines)
+    root.addHandler(handler)

@@ -25,7 +25,7 @@ from sqlalchemy import (
     update,
 )
 
-from service.access.names import tenant_of
+from service.access.keys import tenant_of
 from service.intake.feed import FeedEntry, FeedKind, FeedPage
 from service.store import tables
 from service.store.lineage import Readable

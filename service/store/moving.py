@@ -31,7 +31,7 @@ from sqlalchemy import (
 from service.store import tables
 from service.store.database import Database
 from service.store.errors import LeaseHeld, StoreError
-from service.store.owner import own_name
+from service.store.leases import own_name
 from service.store.place import check_local, record, shown, sqlite_file
 from service.store.read_only import ReadOnlyStore
 from service.store.run_store import RunStore

@@ -16,10 +16,9 @@ from service import VERSION
 from service.store import tables
 from service.store.database import Database
 from service.store.errors import StoreError
-from service.store.leases import TOLERANCE_S, LeaseOwner, newest_lease
+from service.store.leases import TOLERANCE_S, LeaseOwner, is_alive_here, newest_lease
 from service.store.lineage import Checkpoint, committed_checkpoints, every_checkpoint
 from service.store.migrations import FIRST_FORMAT, STEPS, Step, move_forward, newest_format
-from service.store.owner import is_alive_here
 from service.store.place import sqlite_file
 from service.store.tables import RunKind
 

@@ -25,10 +25,9 @@ from service.store import tables
 from service.store.database import PATIENCE_S
 from service.store.errors import LeaseHeld, StoreError
 from service.store.feed import add_entries, newest_number
-from service.store.leases import Lease, check_kind, check_term, lost, newest_lease
+from service.store.leases import Lease, check_kind, check_term, lost, newest_lease, process_of
 from service.store.lineage import Checkpoint, committed_checkpoints, lineage_totals
 from service.store.migrations import STEPS, Step
-from service.store.owner import process_of
 from service.store.place import check_local
 from service.store.read_only import ReadOnlyStore, Result
 from service.store.tables import RunKind

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, delete, exists, func, insert, select, update
 
 from actors.policy_age import undone_after
-from service.access.names import own_id
+from service.access.keys import own_id
 from service.intake.uploads import (
     GroupPolicy,
     RefusedUpload,

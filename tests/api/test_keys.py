@@ -25,7 +25,7 @@ from worlds.parts.tenant_routes import (
 )
 from worlds.parts.tenant_world import FIRST_KEY, TenantRun, client_of, new_key, tenants
 
-from service.access.rates import Rates
+from service.access.keys import Rates
 from service.api.callers import FRESH_S, is_for_clients
 from service.api.guards import OPEN_PATHS, has_own_keys
 from service.api.problems import RunUnavailable

@@ -22,14 +22,15 @@ from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
 from service import units
 from service.cli.display import (
+    MAX_REWARDS,
     STAGE_STYLES,
     LineDisplay,
     LiveDisplay,
+    ProgressState,
     open_display,
     picture,
     sparkline,
 )
-from service.cli.progress import MAX_REWARDS, ProgressState
 from service.report.document import Phase
 from service.run.health import RunStatus
 from service.telemetry.records import StageSeconds, step_line

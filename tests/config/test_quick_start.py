@@ -9,9 +9,13 @@ from pathlib import Path
 import datasets
 import pytest
 
-from service.cli.commands.configuration import run_configuration
+from service.cli.commands.configuration import (
+    MAX_TOOL_TURNS,
+    quick_tree,
+    run_configuration,
+    tasks_of,
+)
 from service.config.file import ConfigError
-from service.config.quick_start import MAX_TOOL_TURNS, quick_tree, tasks_of
 from service.config.tasks import check_prompt, first_observation, open_sets, open_tasks
 from service.config.tree import Config
 

@@ -27,11 +27,9 @@ from worlds.parts.upload_world import (
 )
 
 from actors.types import UNDONE, Outcome, Trajectory, Turn
-from service.gateway.upload_bodies import TrajectoryBody, decode_body
+from service.gateway.upload_bodies import Fault, TrajectoryBody, Violation, decode_body
 from service.gateway.upload_checks import checked_upload
-from service.gateway.upload_content import decoded_content, stored_content
-from service.gateway.upload_faults import Fault, Violation
-from service.intake.uploads import Upload
+from service.intake.uploads import Upload, decoded_content, stored_content
 
 NAN = float("nan")
 

@@ -29,7 +29,7 @@ from actors.journal.files import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import LeftOutReason
-from service.cli.inspect import write_page
+from service.cli.inspect import show, write_page
 from service.inspect.build import (
     HEADER_TRAINED,
     HEADER_WRITTEN,
@@ -38,7 +38,6 @@ from service.inspect.build import (
     build_view,
 )
 from service.inspect.document import trajectory_document
-from service.inspect.terminal import show
 from service.inspect.token_text import TokenText
 from service.inspect.view import Token, TokenClass, TrajectoryView
 from service.visible import visible

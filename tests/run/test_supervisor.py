@@ -29,8 +29,7 @@ from service.run.health import Cursor
 from service.run.start import engine_settings, start_endpoint
 from service.run.supervisor import Supervisor, WhenHeld
 from service.store.errors import LeaseLost, StoreError
-from service.store.leases import RENEW_EVERY_S, Lease
-from service.store.owner import own_name
+from service.store.leases import RENEW_EVERY_S, Lease, own_name
 from service.store.run_store import RunStore
 
 

@@ -22,7 +22,7 @@ from service.run.health import RunStatus
 from service.run.start import phase_values, start_endpoint, start_supervisor
 from service.serve.watcher import SupervisorWatcher
 from service.store.errors import LeaseLost
-from service.store.owner import own_name
+from service.store.leases import own_name
 from service.store.run_store import RunStore
 from service.telemetry.endpoint import SUPERVISOR, Push
 

@@ -15,8 +15,8 @@ from service.cli.artifacts import export_checkpoint, move
 from service.config.file import ConfigError, load_config
 from service.launch.backup import back_up, restore
 from service.launch.run_dir import RunDir, check_resumable
+from service.store.leases import own_name
 from service.store.lineage import read_history
-from service.store.owner import own_name
 from service.store.place import StoreOptions
 from service.store.run_store import RunStore
 

@@ -24,7 +24,7 @@ from service.launch.run_dir import RunDir
 from service.launch.signals import StopSignals
 from service.store import tables
 from service.store.errors import LeaseLost
-from service.store.owner import own_name
+from service.store.leases import own_name
 from service.store.run_store import RunStore
 
 

@@ -19,8 +19,8 @@ from service.launch.resume import move_finished
 from service.launch.run_dir import RunDir
 from service.store import tables
 from service.store.errors import LeaseHeld, StoreError
+from service.store.leases import own_name
 from service.store.migrations import FIRST_FORMAT, STEPS, Step, add_column, newest_format
-from service.store.owner import own_name
 from service.store.read_only import ReadOnlyStore
 from service.store.run_store import RunStore
 

@@ -25,8 +25,8 @@ from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store import tables
 from service.store.errors import LeaseLost, StoreError
+from service.store.leases import own_name
 from service.store.moving import _plain, copy_run
-from service.store.owner import own_name
 from service.store.place import StoreOptions
 from service.store.read_only import ReadOnlyStore
 from service.store.run_store import RunStore

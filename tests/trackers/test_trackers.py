@@ -39,10 +39,9 @@ from service.store.read_only import ReadOnlyStore
 from service.store.thread import StoreThread
 from service.telemetry.curves import evaluation_curves, step_curves
 from service.telemetry.records import EvaluationSample, StepRecord
-from service.trackers.follower import Target
 from service.trackers.jsonl import JsonLines
 from service.trackers.tracker import Point
-from service.trackers.trackers import Trackers, trackers_of
+from service.trackers.trackers import Target, Trackers, trackers_of
 
 SAMPLE = EvaluationSample(
     task_id="t0",
