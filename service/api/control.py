@@ -15,7 +15,7 @@ from pydantic import Field
 
 from actors.environment.settings import Sampling
 from service.api.schemas import StrictBody
-from service.store.controls import AdminCall
+from service.store.controls import CallAnswer, PauseAnswer
 from service.store.tables import Pausable
 
 
@@ -56,12 +56,6 @@ class OperationStatus(StrEnum):
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
-
-
-class PauseAnswer(StrictBody):
-    part: Pausable
-    since: float = Field(description="seconds since 1970")
-    reason: str
 
 
 class InFlightAnswer(StrictBody):
@@ -193,6 +187,6 @@ class ControlPort(Protocol):
 
     async def policies(self) -> PoliciesAnswer: ...
 
-    async def note_call(self, call: AdminCall) -> None: ...
+    async def note_call(self, call: CallAnswer) -> None: ...
 
-    async def calls(self, limit: int) -> Sequence[AdminCall]: ...
+    async def calls(self, limit: int) -> Sequence[CallAnswer]: ...

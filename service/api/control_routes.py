@@ -1,6 +1,6 @@
 """The routes of operators, for pauses, checkpoints, evaluations, policies and the run's stop.
 
-Each call that changes something is recorded with its answer (`AdminCall`), also if the run refuses
+Each call that changes something is recorded with its answer (`CallAnswer`), also if the run refuses
 the call. A request that no route accepted, such as one with an invalid body, is not recorded.
 """
 
@@ -30,7 +30,7 @@ from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
 from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
 from service.config.disagreements import kept_tokens_problems
-from service.store.controls import AdminCall
+from service.store.controls import CallAnswer
 from service.store.tables import Pausable
 
 log = logging.getLogger("rayloom.api")
@@ -161,15 +161,6 @@ class EvaluationBody(StrictBody):
         )
 
 
-class CallAnswer(StrictBody):
-    at: float = Field(description="seconds since 1970")
-    caller: str = Field(description="the name of its key; empty: without a name")
-    call: str
-    body: str
-    status: int
-    answer: str
-
-
 class CallsAnswer(StrictBody):
     calls: list[CallAnswer] = Field(description="newest first")
 
@@ -255,7 +246,7 @@ def _add_policies(app: FastAPI, run: RunPort) -> None:
     async def calls(limit: Limit = 100) -> CallsAnswer:
         """List the operators' requests to the run, and the answers."""
         found = await _asked(run.control.calls(limit))
-        return CallsAnswer(calls=[CallAnswer.model_validate(each) for each in found])
+        return CallsAnswer(calls=list(found))
 
 
 def _add_stop(app: FastAPI, run: RunPort) -> None:
@@ -310,7 +301,7 @@ async def _noted(
 
 
 async def _note(run: RunPort, request: Request, status: int, answer: str) -> None:
-    call = AdminCall(
+    call = CallAnswer(
         at=time.time(),
         caller=caller_of(request),
         call=f"{request.method} {request.url.path}",

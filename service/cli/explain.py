@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -18,32 +17,26 @@ from service.explain.source import find_source
 DEFAULT_TOP = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainRequest:
-    """Arguments of `rayloom explain`."""
+def run_explain(
+    run: Path,
+    step: int,
+    *,
+    by: Order = Order.OWN,
+    top: int | None = None,
+    replays: bool = False,
+    is_json: bool = False,
+) -> None:
+    """Recompute the gradients of a step and print them. Raises: ConfigError.
 
-    run: Path
-    step: int
-    top: int | None = None
-    """Number of trajectories to show; None if the option was not given."""
-    by: Order = Order.OWN
-    replays: bool = False
-    """First train again on the steps between the checkpoint and the step."""
-    is_json: bool = False
-
-
-def run_explain(request: ExplainRequest) -> int:
-    """Recompute the gradients, print them and return the exit code.
-
-    Raises: ConfigError if the request is refused.
+    Args: top: number of trajectories to show; None: 10, or all in a document. replays: first train
+    again on the steps between the checkpoint and the step.
     """
-    source = find_source(request.run, request.step)
+    source = find_source(run, step)
     # torch warns that a single process reads the checkpoint, which is intended here.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    found = explain_step(source, replays=request.replays)
-    if request.is_json:
-        say(json.dumps(document(found, by=request.by, top=request.top), allow_nan=False))
+    found = explain_step(source, replays=replays)
+    if is_json:
+        say(json.dumps(document(found, by=by, top=top), allow_nan=False))
     else:
-        say(describe(found, by=request.by, top=request.top or DEFAULT_TOP))
-    return 0
+        say(describe(found, by=by, top=top or DEFAULT_TOP))

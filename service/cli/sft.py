@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -49,40 +49,38 @@ EXPORT = "export"
 _CHANGEABLE = ("epochs", "checkpoint_every", "keep_checkpoints")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftRequest:
-    """Arguments of `rayloom sft`."""
-
-    config: SftConfig
-    run_dir: Path | None = None
-    resume: Path | None = None
-    """Directory of the training to resume; None starts a new one."""
-
-
-def run_sft(request: SftRequest, signals: StopSignals, stages: Stages) -> int:
+def run_sft(
+    given: SftConfig,
+    signals: StopSignals,
+    stages: Stages,
+    *,
+    new_run: Path | None = None,
+    resumed: Path | None = None,
+) -> int:
     """Train on the chats until the last step, export the model, and return the exit code.
+
+    resumed: directory of the training to resume; None starts a new one, in `new_run`.
 
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()
-    given = request.config
     run = with_converted_models(given.as_run(num_steps=1), tell=partial(say, err=True))
     config = replace(given, model=run.model)
     check_machine(run, is_local=True)
     check_model_sources(run)
-    if request.resume is not None:
-        run_dir = RunDir(path=request.resume)
+    if resumed is not None:
+        run_dir = RunDir(path=resumed)
         _check_resumable(run_dir, config)
     else:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        run_dir = RunDir(path=request.run_dir or Path("runs") / f"sft-{stamp}")
+        run_dir = RunDir(path=new_run or Path("runs") / f"sft-{stamp}")
         _check_new(run_dir)
     with _prepared(run_dir):
         stages.next("looking for the model")
         model = model_path(run, run_dir)
         signals.check()
         stages.next("reading and rendering the chats")
-        chats = _checked_chats(config, model, was_loaded=request.resume is not None)
+        chats = _checked_chats(config, model, was_loaded=resumed is not None)
         num_steps = num_steps_of(config, len(chats))
         if problems := list(trainer_disagreements(config.as_run(num_steps=num_steps))):
             raise ConfigError(f"sft: {problems[0]}")

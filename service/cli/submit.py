@@ -35,42 +35,46 @@ LINE_EVERY_S = 10.0
 LOOK_WAIT_S = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitRequest:
-    """Arguments of `rayloom submit`."""
-
-    file: Path
-    url: str
-    key: str | None
-    results: Path
-    batch: str | None
-    num_samples: int | None
-    tasks_per_request: int
-    waits: bool
-    """Whether to wait until all tasks have ended; otherwise wait until they are accepted."""
-
-
-def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
+def submit_file(
+    file: Path,
+    client: Client,
+    *,
+    results_file: Path,
+    batch: str | None = None,
+    num_samples: int | None = None,
+    tasks_per_request: int = 64,
+    waits: bool = True,
+) -> int:
     """Submit the tasks of a file, and return the exit code.
 
+    waits: whether to wait until all tasks have ended; otherwise wait until they are accepted.
     Raises: ConfigError if a file cannot be used.
     """
     try:
-        tasks = read_tasks(request.file)
+        tasks = read_tasks(file)
         bodies = {task.task_id: _body(task) for task in tasks}
     except BadTaskFile as error:
         raise ConfigError(str(error)) from error
     with ExitStack() as stack:
         try:
-            results = stack.enter_context(Results(request.results))
+            results = stack.enter_context(Results(results_file))
         except OSError as error:
             raise ConfigError(
-                f"{request.results}: cannot be written ({error.strerror}); name another file with "
+                f"{results_file}: cannot be written ({error.strerror}); name another file with "
                 "--results"
             ) from error
-        client = client or stack.enter_context(Client(request.url, key=request.key))
         progress = stack.enter_context(open_progress(os.environ, total=len(tasks)))
-        work = _Submitting(request, client, tasks, bodies, results, progress)
+        work = _Submitting(
+            client=client,
+            tasks=tasks,
+            bodies=bodies,
+            results=results,
+            progress=progress,
+            batch=batch,
+            num_samples=num_samples,
+            tasks_per_request=tasks_per_request,
+            waits=waits,
+        )
         try:
             work.run()
         except KeyboardInterrupt:
@@ -149,22 +153,21 @@ class Results:
             self.rewards.append(reward)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Submitting:
     """Submits the tasks; `run` returns when everything is done."""
 
-    request: SubmitRequest
     client: Client
     tasks: list[Task]
     bodies: Mapping[str, TaskBody]
     results: Results
     progress: Progress
+    batch: str | None
+    num_samples: int | None
+    tasks_per_request: int
+    waits: bool
     accepted: deque[str] = field(default_factory=deque)
     """Accepted tasks, in order, that may not have ended yet."""
-    tasks_per_request: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tasks_per_request = self.request.tasks_per_request
 
     def run(self) -> None:
         """Submit all tasks, and wait for them if requested.
@@ -172,7 +175,7 @@ class _Submitting:
         Raises: ApiError if the service refuses a task; NoAnswer if it does not answer.
         """
         left = deque(task for task in self.tasks if task.task_id not in self.results.over)
-        while left or (self.accepted and self.request.waits):
+        while left or (self.accepted and self.waits):
             if left and self._has_room(batch := _batch_of(left, self.tasks_per_request)):
                 for _ in batch:
                     self.accepted.append(left.popleft().task_id)
@@ -189,8 +192,8 @@ class _Submitting:
             self.client.submit(
                 batch[0].environment,
                 [self.bodies[task.task_id] for task in batch],
-                num_samples=self.request.num_samples,
-                batch=self.request.batch,
+                num_samples=self.num_samples,
+                batch=self.batch,
                 waits_for_room=not self.accepted,
             )
         except ApiError as error:

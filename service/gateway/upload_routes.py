@@ -50,9 +50,10 @@ from service.gateway.upload_columns import read_ids
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
+    RejectedTrajectory,
+    TrajectoryAnswer,
     Upload,
     UploadGroup,
-    UploadRefusal,
     UploadReply,
 )
 
@@ -76,12 +77,6 @@ class PolicyAnswer(StrictBody):
     temperature: float
     policy_version: int = Field(description="of the weights after the last finished step")
     oldest_version: int = Field(description="older tokens are refused as stale now")
-
-
-class RejectedTrajectory(StrictBody):
-    id: str
-    code: UploadRefusal
-    detail: str
 
 
 class GroupAnswer(StrictBody):
@@ -117,24 +112,9 @@ class UploadAnswer(StrictBody):
         return cls(
             accepted=[caller.shown(each) for each in reply.accepted],
             duplicates=[caller.shown(each) for each in reply.duplicates],
-            rejected=[
-                RejectedTrajectory(id=caller.shown(each.id), code=each.code, detail=each.detail)
-                for each in reply.rejected
-            ],
+            rejected=[replace(each, id=caller.shown(each.id)) for each in reply.rejected],
             groups=[GroupAnswer.of(group, caller) for group in reply.groups],
         )
-
-
-class TrajectoryAnswer(StrictBody):
-    """An accepted trajectory."""
-
-    id: str
-    group: str
-    member: int = Field(description="its index among its group's rollouts")
-    bytes: int
-    created_at: float = Field(description="seconds since 1970")
-    is_submitted: bool = Field(description="if true, see GET /api/v1/rollouts/GROUP")
-    metadata: dict[str, Any]
 
 
 def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -210,15 +190,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: Uploads, settings: HttpS
                 f"this run has no uploaded trajectory {name!r}: it was never accepted, or its "
                 "group is over and no longer among the newest service.keep_ended_tasks",
             )
-        return TrajectoryAnswer(
-            id=caller.shown(found.id),
-            group=caller.shown(found.group),
-            member=found.member,
-            bytes=found.num_bytes,
-            created_at=found.created_at,
-            is_submitted=found.is_group_closed,
-            metadata=dict(found.metadata),
-        )
+        return replace(found, id=caller.shown(found.id), group=caller.shown(found.group))
 
     @app.delete(
         f"{UPLOADS}/groups/{{group}}",

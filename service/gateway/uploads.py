@@ -28,11 +28,11 @@ from service.gateway.sessions import GatewaySettings
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
+    TrajectoryAnswer,
     Upload,
     UploadGroup,
     UploadLimits,
     UploadReply,
-    UploadView,
     decoded_content,
 )
 from service.store.errors import LeaseLost, StoreError
@@ -121,7 +121,7 @@ class Uploads:
         except (LeaseLost, StoreError) as error:
             raise unavailable(f"{error}; send the request again") from error
 
-    async def view(self, name: str) -> UploadView | None:
+    async def view(self, name: str) -> TrajectoryAnswer | None:
         """Return an uploaded trajectory, or None if unknown. Raises: Refused."""
         try:
             return await self._thread.call(self._store.view, name)

@@ -13,12 +13,16 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict
 
 from actors.environment.tasks import derived_seed
 from actors.expert_records import MixtureShape
 from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, without_shared
 from actors.types import UPLOADED, Sample, Task, Trajectory
 from service.intake.submission import RolloutRequest
+
+# Of records that the API answers unchanged.
+_ANSWER = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,9 @@ class UploadRefusal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedUpload:
+class RejectedTrajectory:
+    __pydantic_config__ = _ANSWER
+
     id: str
     code: UploadRefusal
     detail: str
@@ -137,23 +143,27 @@ class UploadReply:
     accepted: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     """Uploads that were accepted before with the same content."""
-    rejected: tuple[RefusedUpload, ...] = ()
+    rejected: tuple[RejectedTrajectory, ...] = ()
     groups: tuple[UploadGroup, ...] = ()
     """The state of all groups that the request names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UploadView:
-    """An accepted trajectory, as a client sees it."""
+class TrajectoryAnswer:
+    """An accepted trajectory."""
+
+    __pydantic_config__ = _ANSWER
 
     id: str
     group: str
     member: int
-    num_bytes: int
+    """its index among its group's rollouts"""
+    bytes: int
     created_at: float
-    """Seconds since 1970."""
-    metadata: Mapping[str, Any]
-    is_group_closed: bool
+    """seconds since 1970"""
+    is_submitted: bool
+    """if true, see GET /api/v1/rollouts/GROUP"""
+    metadata: dict[str, Any]
 
 
 _NONE = np.empty(0, np.int32)

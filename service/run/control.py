@@ -32,7 +32,6 @@ from service.api.control import (
     InFlightAnswer,
     OperationAnswer,
     OperationStatus,
-    PauseAnswer,
     PoliciesAnswer,
     PolicyAnswer,
     RefusalCode,
@@ -44,7 +43,7 @@ from service.run.engines import Engines
 from service.run.pauses import Pauses
 from service.run.recorder import RunRecorder
 from service.run.term import Term
-from service.store.controls import AdminCall, ControlStore, Pause
+from service.store.controls import CallAnswer, ControlStore, PauseAnswer
 from service.store.errors import LeaseLost, StoreError
 from service.store.leases import Lease
 from service.store.lineage import Checkpoint
@@ -152,7 +151,7 @@ class Control(ControlPort):
     async def view(self) -> ControlAnswer:
         return ControlAnswer(
             phase=self._recorder.current_phase.value,
-            paused=[PauseAnswer.model_validate(each) for each in self.pauses.paused],
+            paused=list(self.pauses.paused),
             in_flight=await self._in_flight(),
         )
 
@@ -164,7 +163,7 @@ class Control(ControlPort):
         self._check_is_running()
         async with self._changing:
             if self.pauses.find(part) is None:
-                pause = Pause(part=part, since=time.time(), reason=reason)
+                pause = PauseAnswer(part=part, since=time.time(), reason=reason)
                 await self._thread.call(
                     self._store.set_paused, part, pause, term=self._recorder.term
                 )
@@ -452,7 +451,7 @@ class Control(ControlPort):
             now=time.time(),
         )
 
-    async def note_call(self, call: AdminCall) -> None:
+    async def note_call(self, call: CallAnswer) -> None:
         """Record an operator's call. Raises: LeaseLost, StoreError."""
         log.info(
             "admin call: caller=%r call=%r status=%d body=%r answer=%r",
@@ -464,7 +463,7 @@ class Control(ControlPort):
         )
         await self._thread.call(self._store.add_call, call, term=self._recorder.term)
 
-    async def calls(self, limit: int) -> Sequence[AdminCall]:
+    async def calls(self, limit: int) -> Sequence[CallAnswer]:
         """Return the recorded calls of operators, newest first. Raises: StoreError."""
         return await asyncio.to_thread(self._store.calls, limit=limit)
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from service.store.controls import Pause
+from service.store.controls import PauseAnswer
 from service.store.tables import Pausable
 
 
@@ -64,17 +64,17 @@ class Pauses:
     """The paused parts, and a gate for each part."""
 
     def __init__(self) -> None:
-        self._paused: dict[Pausable, Pause] = {}
+        self._paused: dict[Pausable, PauseAnswer] = {}
         self._gates = {part: Gate() for part in Pausable}
 
     def gate(self, part: Pausable) -> Gate:
         return self._gates[part]
 
-    def find(self, part: Pausable) -> Pause | None:
+    def find(self, part: Pausable) -> PauseAnswer | None:
         return self._paused.get(part)
 
     @property
-    def paused(self) -> tuple[Pause, ...]:
+    def paused(self) -> tuple[PauseAnswer, ...]:
         """The pauses, in the order of `Pausable`."""
         return tuple(self._paused[part] for part in Pausable if part in self._paused)
 
@@ -82,12 +82,12 @@ class Pauses:
     def holds_generation(self) -> bool:
         return Pausable.GENERATION in self._paused
 
-    def restore(self, pauses: Sequence[Pause]) -> None:
+    def restore(self, pauses: Sequence[PauseAnswer]) -> None:
         """Add the stored pauses."""
         for pause in pauses:
             self.add(pause)
 
-    def add(self, pause: Pause) -> None:
+    def add(self, pause: PauseAnswer) -> None:
         self._paused[pause.part] = pause
         self._gates[pause.part].shut()
 

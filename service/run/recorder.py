@@ -26,7 +26,7 @@ from service.report.document import Phase
 from service.run.health import Tail
 from service.run.stored_metrics import StoredMetrics
 from service.run.traces import RolloutTraces
-from service.store.controls import Pause
+from service.store.controls import PauseAnswer
 from service.store.leases import Lease
 from service.store.lineage import Checkpoint, newest_records, read_history
 from service.store.retention import Retention, forget
@@ -181,7 +181,7 @@ class RunRecorder:
         """Set the phase of training. paused: the parts that are paused; empty without a pause."""
         self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
 
-    def paused(self, pauses: Sequence[Pause]) -> None:
+    def paused(self, pauses: Sequence[PauseAnswer]) -> None:
         """Record the operator's pauses."""
         paused = {pause.part for pause in pauses}
         self._metrics.run.paused.show({part.value: float(part in paused) for part in Pausable})

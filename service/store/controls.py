@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from pydantic import ConfigDict
 from sqlalchemy import Connection, delete, func, insert, select
 
 from service.store import tables
@@ -12,11 +13,15 @@ from service.store.run_store import RunStore
 from service.store.tables import Pausable
 
 KEPT_CALLS = 10_000
+_ANSWER = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+"""The API answers these records unchanged, and describes their fields by the docstrings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
+class PauseAnswer:
     """The pause of a part of the run."""
+
+    __pydantic_config__ = _ANSWER
 
     part: Pausable
     since: float
@@ -26,8 +31,10 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdminCall:
+class CallAnswer:
     """One call of an operator, and its answer. The fields are the columns of `admin_calls`."""
+
+    __pydantic_config__ = _ANSWER
 
     at: float
     """Seconds since 1970."""
@@ -49,18 +56,18 @@ class ControlStore:
     def __init__(self, store: RunStore) -> None:
         self._store = store
 
-    def pauses(self) -> list[Pause]:
+    def pauses(self) -> list[PauseAnswer]:
         """Return the run's pauses. Raises: StoreError."""
         columns = tables.pauses.c
         query = select(columns.part, columns.since, columns.reason)
 
-        def read(connection: Connection) -> list[Pause]:
-            return [Pause(**row) for row in connection.execute(query).mappings()]
+        def read(connection: Connection) -> list[PauseAnswer]:
+            return [PauseAnswer(**row) for row in connection.execute(query).mappings()]
 
         return self._store.read(read)
 
-    def set_paused(self, part: Pausable, pause: Pause | None, *, term: int) -> None:
-        """Store the pause of a part; None ends the pause. Raises: LeaseLost, StoreError."""
+    def set_paused(self, part: Pausable, pause: PauseAnswer | None, *, term: int) -> None:
+        """Store the pause of a part, or its end if None. Raises: LeaseLost, StoreError."""
         table = tables.pauses
 
         def write(connection: Connection) -> None:
@@ -71,10 +78,10 @@ class ControlStore:
 
         self._store.write(term, write)
 
-    def add_call(self, call: AdminCall, *, term: int) -> None:
+    def add_call(self, call: CallAnswer, *, term: int) -> None:
         """Add a call, and keep only the newest KEPT_CALLS. Raises: LeaseLost, StoreError."""
         table = tables.admin_calls
-        row = {each.name: getattr(call, each.name) for each in fields(AdminCall)}
+        row = {each.name: getattr(call, each.name) for each in fields(CallAnswer)}
 
         def write(connection: Connection) -> None:
             connection.execute(insert(table).values(row))
@@ -83,13 +90,13 @@ class ControlStore:
 
         self._store.write(term, write)
 
-    def calls(self, *, limit: int) -> Sequence[AdminCall]:
+    def calls(self, *, limit: int) -> Sequence[CallAnswer]:
         """Return the newest `limit` calls, newest first. Raises: StoreError."""
         columns = tables.admin_calls.c
-        names = [each.name for each in fields(AdminCall)]
+        names = [each.name for each in fields(CallAnswer)]
         query = select(*(columns[name] for name in names)).order_by(columns.id.desc()).limit(limit)
 
-        def read(connection: Connection) -> list[AdminCall]:
-            return [AdminCall(**row) for row in connection.execute(query).mappings()]
+        def read(connection: Connection) -> list[CallAnswer]:
+            return [CallAnswer(**row) for row in connection.execute(query).mappings()]
 
         return self._store.read(read)

@@ -18,13 +18,13 @@ from actors.policy_age import undone_after
 from service.access.keys import own_id
 from service.intake.uploads import (
     GroupPolicy,
-    RefusedUpload,
+    RejectedTrajectory,
+    TrajectoryAnswer,
     Upload,
     UploadGroup,
     UploadLimits,
     UploadRefusal,
     UploadReply,
-    UploadView,
 )
 from service.store import tables
 from service.store.lineage import first_versions
@@ -104,7 +104,7 @@ class UploadStore:
 
         return self._store.read(load)
 
-    def view(self, name: str) -> UploadView | None:
+    def view(self, name: str) -> TrajectoryAnswer | None:
         """Return an upload's state as a client sees it; None if unknown. Raises: StoreError."""
         uploads, groups = tables.uploads, tables.upload_groups
         query = (
@@ -115,14 +115,14 @@ class UploadStore:
         row = self._store.read(lambda connection: connection.execute(query).first())
         if row is None:
             return None
-        return UploadView(
+        return TrajectoryAnswer(
             id=row.id,
             group=row.group_id,
             member=row.member,
-            num_bytes=row.num_bytes,
+            bytes=row.num_bytes,
             created_at=row.created_at,
+            is_submitted=row.is_closed,
             metadata=row.metadata,
-            is_group_closed=row.is_closed,
         )
 
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
@@ -174,7 +174,7 @@ class _Intake:
     rows: list[dict[str, Any]] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)
-    rejected: list[RefusedUpload] = field(default_factory=list)
+    rejected: list[RejectedTrajectory] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -215,7 +215,7 @@ class _Intake:
             self.duplicates.append(upload.id)
         elif refusal is not None:
             code, detail = refusal
-            self.rejected.append(RefusedUpload(id=upload.id, code=code, detail=detail))
+            self.rejected.append(RejectedTrajectory(id=upload.id, code=code, detail=detail))
         else:
             group = self.groups.get(upload.group) or _new_group(upload.group)
             self.rows.append(

@@ -14,7 +14,7 @@ from worlds.runs.served_run import ServedRun, served
 from actors.environment.tasks import write_tasks
 from actors.types import Task
 from service.api.schemas import TaskBody
-from service.cli.submit import SubmitRequest, submit_file
+from service.cli.submit import submit_file
 from service.client import ApiError, Client, NoAnswer
 from service.gateway.bodies import FinishBody, SessionsBody
 
@@ -155,64 +155,62 @@ def test_what_does_not_answer_is_given_up_when_patience_ends() -> None:
         client.submit("guessing", tasks("a"), waits_for_room=False)
 
 
-def submitting(directory: Path, url: str, **fields: Any) -> SubmitRequest:
-    named: dict[str, Any] = {
-        "file": directory / "tasks.jsonl", "url": url, "key": None, "batch": "file",
-        "results": directory / "results", "num_samples": None, "tasks_per_request": 64,
-        "waits": True,
-    }  # fmt: skip
-    return SubmitRequest(**{**named, **fields})
+def submitted(directory: Path, client: Client, **options: Any) -> int:
+    return submit_file(
+        directory / "tasks.jsonl", client, results_file=directory / "results", **options
+    )
 
 
 def task(name: str, environment: str = "guessing") -> Task:
     return Task(task_id=name, environment=environment, seed=1)
 
 
-def results_of(request: SubmitRequest) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in request.results.read_text().splitlines()]
+def results_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "results").read_text().splitlines()]
 
 
 def test_a_file_is_submitted_whole_and_after_an_interruption_only_the_rest(
     world: ServedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.may_play.set()
-    request = submitting(tmp_path, world.url)
     names = [f"task-{number}" for number in range(20)]
     write_tasks(
-        request.file, [Task(task_id=name, environment="guessing", seed=1) for name in names]
+        tmp_path / "tasks.jsonl",
+        [Task(task_id=name, environment="guessing", seed=1) for name in names],
     )
-    # More than a request takes, and more than the backlog holds.
-    assert submit_file(request) == 0
-    results = results_of(request)
-    assert [line["id"] for line in results] == names
-    assert {line["status"] for line in results} == {"trained"} and results[0]["reward"] == 0.0
-    assert "20 of 20 tasks are over, 20 trained, mean reward 0.000" in capsys.readouterr().out
-
-    # Cut off in the middle of the last line.
-    request.results.write_bytes(request.results.read_bytes()[:-7])
-    before = world.num_requests
-    assert submit_file(request) == 0 and world.num_requests == before + 1
-    assert [line["id"] for line in results_of(request)] == names
-    assert submit_file(request) == 0 and world.num_requests == before + 1
     with Client(world.url) as client:
+        # More than a request takes, and more than the backlog holds.
+        assert submitted(tmp_path, client, batch="file") == 0
+        results = results_of(tmp_path)
+        assert [line["id"] for line in results] == names
+        assert {line["status"] for line in results} == {"trained"} and results[0]["reward"] == 0.0
+        assert "20 of 20 tasks are over, 20 trained, mean reward 0.000" in capsys.readouterr().out
+
+        # Cut off in the middle of the last line.
+        file = tmp_path / "results"
+        file.write_bytes(file.read_bytes()[:-7])
+        before = world.num_requests
+        assert submitted(tmp_path, client) == 0 and world.num_requests == before + 1
+        assert [line["id"] for line in results_of(tmp_path)] == names
+        assert submitted(tmp_path, client) == 0 and world.num_requests == before + 1
         assert len(list(client.rollouts())) == 20
 
 
 def test_a_file_that_need_not_be_waited_for_ends_when_it_is_accepted(
     world: ServedRun, tmp_path: Path
 ) -> None:
-    request = submitting(tmp_path, world.url, waits=False)
-    write_tasks(request.file, [task("a")])
-    assert submit_file(request) == 0 and results_of(request) == []
+    write_tasks(tmp_path / "tasks.jsonl", [task("a")])
+    with Client(world.url) as client:
+        assert submitted(tmp_path, client, waits=False) == 0 and results_of(tmp_path) == []
 
 
 def test_what_is_refused_ends_with_2_and_silence_with_1(
     world: ServedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = submitting(tmp_path, world.url)
-    write_tasks(request.file, [task("a", "chess")])
-    assert submit_file(request) == 2
+    write_tasks(tmp_path / "tasks.jsonl", [task("a", "chess")])
+    with Client(world.url) as client:
+        assert submitted(tmp_path, client) == 2
     assert "unknown-environment" in capsys.readouterr().err
     silent, _ = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
-    assert submit_file(request, client=silent) == 1
+    assert submitted(tmp_path, silent) == 1
     assert "the same command continues from here" in capsys.readouterr().err

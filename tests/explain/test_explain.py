@@ -30,7 +30,7 @@ from worlds.runs.explained_run import (
 
 from actors.algorithm import Baseline
 from actors.journal.files import list_files
-from service.cli.explain import ExplainRequest, run_explain
+from service.cli.explain import run_explain
 from service.config.file import ConfigError, dump_config
 from service.explain.order import Order
 from service.explain.recompute import Explanation, Share, explain_step
@@ -213,7 +213,7 @@ def test_what_is_not_finite_is_named_first_and_null_to_programs(second: Explanat
 def test_the_command_prints_a_table_or_a_document(
     run: PlayedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_explain(ExplainRequest(run=run.run_dir.path, step=2, top=4)) == 0
+    run_explain(run.run_dir.path, 2, top=4)
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 120
     norm = f"{run.stats[1].statistics['grad_norm']:.6g}"

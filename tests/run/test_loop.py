@@ -19,7 +19,7 @@ from actors.types import Task
 from service.run.health import RunFailed
 from service.run.pauses import Gate, Pauses
 from service.run.task_feed import Curriculum, task_index
-from service.store.controls import Pause
+from service.store.controls import PauseAnswer
 from service.store.tables import Pausable
 
 
@@ -325,7 +325,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 def paused(*parts: Pausable) -> Pauses:
     pauses = Pauses()
-    pauses.restore([Pause(part=part, since=0.0, reason="") for part in parts])
+    pauses.restore([PauseAnswer(part=part, since=0.0, reason="") for part in parts])
     return pauses
 
 
@@ -371,7 +371,7 @@ async def test_where_training_is_paused_the_step_in_hand_is_finished_and_the_nex
     def pause(version: int) -> None:
         if version == 1:
             assert loop.step_in_hand == 1
-            pauses.add(Pause(part=Pausable.TRAINING, since=0.0, reason="look at it"))
+            pauses.add(PauseAnswer(part=Pausable.TRAINING, since=0.0, reason="look at it"))
 
     world.on_publish = pause
     running = asyncio.create_task(loop.run())

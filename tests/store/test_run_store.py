@@ -18,7 +18,7 @@ from actors.policy_age import undone_after
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service import VERSION
 from service.store import tables
-from service.store.controls import AdminCall, ControlStore, Pause
+from service.store.controls import CallAnswer, ControlStore, PauseAnswer
 from service.store.errors import LeaseLost, StoreError
 from service.store.lineage import (
     RecordKind,
@@ -229,14 +229,14 @@ def test_pauses_and_the_newest_calls_of_operators_are_kept(
 ) -> None:
     store = opened(tmp_path)
     term, controls = store.acquire_lease(owner="a").term, ControlStore(store)
-    pause = Pause(part=Pausable.TRAINING, since=1.5, reason="a look")
+    pause = PauseAnswer(part=Pausable.TRAINING, since=1.5, reason="a look")
     for _ in range(2):
         controls.set_paused(Pausable.TRAINING, pause, term=term)
         assert controls.pauses() == [pause]
     controls.set_paused(Pausable.TRAINING, None, term=term)
     assert controls.pauses() == []
     calls = [
-        AdminCall(at=float(at), caller="ops", call="POST /x", body="{}", status=200, answer="")
+        CallAnswer(at=float(at), caller="ops", call="POST /x", body="{}", status=200, answer="")
         for at in range(3)
     ]
     for call in calls:

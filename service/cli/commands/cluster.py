@@ -52,19 +52,21 @@ def submit(
     tasks have ended (or were accepted, with --no-wait), 1 if the service does not answer, 2 if the
     service refuses a task.
     """
-    from service.cli.submit import SubmitRequest, submit_file
+    from service.cli.submit import submit_file
+    from service.client import Client
 
-    request = SubmitRequest(
-        file=file,
-        url=url,
-        key=key,
-        results=path_option("--results", results, what="a file") or Path(f"{file}.results"),
-        batch=batch,
-        num_samples=samples,
-        tasks_per_request=tasks_per_request,
-        waits=wait,
-    )
-    raise typer.Exit(submit_file(request))
+    results_file = path_option("--results", results, what="a file") or Path(f"{file}.results")
+    with Client(url, key=key) as client:
+        code = submit_file(
+            file,
+            client,
+            results_file=results_file,
+            batch=batch,
+            num_samples=samples,
+            tasks_per_request=tasks_per_request,
+            waits=wait,
+        )
+    raise typer.Exit(code)
 
 
 @app.command()

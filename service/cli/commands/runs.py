@@ -336,7 +336,6 @@ def explain(
 
     The gradients are computed again, from the journal and the newest checkpoint before the step.
     """
-    from service.cli.explain import ExplainRequest, run_explain
+    from service.cli.explain import run_explain
 
-    request = ExplainRequest(run=run, step=step, top=top, by=by, replays=replay, is_json=as_json)
-    raise typer.Exit(run_explain(request))
+    run_explain(run, step, by=by, top=top, replays=replay, is_json=as_json)

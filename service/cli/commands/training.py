@@ -224,10 +224,9 @@ def sft(
                 overrides=overrides or [],
             )
             stages.next("loading packages")
-            from service.cli.sft import SftRequest, run_sft
+            from service.cli.sft import run_sft
 
-            request = SftRequest(config=settings, run_dir=new_run, resume=resumed)
-            code = run_sft(request, signals, stages)
+            code = run_sft(settings, signals, stages, new_run=new_run, resumed=resumed)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the training began", err=True)
             code = EXIT_INTERRUPTED

@@ -25,7 +25,7 @@ from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
-from service.store.controls import AdminCall
+from service.store.controls import CallAnswer
 from worlds.parts.local_run import LocalRun, LocalSessions
 from worlds.parts.local_uploads import local_uploads
 from worlds.parts.submission_service import Service
@@ -45,7 +45,7 @@ SETTINGS = HttpSettings(
 class TenantRun(LocalRun):
     """A run whose keys are asked for, and the sessions of its groups."""
 
-    noted: list[AdminCall] = field(default_factory=list)
+    noted: list[CallAnswer] = field(default_factory=list)
     num_key_reads: int = 0
     silent_s: float = 0.0
     """How long a run that is gone takes to be missed."""
@@ -67,7 +67,7 @@ class TenantRun(LocalRun):
     def control(self) -> TenantRun:
         return self
 
-    async def note_call(self, call: AdminCall) -> None:
+    async def note_call(self, call: CallAnswer) -> None:
         """Keep what is to be written down."""
         self.noted.append(call)
 
