@@ -30,6 +30,7 @@ from docstring_parser import Docstring
 from docstring_parser import parse as parse_docstring
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
 from pydantic import ValidationError as BadValue
+from pydantic_core import to_jsonable_python
 
 from actors.environment import workers
 from actors.environment.fork_server import preload
@@ -303,15 +304,40 @@ def load_tools(names: Sequence[str]) -> Toolset:
 
 
 def as_text(found: object) -> str:
-    """Return a tool's answer as text for the policy; anything but a text is written as JSON."""
-    if isinstance(found, str):
-        return found
+    """Return a tool's answer as text for the policy; anything but a text is written as JSON.
+
+    Lone surrogates, as in names of files that are not UTF-8, are replaced, because no message may
+    have any.
+    """
+    text = found if isinstance(found, str) else _as_json(found)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _as_json(found: object) -> str:
     if isinstance(found, BaseModel):
         return found.model_dump_json()
     try:
-        return json.dumps(found, ensure_ascii=False)
+        if not isinstance(found, dict | list | tuple | int | float | None):
+            found = _plain(found)
+        return found if isinstance(found, str) else _dumped(found)
     except (TypeError, ValueError):
         return str(found)
+
+
+_dumped = json.JSONEncoder(ensure_ascii=False, default=lambda value: _plain(value)).encode
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, a dataclass, an enum, a date and the like as values that JSON has.
+
+    Raises: TypeError, ValueError.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        # The order of a set's texts differs between processes.
+        return sorted(value, key=repr)
+    return to_jsonable_python(value)
 
 
 @functools.lru_cache(maxsize=256)

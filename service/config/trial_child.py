@@ -22,6 +22,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from actors.environment import protocol
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.group_scoring import checked_results
 from actors.environment.judge import JudgeReward
@@ -276,7 +277,13 @@ def _fate_of(
 ) -> tuple[Fate, str, float]:
     root = root_cause(error)
     at = location(root)
+    is_misused = at.startswith(f"{protocol.__file__}:")
     problem = describe(root)
+    if is_misused:
+        # Name the line of the user's code.
+        frames = traceback.extract_tb(root.__traceback__)
+        own = [each for each in frames if each.filename not in ("<string>", protocol.__file__)]
+        at = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     words = f"{problem}{f' ({at})' if at else ''}"
     # Compare names: an error from another process has no type to compare.
     match problem.partition(":")[0]:
@@ -295,4 +302,6 @@ def _fate_of(
         ):
             return Fate.BROKEN, f"{words} ({HIDES})", 0.0
         case name:
-            return (Fate.BROKEN if name in _BROKEN else Fate.RAISED), words, 0.0
+            # A value that one of our types refuses, such as a number for terminated.
+            is_broken = is_misused or name in _BROKEN
+            return (Fate.BROKEN if is_broken else Fate.RAISED), words, 0.0

@@ -125,6 +125,10 @@ class Blocks(Scores):
     def score_group(self, task, completions):
         return [StepResult() for text in completions]
 
+class Misuses(Game):
+    async def step(self, action):
+        return StepResult(reward=1.0, terminated=1)
+
 class Keeps(Scores):
     async def step(self, action):
         return StepResult(terminated=True, extra_columns={"how": lambda: "so"})
@@ -238,6 +242,7 @@ def test_a_function_that_can_never_work_is_refused(
     [
         ("Game", "step of of_trial:Game gave a float, expected a StepResult.*environments.md"),
         ("Keeps", "a result that cannot be copied to another process .*lambda"),
+        ("Misuses", r"cannot run: TypeError: .*terminated: got a int, .*trial\.py:\d+ in step"),
         ("Ends", "exit code 7"),
         ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),
     ],

@@ -7,9 +7,11 @@ import enum
 import sys
 import time
 from dataclasses import dataclass
+from datetime import date
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, Field
 
@@ -17,6 +19,7 @@ from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
 from actors.environment.function_tools import (
     BadArguments,
     BadTool,
+    as_text,
     load_tools,
     read_function,
 )
@@ -515,3 +518,26 @@ async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
     assert await tool.call(given, limit_s=5) == "Bern, 2"
     with pytest.raises(BadArguments, match="Argument city"):
         await tool.call({"city": "{Bern}"}, limit_s=5)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, "null"),
+        ({"a": 1.5, "b": [True, None]}, '{"a": 1.5, "b": [true, null]}'),
+        (Place("Köln"), '{"city": "Köln", "zip": 0}'),
+        ([Place("Bonn"), Order.NEWEST], '[{"city": "Bonn", "zip": 0}, "newest"]'),
+        (Order.NEWEST, "newest"),
+        (np.arange(3), "[0, 1, 2]"),
+        (
+            {"mean": np.float32(1.5), "day": date(2026, 11, 29)},
+            '{"mean": 1.5, "day": "2026-11-29"}',
+        ),
+        ({"b", "a"}, '["a", "b"]'),
+        (["a.txt", "\ud800.txt"], '["a.txt", "\ufffd.txt"]'),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+    ],
+)
+def test_an_answer_that_is_no_text_is_shown_as_json(found: object, text: str) -> None:
+    assert as_text(found) == text
