@@ -21,6 +21,9 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
@@ -520,6 +523,20 @@ def _check_tools(
     """
     if not tools:
         return
+    for tool in tools:
+        try:
+            Draft202012Validator.check_schema(dict(tool.parameters))
+        except SchemaError as error:
+            raise ConfigError(
+                f"tasks.environment: tool {tool.name}: its parameters are not a JSON schema "
+                f"({error.message:.200}); correct them"
+            ) from error
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"tasks.environment: {', '.join(twice)} is the name of two tools, expected unique "
+            "names; rename one"
+        )
     try:
         renderer.check_tools(messages, tools)
     except RenderError as error:

@@ -26,7 +26,14 @@ from actors.environment import protocol
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.group_scoring import checked_results
 from actors.environment.judge import JudgeReward
-from actors.environment.protocol import Action, Environment, RewardError, StepResult, reward_problem
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Observation,
+    RewardError,
+    StepResult,
+    reward_problem,
+)
 from actors.environment.reward_functions import EXTRAS, NoScore, RewardFunction
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import reference_of
@@ -43,6 +50,11 @@ from service.config.trial import SCORE_GROUP, STEP, Call, Fate, Request, is_own
 
 MADE_UP = ("I do not know.", "1")
 _MAX_LOOKED_AT = 64
+_OTHER_GAME = (
+    "reset of {} began the same task with different messages; expected equal ones, because the "
+    "members of a group play one task and are compared; derive every random choice from "
+    "task.seed, and keep no state in the class or the module"
+)
 # Similarity, by difflib, of two names of which one is probably a misspelling of the other.
 _ALIKE = 0.8
 # Exceptions that a call raises for every answer.
@@ -96,12 +108,24 @@ def _try_all(request: Request, said: Connection) -> None:
             limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
             if trial.begins and name not in request.begun:
                 said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
-                said.send(("begun", {name: tasks.first_observation(member)}))
+                _send_begun(name, tasks.first_observation(member), said)
             if trial.functions and is_own(member.tasks):
                 said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
                 asyncio.run(_call_all(name, member, request, said, what=what))
         except ConfigError as error:
             raise ConfigError(f"{part}{error}") from error
+
+
+def _send_begun(name: str, observation: Observation, said: Connection) -> None:
+    """Send a first observation. Raises: ConfigError if it cannot be copied, as a run copies it."""
+    try:
+        said.send(("begun", {name: observation}))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"tasks.environment: reset of {name} returned an Observation that cannot be copied to "
+            f"another process ({describe(error)}); expected classes of a module, and neither "
+            "lambdas nor locks; correct what it returns"
+        ) from error
 
 
 async def _call_all(
@@ -116,7 +140,7 @@ async def _call_all(
     task = source.task(0)
     answers = _answers(source, task, request.trial.answer)
     environment = tasks.maker(config)()
-    await environment.reset(task)
+    begun = await environment.reset(task)
     # A group function compares answers, so its score of a single answer means nothing.
     of_groups: Sequence[RewardFunction] = ()
     if isinstance(environment, SingleTurnEnvironment):
@@ -163,7 +187,10 @@ async def _call_all(
         elif call.function.startswith(STEP):
             is_copied = not config.rollouts.inline
             made = tasks.maker(config)()
-            fate, words, value = await _stepped(made, task, text, is_copied=is_copied)
+            again, found = await _stepped(made, task, text, is_copied=is_copied)
+            fate, words, value = found
+            if again is not None and again.messages != begun.messages:
+                said.send(("told", _OTHER_GAME.format(config.tasks.environment)))
         else:
             fate, words, value = await _scored_together(tasks.maker(config)(), task, text)
         said.send(("called", replace(call, fate=fate, text=words, value=value)))
@@ -233,17 +260,23 @@ async def _scored(
 
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
-) -> tuple[Fate, str, float]:
-    """Take a task's first step with the answer `text`; return its fate, the problem and 0.0.
+) -> tuple[Observation | None, tuple[Fate, str, float]]:
+    """Take a task's first step with the answer `text`.
 
     is_copied: whether a run copies the step's result from a worker process to the actor.
+    Returns: what `reset` returned, None if it raised; and the step's fate, the problem and 0.0.
     """
+    begun = None
     try:
         async with closing(environment.close):
-            await environment.reset(task)
+            begun = await environment.reset(task)
             found = await environment.step(Action(text=text))
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
-        return _fate_of(error)
+        return begun, _fate_of(error)
+    return begun, _fate_of_step(found, is_copied=is_copied)
+
+
+def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
     if not isinstance(found, StepResult):
         words = f"{type_of(found)}, expected a StepResult of actors.environment.protocol"
         return Fate.NO_NUMBER, words, 0.0

@@ -1,4 +1,4 @@
-"""Weights and tokens of a model that do not fit its settings: refused before anything starts."""
+"""Weights, tokens and tools that do not fit a model's settings: refused before anything starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from actors.environment.protocol import Message, Observation, Role, ToolSchema
 from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.tiny.model import build_tiny_model
 from service.config import preflight
@@ -185,3 +186,20 @@ def test_a_critic_needs_no_output_head_and_all_of_its_body(tiny: Path, directory
     stored(directory, lambda weights: {k: v for k, v in weights.items() if "layers.1.mlp" not in k})
     with pytest.raises(ConfigError, match=r"algorithm\.critic\.model: .*lack 3 of its parameters"):
         check_all(config_with(tiny, algorithm=algorithm), tiny)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "count", "expected"),
+    [
+        ({"type": "object"}, 2, "f is the name of two tools, expected unique names"),
+        ({"type": "nope"}, 1, r"tool f: its parameters are not a JSON schema \('nope' is not"),
+    ],
+)
+def test_tools_that_no_call_could_use_are_refused(
+    tiny: Path, parameters: dict[str, Any], count: int, expected: str
+) -> None:
+    tool = ToolSchema(name="f", description="Do it.", parameters=parameters)
+    begun = Observation(messages=(Message(role=Role.USER, content="Go."),), tools=(tool,) * count)
+    config = config_with(tiny, tasks={"environment": "calculator"})
+    with pytest.raises(ConfigError, match=expected):
+        preflight.check_with_model(config, {"calculator": begun}, model_path=str(tiny))

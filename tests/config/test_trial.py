@@ -125,9 +125,20 @@ class Blocks(Scores):
     def score_group(self, task, completions):
         return [StepResult() for text in completions]
 
+class Own(Game):
+    async def reset(self, task):
+        class Observed(Observation): ...
+        return Observed(messages=(Message(role=Role.USER, content="Go."),))
+
 class Misuses(Game):
     async def step(self, action):
         return StepResult(reward=1.0, terminated=1)
+
+class Counts(Scores):
+    games = []
+    async def reset(self, task):
+        self.games.append(task)
+        return Observation(messages=(Message(role=Role.USER, content=str(len(self.games))),))
 
 class Keeps(Scores):
     async def step(self, action):
@@ -243,6 +254,7 @@ def test_a_function_that_can_never_work_is_refused(
         ("Game", "step of of_trial:Game gave a float, expected a StepResult.*environments.md"),
         ("Keeps", "a result that cannot be copied to another process .*lambda"),
         ("Misuses", r"cannot run: TypeError: .*terminated: got a int, .*trial\.py:\d+ in step"),
+        ("Own", r"reset of of_trial:Own returned an Observation that cannot be copied .*Observed"),
         ("Ends", "exit code 7"),
         ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),
     ],
@@ -289,6 +301,15 @@ def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(pla
     config = config_of(options={"reward": "json.py:score"})
     with pytest.raises(ConfigError, match=r"json\.py: by this name Python imports .*rename"):
         tried(config, Trial(), tell=lambda _: None)
+
+
+def test_an_environment_that_begins_a_task_differently_each_time_is_reported(place: Path) -> None:
+    told: list[str] = []
+    config = config_of(environment="of_trial:Counts", options={}, dataset=None)
+    tried(config, Trial(), tell=told.append)
+    assert [text.partition("; ")[0] for text in told] == [
+        "reset of of_trial:Counts began the same task with different messages"
+    ]
 
 
 def test_a_step_that_raises_is_shown_before_its_close(place: Path) -> None:
