@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from inspect import cleandoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from service import VERSION
 from service.cli.commands import artifacts, checks, cluster, keys, runs, training
@@ -26,6 +27,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+class _Command(TyperCommand):
+    """A command that refuses an option of one value that is given twice.
+
+    Otherwise the last value would count, and of two data sets only one would be trained.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            count = given.count(option)
+            if count > 1 and not option.multiple and not getattr(option, "is_flag", True):
+                raise ConfigError(
+                    f"{option.opts[0]} was given {count} times, expected it once; remove all but "
+                    "one"
+                )
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
 # The commands of these apps become commands of `rayloom` itself, in the order of its help.
 for commands in (training, cluster, checks, runs):
     app.add_typer(commands.app)
@@ -39,6 +61,7 @@ for group in (
     artifacts.tasks_app,
 ):
     for command in group.registered_commands:
+        command.cls = _Command
         paragraphs = cleandoc(command.help or command.callback.__doc__ or "").split("\n\n")
         command.help = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
 

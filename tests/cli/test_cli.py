@@ -233,3 +233,14 @@ def test_a_tiny_model_is_built_but_not_over_something_else_or_where_none_can_be(
     ):
         assert refuses(answer, words), answer.err
     assert (other / "notes.txt").read_text() == "mine"
+
+
+def test_an_option_of_one_value_that_is_given_twice_is_refused() -> None:
+    given = ("--dataset", "a.jsonl", "--dataset=b.jsonl")
+    twice, functions = rayloom(
+        ("check", *given, "--reward", "my.py:score"),
+        # Several functions are added.
+        ("check", *given[:2], "--reward", "my.py:score", "--reward", "my.py:brief"),
+    )
+    assert refuses(twice, "--dataset was given 2 times, expected it once; remove all but one")
+    assert refuses(functions, "my.py:score: there is no such file")
