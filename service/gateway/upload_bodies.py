@@ -21,7 +21,7 @@ from actors.environment.turn_loop import MAX_ANSWER_CHARS
 from actors.types import BranchReason, FinishReason
 from service.api.problems import Problem, shown
 from service.api.schemas import ID_PATTERN
-from service.gateway.bodies import SESSIONS_ID_PATTERN
+from service.gateway.bodies import MAX_COMPONENTS, SESSIONS_ID_PATTERN
 
 MSGPACK = "application/msgpack"
 # Largest number of samples of a trajectory, and of turns of a sample. The limit of a body's size
@@ -35,6 +35,11 @@ Natural = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=ID_PATTERN)]
 # This pattern limits the length of an id, to leave room for the member's number that is appended.
 GroupName = Annotated[str, Meta(pattern=SESSIONS_ID_PATTERN)]
+
+
+Components = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=128)], float], Meta(max_length=MAX_COMPONENTS)
+]
 
 
 class Packed(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,7 +112,7 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     """The samples, in the order in which they began."""
     reward: float | None = None
     """Reward of the whole trajectory; null if it has none or `token_rewards` contain it."""
-    components: dict[str, float] = {}
+    components: Components = {}
     turn_rewards: dict[int, float] = {}
     """Rewards by the number of the turn, in addition to the trajectory's reward."""
     outcome: str = "completed"

@@ -251,10 +251,18 @@ class SftRun:
         if not self._metrics.exists():
             return
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= done]
         aside = self._metrics.with_suffix(".part")
         aside.write_text("".join(kept), encoding="utf-8")
         aside.replace(self._metrics)
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a stored record; infinity if the line is damaged and is to be removed."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _record(stats: StepStats, *, epoch: int, seconds: float) -> SftStep:

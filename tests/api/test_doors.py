@@ -24,6 +24,7 @@ from service.api import door
 from service.api.app import CountedRequests
 from service.api.bodies import ASKS_HEADER, LARGE_BYTES, BodyRoom
 from service.api.door import Door, limit_heads
+from service.config.file import ConfigError
 from service.gateway.keys import AGENT, REWARD, session_key
 from service.launch.run_dir import RunDir, check_new, session_secret
 
@@ -123,6 +124,15 @@ async def test_who_has_a_key_of_the_session_sends_a_large_body(gateway: Gateway)
 
         headers = {**JSON, "content-length": str(len(content)), "x-api-key": key}
         assert (await ask(app, "POST", CHAT, headers, whole))[0] == status
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\x00" * 43, b"\xff" * 43, b"short"])
+def test_a_damaged_secret_is_refused(tmp_path: Path, content: bytes) -> None:
+    run_dir = RunDir(path=tmp_path / "run")
+    session_secret(run_dir)
+    run_dir.secret_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"session\.key is damaged: got"):
+        session_secret(run_dir)
 
 
 async def test_an_agent_cannot_compute_the_key_that_rewards_it(

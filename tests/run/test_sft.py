@@ -104,6 +104,9 @@ async def test_a_resumed_training_has_the_same_losses(model: str, tmp_path: Path
     assert await train(model, cut, stop_at=6) is None
     assert complete_checkpoints(cut / "checkpoints")[0].name == "step-000006-t2"
     assert losses(cut) == found[:6]
+    # A line that the disk has damaged is removed, and is no reason not to resume.
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('\0\0\0\n{"loss": 1}\n[]\n')
     assert await train(model, cut) == cut / "checkpoints" / "step-000012-t3"
     assert losses(cut) == found
     # All steps are done: the last checkpoint is the result again.

@@ -370,6 +370,18 @@ asyncio.run(main(Path(sys.argv[1])))
 
 @pytest.mark.proof
 @pytest.mark.slow
+async def test_a_damaged_file_of_the_progress_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "jsonl.json").write_text("[]")
+    with store_in(tmp_path) as store:
+        recorder, _ = await begin(store, config_with({"jsonl": True}), tmp_path)
+        await recorder.step(step_record(1))
+        await until(lambda: recorder.notices.length)
+        await recorder.close_trackers(is_taken_over=False)
+    [notice] = recorder.notices.since(0)
+    assert "trackers/jsonl.json cannot be read" in notice and "remove it to write" in notice
+
+
 async def test_what_a_tracker_is_known_to_have_outlives_a_kill(tmp_path: Path) -> None:
     """Of a process that is killed once each tracker has said how far it came."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

@@ -19,6 +19,7 @@ from actors.environment.builtin.guessing import HIGHER, LOWER
 from actors.environment.protocol import Message, Role
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tool_calls import parse_tool_calls
+from actors.trainer.tiny.built import MARKER
 from actors.trainer.tiny.model import build_tiny_model
 from actors.trainer.tiny.tokenizer import TOOL_TOKENS, TURN_END, VOCAB_SIZE, build_tokenizer
 from actors.trainer.tiny.warmup import (
@@ -215,6 +216,13 @@ def test_a_directory_that_is_no_tiny_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="is not a tiny model"):
         build_tiny_model(tmp_path, warmup_steps=0)
     assert (tmp_path / "precious.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "3"])
+def test_a_tiny_model_with_a_damaged_marker_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / MARKER).write_text(content)
+    with pytest.raises(FileExistsError, match=f"{MARKER} cannot be read .*; remove .*/"):
+        build_tiny_model(tmp_path, warmup_steps=0)
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:

@@ -68,7 +68,13 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
             f"tiny model: {directory} exists and is not a tiny model (it has no {MARKER}); "
             "name another directory or remove it"
         )
-    found: dict[str, Any] = json.loads(marker.read_text())
+    try:
+        found: dict[str, Any] = {**json.loads(marker.read_text())}
+    except (ValueError, TypeError) as error:
+        raise FileExistsError(
+            f"tiny model: {marker} cannot be read ({error}); remove {directory}, and it is built "
+            "again"
+        ) from error
     return found
 
 
