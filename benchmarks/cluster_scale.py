@@ -166,7 +166,7 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
         "feed": ray.get(feed.pid.remote()),
         **{name: _find(name) for name in ("gcs_server", "raylet")},
     }
-    ray.get(feed.play.remote(queue, first_step=1, num_steps=2))  # warm
+    ray.get(feed.play.remote(queue, first_step=1, num_steps=2))  # warm up
 
     before, started = _counts(pids), time.monotonic()
     time.sleep(IDLE_S)

@@ -33,7 +33,7 @@ class LineProcess:
         """
         self._command = command
         self._remedy = remedy
-        self._errors = tempfile.TemporaryFile("w+")  # lives as long as the process
+        self._errors = tempfile.TemporaryFile("w+")  # closed when the process ends
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **environment},

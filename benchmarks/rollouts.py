@@ -274,7 +274,7 @@ def main() -> None:
             rollouts = Rollouts(config, settings, max_steps=asked.ahead)
             raw = RawEngine(settings)
             at_once = config.rollouts.slots_per_actor
-            raw.play(rollouts.play(asked.ahead).conversations, at_once=at_once)  # warm
+            raw.play(rollouts.play(asked.ahead).conversations, at_once=at_once)  # warm up
             pin_all(rollouts, raw)
             for _ in range(asked.rounds):
                 for each in compared.values():

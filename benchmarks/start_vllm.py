@@ -19,7 +19,7 @@ def main() -> None:
     (answer,) = engine.generate([asked], parameters, use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 1
     print("the first token", flush=True)
-    # Until the calling process has read the processor times.
+    # Wait until the calling process has read the processor times.
     sys.stdin.read()
 
 

@@ -332,7 +332,7 @@ def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:
         _query(name, label, query)
         .multi(True)
         .include_all(True)
-        # Also for series without the label.
+        # This also matches series without the label.
         .all_value(".*")
         .current(models.VariableOption(selected=True, text="All", value="$__all"))
     )

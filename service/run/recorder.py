@@ -41,7 +41,7 @@ from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
 
 if TYPE_CHECKING:
-    # It imports Ray, which a recorder does not need.
+    # These modules import Ray, which a recorder does not need.
     from service.run.checkpoint_uploads import CheckpointUploads
     from service.run.hacking_watch import HackingWatch
 

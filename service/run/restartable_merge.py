@@ -81,7 +81,7 @@ class RestartableMerge:
                     raise
                 self.kill()
                 self._actor = self._start_actor()
-                self._on_restart(f"{loss}; a new one makes the batch again")
+                self._on_restart(f"{loss}; a new merge actor makes the batch again")
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 

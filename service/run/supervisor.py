@@ -410,7 +410,7 @@ class Supervisor:
             return "stopped before the run was free"
         await self._recorder.begin_term(lease)
         await self._control.begin_term(lease)
-        # In a thread: it asks Ray for the nodes, and starts the queue's process.
+        # Run in a thread, because this asks Ray for the nodes and starts the queue's process.
         term = await asyncio.to_thread(
             Term,
             self._config,

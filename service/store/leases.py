@@ -142,7 +142,7 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     if not sys.platform.startswith("linux"):
         return f"{psutil.Process(pid).create_time():.2f}"
-    # In ticks since the boot; the name before it may contain spaces and parentheses.
+    # The start in ticks since the boot. The name before it may contain spaces and parentheses.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

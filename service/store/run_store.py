@@ -376,7 +376,7 @@ def _insert_outcomes(
     new_events: Sequence[LedgerEvent],
     new_results: Sequence[RolloutResult],
 ) -> None:
-    # Written out, because asdict would take longer than the insertion.
+    # The fields are written out, because asdict would take longer than the insertion.
     events = (
         {
             "term": term,

@@ -465,7 +465,7 @@ def _execute(connection: Connection, statement: Any, rows: Iterable[Mapping[str,
 
 
 def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[str, Any]:
-    # Not by asdict, because it copies every array.
+    # Without asdict, which would copy every array.
     return {name: getattr(record, name) for name in names}
 
 

@@ -113,7 +113,7 @@ def test_a_lost_rank_or_merge_actor_is_replaced_while_every_other_part_goes_on(
         run.advance(3, limit_s=START_S)
         run.wait_for_log("checkpoint of step", limit_s=START_S)
         run.kill_part("ray::MergeActor")
-        run.wait_for_log("a new one makes the batch again", limit_s=START_S)
+        run.wait_for_log("a new merge actor makes the batch again", limit_s=START_S)
         run.kill_part("ray::TrainerRankActor")
         run.advance(2, limit_s=START_S)
         assert before == [process.pid for title in others for process in run.processes(title)]
