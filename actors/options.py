@@ -220,7 +220,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 def holding(part: str) -> AfterValidator:
-    """Return a check for an annotated type: the text must contain `part`."""
+    """Return a validator for an annotated type; it refuses a text that does not contain `part`."""
 
     def check(text: str) -> str:
         if part not in text:

@@ -82,8 +82,8 @@ async def score_together(
 def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | None]:
     """Return the results of an environment's `score_group`, after a check.
 
-    Raises: RewardError if it is not a list with a StepResult or None for each answer, or if a
-        reward is not a finite number.
+    Raises: RewardError if the results are not a list with a StepResult or None for each answer, or
+    if a reward is not a finite number.
     """
     if not isinstance(found, list | tuple) or len(found) != num_answers:
         got = f"{len(found)} results" if isinstance(found, list | tuple) else type(found).__name__

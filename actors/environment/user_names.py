@@ -123,10 +123,10 @@ def _names_in(owner: Any, part: str) -> str:
 
 
 def missing_module(error: ModuleNotFoundError, own: str) -> str:
-    """Return a sentence on the import of a missing module, with its file and the remedy.
+    """Return a sentence on a module that an import did not find, with the file and the remedy.
 
     Args: own: name of the module that is imported first.
-    Returns: the sentence; empty if that module itself is missing.
+    Returns: the sentence; empty if the missing module is `own` itself.
     """
     missing = error.name
     if missing is None or f"{own}.".startswith(f"{missing}."):

@@ -73,7 +73,7 @@ def buffer_checksum(buffer: Bytes) -> str:
 
 
 def layer_groups(names: Sequence[str]) -> list[list[str]]:
-    """Return groups of parameter names: before the layers, of each layer, and after the layers.
+    """Return parameter names in groups: one before the layers, one for each layer, one after them.
 
     A layer is identified by the first number in the name, so that a layer's experts stay together.
     Each group keeps the given order.

@@ -257,7 +257,7 @@ class Comparison:
     """The means over the first, the middle and the last quarter of the tokens."""
 
     def ratio(self, bounds: Bounds) -> float:
-        """Return the difference as a multiple of its bound; rounding explains at most 1."""
+        """Return the difference divided by its bound; rounding cannot explain a value above 1."""
         means = [self.mean]
         if self.num_scores >= 4 * _MIN_QUARTER:
             means += self.quarters

@@ -129,7 +129,10 @@ class LostReplicas:
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record the answer to a request to the replica `asked`; if it is "", any could answer."""
+        """Record the answer to a request.
+
+        asked: the replica to which the request was sent; empty if any replica could answer.
+        """
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)
         is_elsewhere = isinstance(answer, GenerateReply) and answer.replica != asked

@@ -436,7 +436,7 @@ def _check_admitted(
 ) -> Iterator[Offence]:
     """Yield an offence if admitted rollouts are missing from a group's baseline.
 
-    It is explained if the journal or the ledger has a reason for each missing rollout.
+    The offence is explained if the journal or the ledger has a reason for each missing rollout.
     """
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)

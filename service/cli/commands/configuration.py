@@ -36,7 +36,7 @@ def run_configuration(
 ) -> Config:
     """Return the file's configuration, or a configuration for a data set and rewards.
 
-    Raises: ConfigError if the arguments do not name one of them, or it is refused.
+    Raises: ConfigError if the arguments name neither, or if the configuration is refused.
     """
     tasks = tasks_of(dataset, rewards, tools, group_rewards)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
@@ -63,7 +63,7 @@ def sft_configuration(
 ) -> SftConfig:
     """Return the file's configuration, or a configuration for a data set of chats.
 
-    Raises: ConfigError if the arguments do not name one of them, or it is refused.
+    Raises: ConfigError if the arguments name neither, or if the configuration is refused.
     """
     given = [] if dataset is None else [f"sft.dataset={json.dumps(dataset)}"]
     if file is not None:
