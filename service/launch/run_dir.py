@@ -43,6 +43,8 @@ from service.store.tables import RunKind
 _logger = logging.getLogger(__name__)
 # Number of bytes to write as a test: more than the last block of a full disk can have free.
 PROBE_BYTES = 4096
+# A file with fewer characters is damaged.
+MIN_SECRET_CHARACTERS = 32
 _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 
@@ -288,10 +290,10 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
 def session_secret(run_dir: RunDir) -> str:
     """Return the run's own secret, which the first call creates, readable only by its owner.
 
-    Raises: ConfigError if the file cannot be read or written.
+    Raises: ConfigError if the file cannot be read or written, or is damaged.
     """
+    file = run_dir.secret_file
     with _refusing(run_dir):
-        file = run_dir.secret_file
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_name(f"{file.name}.part")
@@ -301,7 +303,15 @@ def session_secret(run_dir: RunDir) -> str:
                 made.flush()
                 os.fsync(made.fileno())
             part.replace(file)
-        return file.read_text()
+        secret = file.read_bytes().decode("latin-1")
+    # With an empty secret, an agent could compute the key that rewards its session.
+    if len(secret) < MIN_SECRET_CHARACTERS or not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(
+            f"{file} is damaged: got {len(secret)} characters, expected at least "
+            f"{MIN_SECRET_CHARACTERS} printable ones; restore it, or remove it: sessions then "
+            "continue with their existing keys"
+        )
+    return secret
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:

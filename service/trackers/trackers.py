@@ -175,10 +175,17 @@ class Follower(threading.Thread):
         """
         if not self._places_file.exists():
             return {}
-        written = json.loads(self._places_file.read_text())
-        if written["target"] != self._target.address:
-            return {}
-        return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in written["places"].items()}
+        try:
+            written = json.loads(self._places_file.read_text())
+            if written["target"] != self._target.address:
+                return {}
+            places = written["places"].items()
+            return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in places}
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"{self._places_file} cannot be read ({error}); restore it, or remove it to write "
+                "every record again"
+            ) from error
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
         """Write the progress of the target. Raises: OSError."""

@@ -27,6 +27,7 @@ from worlds.parts.upload_world import (
 )
 
 from actors.types import UNDONE, Outcome, Trajectory, Turn
+from service.api.problems import Problem
 from service.gateway.upload_bodies import Fault, TrajectoryBody, Violation, decode_body
 from service.gateway.upload_checks import checked_upload
 from service.intake.uploads import Upload, decoded_content, stored_content
@@ -185,6 +186,17 @@ def test_a_reward_of_0_is_a_reward_of_what_was_cut_off(
 ) -> None:
     found = trajectory_of(read(item(outcome="truncated_tokens", **given), packed=False))
     assert found.is_graded is is_graded and found.episode_return == (given["reward"] or 0.0)
+
+
+@pytest.mark.parametrize(
+    "components", [{str(i): 1.0 for i in range(65)}, {"": 1.0}, {"a" * 129: 1.0}]
+)
+def test_an_upload_has_as_many_named_parts_as_a_session(components: dict[str, float]) -> None:
+    for packed in (False, True):
+        with pytest.raises(Problem, match=r"components.* of length"):
+            read(item(components=components), packed=packed)
+    full = {f"{i:0128}": 1.0 for i in range(64)}
+    assert trajectory_of(read(item(components=full), packed=False)).samples
 
 
 SAMPLE = ["trajectories", 0, "samples", 0]
