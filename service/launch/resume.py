@@ -102,7 +102,7 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
 
 
 def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
-    """Return the checkpoint with a directory name or a step number, to resume from it.
+    """Return the checkpoint that `name` means: its directory's name, or the number of its step.
 
     Raises: ConfigError if the run has no such checkpoint or it cannot be read.
     """

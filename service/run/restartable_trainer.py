@@ -315,7 +315,7 @@ class RestartableTrainer:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks with the lost ones; if their weights differ, raise the version."""
+        """Compare the new ranks with the lost ones; if the weights differ, increase the version."""
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:

@@ -95,7 +95,10 @@ def evaluation_file(step: int, what: str) -> str:
 
 
 def is_scored(summary: TrajectorySummary) -> bool:
-    """Return whether an environment scored the rollout, which is true too if it was cut off."""
+    """Return whether an environment scored the rollout.
+
+    A rollout that was cut off counts as scored.
+    """
     return summary.num_sampled > 0 and summary.outcome not in UNSCORED
 
 

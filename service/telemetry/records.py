@@ -108,7 +108,7 @@ class EvaluationRecord:
     scaled_reward_mean: float | None
     outcomes: Mapping[Outcome, int]
     name: str = ""
-    """Name of the task set (evaluation.sets); empty for the run's own set."""
+    """Name of the task set (evaluation.sets); empty if it is the run's own set."""
     standard_error: float | None = None
     """Standard error of the best-known reward over tasks; None with fewer than two tasks."""
     majority_mean: float | None = None
