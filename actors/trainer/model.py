@@ -34,7 +34,7 @@ from actors.trainer.model_check import (
 )
 from actors.trainer.rope import fix_rope
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
-from actors.trainer.weights_check import check_loaded, check_tied
+from actors.trainer.weights_check import check_loaded
 
 # transformers reports weights that do not fit instead of raising an error of its own.
 _REPORTED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -245,7 +245,6 @@ def _check_files(name: str, model: PreTrainedModel, loading: dict[str, Any]) -> 
     """Raise NotImplementedError, with the model's name, if its files do not fit its settings."""
     try:
         check_loaded(model, loading)
-        check_tied(model)
     except NotImplementedError as error:
         raise NotImplementedError(f"model {name}: {error}") from error
 

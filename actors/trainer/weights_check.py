@@ -34,10 +34,14 @@ _COMPARED_ROWS = 1024
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_weights(directory: Path, config: PreTrainedConfig, *, has_head: bool = True) -> None:
+def check_weights(
+    directory: Path, config: PreTrainedConfig, *, is_served: bool = True, has_head: bool = True
+) -> None:
     """Compare the headers of a model's files with the parameters of its configuration.
 
-    Args: has_head: False for a critic, of which only the body is read.
+    Args: is_served: whether engines load the model too. If config.json ties a head to the embedding
+        and the files do not, transformers computes with both, and vLLM with the embedding.
+        has_head: False for a critic, of which only the body is read.
     Raises: NotImplementedError if they differ, or if transformers and vLLM read other files.
     """
     files = _files(directory)
@@ -47,9 +51,13 @@ def check_weights(directory: Path, config: PreTrainedConfig, *, has_head: bool =
     model, loading = _loaded_empty(config, stored, has_head=has_head)
     check_loaded(model, loading)
     _check_types(model, stored)
-    for head, embedding in model.all_tied_weights_keys.items():
+    for head, embedding in model.all_tied_weights_keys.items() if is_served else ():
         if head in stored and embedding in stored and _differ(files, head, embedding):
-            raise NotImplementedError(_untied(head, embedding))
+            raise NotImplementedError(
+                f"its files have other numbers for {head} than for {embedding}, and config.json "
+                "has tie_word_embeddings: true, so that the engines would use the embedding; "
+                "expected equal numbers; set tie_word_embeddings to false"
+            )
 
 
 def _loaded_empty(
@@ -131,17 +139,6 @@ def _check_types(model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> 
             )
 
 
-def check_tied(model: PreTrainedModel) -> None:
-    """Refuse a loaded model if config.json ties its head to the embedding and the files do not.
-
-    transformers then computes with both, and vLLM with the embedding. Raises: NotImplementedError.
-    """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    if tied and head is not None and head.weight is not embedding.weight:
-        raise NotImplementedError(_untied("the output head", "the embedding"))
-
-
 def _files(directory: Path) -> list[Path]:
     """Return the files that both transformers and vLLM read. Raises: NotImplementedError."""
     found = sorted(
@@ -197,14 +194,6 @@ def _differ(files: Iterable[Path], first: str, second: str) -> bool:
             for name in {first, second} & set(opened.keys()):
                 rows[name] = opened.get_slice(name)[:_COMPARED_ROWS]
     return not torch.equal(rows[first], rows[second])
-
-
-def _untied(head: str, embedding: str) -> str:
-    return (
-        f"its files have other numbers for {head} than for {embedding}, and "
-        "config.json has tie_word_embeddings: true, so that the engines would use the embedding; "
-        "expected equal numbers; set tie_word_embeddings to false"
-    )
 
 
 def _count(found: list[Any], one: str, several: str) -> str:

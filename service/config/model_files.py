@@ -113,7 +113,9 @@ def check_architecture(
     if reasons:
         raise ConfigError(f"{key}: {directory} cannot be served: {reasons[0]}")
     with _refused_as(f"{key}: {directory}"):
-        weights_check.check_weights(directory, config, has_head=has_head)
+        weights_check.check_weights(
+            directory, config, is_served=inference is not None, has_head=has_head
+        )
 
 
 @contextmanager
