@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray._private import services
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -230,11 +231,19 @@ def _unanswered(address: str, error: Exception) -> ConfigError:
 def _check_answers(address: str) -> None:
     """Check that HOST:PORT answers by gRPC, as a head node's control store does.
 
-    Ray itself would try for many minutes. Addresses in another form are left to Ray. Raises:
-    ConfigError.
+    Ray itself would try for many minutes. The address auto is that of RAY_ADDRESS, or of the last
+    cluster that was started on this machine, which may have ended. Addresses in another form are
+    left to Ray. Raises: ConfigError.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in address:
+    place = address
+    if address == "auto":
+        try:
+            place = services.canonicalize_bootstrap_address(address) or ""
+        except (OSError, ValueError) as error:
+            raise _unanswered(address, error) from error
+        address = f"auto ({place})"
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or "/" in place:
         return
     host = host.strip("[]")
     if host in ("localhost", "127.0.0.1", "::1"):

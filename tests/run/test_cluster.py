@@ -196,10 +196,17 @@ def test_an_address_where_no_head_answers_is_refused_within_seconds(
         # `attached` would end the Ray that the tests of this process share.
         with pytest.raises(ConfigError, match=rf":{port}: no Ray cluster answers .*{words}.*:6379"):
             cluster._connect(f"127.0.0.2:{port}")
+        if not listens:
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{port}")
+            with pytest.raises(ConfigError, match=r"auto \(127.0.0.2:\d+\): no Ray cluster "):
+                cluster._connect("auto")
 
 
-def test_a_head_that_answers_is_greeted_at_once(cluster: None) -> None:
+def test_a_head_that_answers_is_greeted_at_once(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = ray.get_runtime_context().gcs_address
+    monkeypatch.setenv("RAY_ADDRESS", head)
     here = f"127.0.0.1:{head.rpartition(':')[2]}"
     for address in (head, here, "auto", f"ray://{head}"):
         _check_answers(address)
