@@ -147,7 +147,9 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
                     rollouts=RolloutSettings(
                         slots_per_actor=64, max_turns=4, max_tokens_per_turn=8
                     ),
-                    environments={"guessing": EnvironmentSettings(environment="guessing")},
+                    environments={
+                        "guessing": EnvironmentSettings(environment="guessing", options={})
+                    },
                     chat_template=None,
                     groups_per_step=1,
                     max_context_tokens=256,

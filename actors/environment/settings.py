@@ -179,10 +179,9 @@ class EnvironmentSettings:
 
     environment: str
     """The environment's registered name, or package.module:Class."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
     rollouts: RolloutSettings | None = None
-    """The limits of its rollouts; None: those of the actor
-    (`EnvironmentActorSettings.rollouts`)."""
+    """The limits of its rollouts; None for `EnvironmentActorSettings.rollouts`."""
 
     @property
     def scores_groups(self) -> bool:

@@ -159,7 +159,7 @@ def _one_rank(config: Config, model: str) -> RankSettings:
 @contextmanager
 def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
     """Start a rank with the weights from before the step. Raises: ConfigError."""
-    store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=_STORE_TIMEOUT_S)
+    store = open_store(LOOPBACK, num_ranks=1, timeout_s=_STORE_TIMEOUT_S)
     try:
         rank = TrainerRank(settings, rank=0, store=store)
     except (OSError, NotImplementedError) as error:

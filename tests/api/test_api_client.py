@@ -156,8 +156,9 @@ def test_what_does_not_answer_is_given_up_when_patience_ends() -> None:
 
 
 def submitted(directory: Path, client: Client, **options: Any) -> int:
+    results = directory / "results"
     return submit_file(
-        directory / "tasks.jsonl", client, results_file=directory / "results", **options
+        directory / "tasks.jsonl", client, results_file=results, batch="file", **options
     )
 
 
@@ -180,7 +181,7 @@ def test_a_file_is_submitted_whole_and_after_an_interruption_only_the_rest(
     )
     with Client(world.url) as client:
         # More than a request takes, and more than the backlog holds.
-        assert submitted(tmp_path, client, batch="file") == 0
+        assert submitted(tmp_path, client) == 0
         results = results_of(tmp_path)
         assert [line["id"] for line in results] == names
         assert {line["status"] for line in results} == {"trained"} and results[0]["reward"] == 0.0

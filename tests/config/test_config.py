@@ -501,7 +501,10 @@ def test_the_options_of_judges_and_servers_are_described_without_their_secrets(
     assert "secret" not in text and text.count("$KEY_OF_TEST") == 2
     lines = [line.strip() for line in text.splitlines()]
     assert lines[lines.index("max_retries: 3") - 1].startswith("# Number of retries after")
-    assert lines[lines.index("sums:") - 1] == "# Options of an MCP server: a command or an address."
+    assert (
+        lines[lines.index("sums:") - 1]
+        == "# Options of an MCP server, which has either a command or an address."
+    )
     assert lines[lines.index("per: actor") - 1].startswith("# actor: all episodes of an actor")
 
 

@@ -253,7 +253,7 @@ def test_a_function_that_can_never_work_is_refused(
     [
         ("Game", "step of of_trial:Game gave a float, expected a StepResult.*environments.md"),
         ("Keeps", "a result that cannot be copied to another process .*lambda"),
-        ("Misuses", r"cannot run: TypeError: .*terminated: got a int, .*trial\.py:\d+ in step"),
+        ("Misuses", r"cannot run: TypeError: .*terminated: got an int, .*trial\.py:\d+ in step"),
         ("Own", r"reset of of_trial:Own returned an Observation that cannot be copied .*Observed"),
         ("Ends", "exit code 7"),
         ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),

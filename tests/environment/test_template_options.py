@@ -67,7 +67,7 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
     actor = EnvironmentActor(
         EnvironmentActorSettings(
             rollouts=config_with(model, options).rollouts,
-            environments={"guessing": EnvironmentSettings(environment="guessing")},
+            environments={"guessing": EnvironmentSettings(environment="guessing", options={})},
             chat_template=None,
             groups_per_step=1,
             max_context_tokens=256,

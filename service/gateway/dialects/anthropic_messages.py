@@ -8,15 +8,7 @@ from typing import Any
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, StopReason
-from service.gateway.dialects.dialect import (
-    ERROR_TYPES,
-    AnswerStyle,
-    Dialect,
-    event,
-    pieces,
-    shown_calls,
-    shown_tokens,
-)
+from service.gateway.dialects.dialect import AnswerStyle, Dialect
 from service.gateway.dialects.parameters import (
     BOOKKEEPING,
     COMMON,
@@ -56,6 +48,7 @@ from service.gateway.dialects.reading import (
     read_text_part,
     unsupported,
 )
+from service.gateway.dialects.sending import ERROR_TYPES, event, pieces, shown_calls, shown_tokens
 
 # Prefix of the result of a call that failed.
 _ERROR = "Error: "

@@ -7,16 +7,7 @@ from typing import Any
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, StopReason
-from service.gateway.dialects.dialect import (
-    COMMENT,
-    ERROR_TYPES,
-    AnswerStyle,
-    Dialect,
-    event,
-    pieces,
-    shown_calls,
-    shown_tokens,
-)
+from service.gateway.dialects.dialect import AnswerStyle, Dialect
 from service.gateway.dialects.parameters import (
     BOOKKEEPING,
     COMMON,
@@ -54,6 +45,14 @@ from service.gateway.dialects.reading import (
     read_objects,
     read_stop,
     read_text,
+)
+from service.gateway.dialects.sending import (
+    COMMENT,
+    ERROR_TYPES,
+    event,
+    pieces,
+    shown_calls,
+    shown_tokens,
 )
 
 PARAMETERS: Parameters = {

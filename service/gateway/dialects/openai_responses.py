@@ -17,15 +17,7 @@ from service.gateway.chat import (
     StopReason,
     unknown_item,
 )
-from service.gateway.dialects.dialect import (
-    COMMENT,
-    AnswerStyle,
-    Dialect,
-    event,
-    pieces,
-    shown_calls,
-    shown_tokens,
-)
+from service.gateway.dialects.dialect import AnswerStyle, Dialect
 from service.gateway.dialects.openai_chat import error
 from service.gateway.dialects.parameters import (
     BOOKKEEPING,
@@ -63,6 +55,7 @@ from service.gateway.dialects.reading import (
     read_text,
     unsupported,
 )
+from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
 
 PREFIX = "resp_"
 # An id with more digits in the index of its call is not ours.
