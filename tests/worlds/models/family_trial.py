@@ -102,6 +102,8 @@ async def _compare(
         dtype=dtype,
         max_context_tokens=CONTEXT,
         stop_token_ids=(),
+        chat_template=None,
+        reads_text=False,
         resets_prefix_cache=True,
         seed=0,
     )
