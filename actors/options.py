@@ -59,6 +59,8 @@ _EXPECTED = {
 }
 # A member of an enumeration, as pydantic shows it if only some members are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
+# A number's type in the name of a union's choice, as pydantic writes it with the check around it.
+_STRICT = re.compile(r"function-before\[_no_truth\(\), ([^\[\]]*)\]")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 Options = TypeVar("Options")
@@ -138,9 +140,10 @@ def _with_strict_numbers(schema: Any) -> Any:
         return type(schema)(map(_with_strict_numbers, schema))
     if not isinstance(schema, dict):
         return schema
+    # Of a model's fields by name, each is a schema, also one named `default`.
+    kept = _NO_SCHEMAS if isinstance(schema.get("type"), str) else ()
     inner = {
-        key: value if key in _NO_SCHEMAS else _with_strict_numbers(value)
-        for key, value in schema.items()
+        key: value if key in kept else _with_strict_numbers(value) for key, value in schema.items()
     }
     if schema.get("type") == "union":
         # Errors name the choice: by its type, and not by the check around it.
@@ -150,14 +153,21 @@ def _with_strict_numbers(schema: Any) -> Any:
         ]
     if not _is_number(schema):
         return inner
-    return core_schema.no_info_before_validator_function(_no_truth, inner)
+    # Other schemas refer to the check, and not to the number within.
+    ref = inner.pop("ref", None)
+    return core_schema.no_info_before_validator_function(_no_truth, inner, ref=ref)
 
 
 def _is_number(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema of pydantic's core reads true as a number."""
-    values = [*schema.get("expected", ()), *(each.value for each in schema.get("members", ()))]
-    kinds = set(map(type, values))
-    return schema.get("type") in _NUMBERS or (bool not in kinds and bool(kinds & {int, float}))
+    match schema.get("type"):
+        case "literal":
+            kinds = set(map(type, schema["expected"]))
+        case "enum":
+            kinds = {type(each.value) for each in schema["members"]}
+        case kind:
+            return kind in _NUMBERS
+    return bool not in kinds and bool(kinds & {int, float})
 
 
 def _no_truth(given: object) -> object:
@@ -232,7 +242,7 @@ def holding(part: str) -> AfterValidator:
 
 def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     """Return a sentence on one error of pydantic. where: the place of `kind` in a larger tree."""
-    place = ".".join(map(str, [*filter(None, [where]), *detail["loc"]]))
+    place = _STRICT.sub(r"\1", ".".join(map(str, [*filter(None, [where]), *detail["loc"]])))
     context = detail.get("ctx", {})
     match detail["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":

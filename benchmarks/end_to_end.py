@@ -46,7 +46,7 @@ GROUPS = 16
 WARM_STEPS = 4
 """Number of first steps that are not part of the steady rate.
 
-If there are fewer than eight steps, half of them are not part of it.
+If there are fewer than eight steps, the first half of them is left out.
 """
 LAST_STEPS = 5
 """Number of last steps over which rewards are compared."""

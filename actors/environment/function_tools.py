@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -47,6 +48,8 @@ _NOT_TAKEN = (
     inspect.Parameter.POSITIONAL_ONLY,
 )
 # Methods of a class that the policy cannot call.
+# Number of elements up to which an array is shown whole.
+MAX_SHOWN = 1000
 _OWN = frozenset({"reset", "close", "get_reward"})
 
 
@@ -332,8 +335,9 @@ def _plain(value: Any) -> Any:
 
     Raises: TypeError, ValueError.
     """
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    if type(value).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
+        # Long arrays are shortened as they are when they are printed.
+        return value.tolist() if math.prod(value.shape) <= MAX_SHOWN else str(value)
     if isinstance(value, set | frozenset):
         # The order of a set's texts differs between processes.
         return sorted(value, key=repr)

@@ -149,8 +149,13 @@ def _loaded(path: str) -> ChatTokenizer:
         raise
     except Exception as error:
         # For a damaged file the libraries raise errors of any type.
+        damaged = _damaged(Path(path))
+        if damaged is None and isinstance(error, ValueError):
+            # The files can be read; the error says what else is missing.
+            raise
+        damaged = damaged or Path(path) / "tokenizer.json"
         raise ValueError(
-            f"{_damaged(Path(path))} cannot be loaded ({type(error).__name__}: {error}); "
+            f"{damaged} cannot be loaded ({type(error).__name__}: {error}); "
             "expected a tokenizer that transformers saved; copy or download the model again"
         ) from error
     if config.get("add_bos_token") and not ids_before_text(tokenizer):
@@ -160,8 +165,8 @@ def _loaded(path: str) -> ChatTokenizer:
     return found
 
 
-def _damaged(directory: Path) -> Path:
-    """Return the tokenizer's file that cannot be read; tokenizer.json if all can be read."""
+def _damaged(directory: Path) -> Path | None:
+    """Return the tokenizer's file that cannot be read; None if all can be read."""
     for file in sorted((*directory.glob("*token*.json"), *directory.rglob("*.jinja"))):
         try:
             text = file.read_text(encoding="utf-8")
@@ -169,7 +174,7 @@ def _damaged(directory: Path) -> Path:
                 json.loads(text)
         except ValueError:
             return file
-    return directory / "tokenizer.json"
+    return None
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:

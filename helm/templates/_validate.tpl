@@ -430,7 +430,7 @@
 - {{ printf "config.%s: got %s, expected a name of a hub, or a directory of the pods: models are not loaded from addresses; copy it to a volume that pods.volumes and pods.volumeMounts have, and give its directory" $key $path | quote }}
 {{- end }}
 {{- end }}
-{{- if and (eq .Values.mode "job") (eq (dig "tasks" "environment" "" .Values.config | default "") "session") }}
+{{- if and (eq .Values.mode "job") (eq (dig "environment" "" (default dict (get (default dict .Values.config) "tasks")) | default "") "session") }}
 - "config.tasks.environment: got session with mode job, which has no API for the agents; expected mode service; set it, or choose another environment"
 {{- end }}
 {{- if eq (int $config.service.port) (int $config.metrics.port) }}

@@ -24,6 +24,8 @@ from service.inference.settings import InferenceSettings
 from service.user_cache import user_cache
 
 _ROOT = Path(__file__).parents[2]
+# First letters of the files in Mistral's own form, which nothing here reads.
+CONSOLIDATED = "consolidated"
 INDEX = "model.safetensors.index.json"
 # These settings files are checked here, because transformers, tokenizers and vLLM each raise
 # another error for a broken file.
@@ -31,29 +33,30 @@ _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generati
 _REMEDY = "copy or download the model again, or export it again with `rayloom export`"
 
 
-def check_model_files(directory: Path) -> None:
+def check_model_files(directory: Path, *, key: str = "model.path") -> None:
     """Check that every settings file is a JSON object and that every weight file is complete.
 
+    Args: key: the setting that names the model.
     Raises: ConfigError that names the file.
     """
     for name in _SETTINGS:
         if (directory / name).is_file():
-            read_object(directory / name)
-    for file in _weight_files(directory):
-        _check_header(file)
+            read_object(directory / name, key=key)
+    for file in _weight_files(directory, key=key):
+        _check_header(file, key=key)
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path, *, key: str = "model.path") -> dict[str, Any]:
     """Return the JSON object in a model's settings file. Raises: ConfigError if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"model.path: {file} is not JSON ({error}); expected a JSON object; {_REMEDY}"
+            f"{key}: {file} is not JSON ({error}); expected a JSON object; {_REMEDY}"
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(
-            f"model.path: {file} contains {type_of(found)}, expected a JSON object; {_REMEDY}"
+            f"{key}: {file} contains {type_of(found)}, expected a JSON object; {_REMEDY}"
         )
     return found
 
@@ -127,6 +130,8 @@ def _refused_as(model: str) -> Iterator[None]:
         raise ConfigError(
             f"{model} cannot be trained: {str(error).removeprefix('trainer: ')}"
         ) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{model} cannot be read ({error}); {_REMEDY}") from error
 
 
 def check_adapters(model: str, config: Any, lora: LoraSettings) -> None:
@@ -153,11 +158,12 @@ def check_architecture_once(
 ) -> None:
     """Call `check_architecture`, unless the same check has already passed for this user.
 
-    The check is repeated after each change of config.json, of the headers of the weight files, of
-    the arguments, of the packages, or of the check's code. Only a passed check is stored. The
+    The check is repeated after each change of config.json, of the weight files, of the arguments,
+    of the packages, or of the check's code. Only a passed check is stored. The
     arguments and errors are those of `check_architecture`.
     """
-    given = (max_context_tokens, dtype, inference, lora, has_head, _headers(directory))
+    headers = _headers(directory, key=key)
+    given = (max_context_tokens, dtype, inference, lora, has_head, headers)
     passed = user_cache("checked") / _fingerprint(directory / "config.json", given)
     if passed.is_file():
         return
@@ -175,13 +181,19 @@ def check_architecture_once(
         passed.touch()
 
 
-def _headers(directory: Path) -> list[tuple[str, bytes]]:
-    """Return the names and headers of a model's weight files, and their index."""
-    found = [(file.name, file.read_bytes()) for file in directory.glob(INDEX)]
-    for file in sorted(directory.glob("*.safetensors")):
+def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
+    """Return the names, times of change and headers of the files of weights, and their index.
+
+    Raises: ConfigError if an indexed file is missing.
+    """
+    found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
+    for file in _weight_files(directory, key=key):
+        status = file.stat()
         with file.open("rb") as opened:
             # Safetensors begins with the length of its header.
-            found.append((file.name, opened.read(int.from_bytes(opened.read(8), "little"))))
+            length = int.from_bytes(opened.read(8), "little")
+            header = opened.read(min(length, status.st_size))
+        found.append((file.name, status.st_mtime_ns, header))
     return found
 
 
@@ -204,20 +216,22 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def _weight_files(directory: Path, *, key: str) -> list[Path]:
     """Return the safetensors files to load. Raises: ConfigError if an indexed file is missing."""
     index = directory / INDEX
-    files = sorted(directory.glob("*.safetensors"))
+    files = sorted(
+        file for file in directory.glob("*.safetensors") if not file.name.startswith(CONSOLIDATED)
+    )
     if not index.is_file():
         return files
-    named = read_object(index).get("weight_map")
+    named = read_object(index, key=key).get("weight_map")
     if not isinstance(named, dict) or not named:
-        raise ConfigError(f"model.path: {index} has no weight_map, expected one; {_REMEDY}")
+        raise ConfigError(f"{key}: {index} has no weight_map, expected one; {_REMEDY}")
     expected = {directory / str(name) for name in named.values()}
     missing = sorted(file.name for file in expected if not file.is_file())
     if missing:
         raise ConfigError(
-            f"model.path: {directory} lacks {', '.join(missing[:3])}"
+            f"{key}: {directory} lacks {', '.join(missing[:3])}"
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which {INDEX} names; "
             f"expected every file of the model; {_REMEDY}"
         )
@@ -225,7 +239,7 @@ def _weight_files(directory: Path) -> list[Path]:
     return sorted(expected | ({directory / "model.safetensors"} & set(files)))
 
 
-def _check_header(file: Path) -> None:
+def _check_header(file: Path, *, key: str) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -233,8 +247,8 @@ def _check_header(file: Path) -> None:
             num_tensors = len(list(opened.keys()))
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"model.path: {file} is broken or cut short ({error}); expected a whole safetensors "
+            f"{key}: {file} is broken or cut short ({error}); expected a whole safetensors "
             f"file; {_REMEDY}"
         ) from error
     if num_tensors == 0:
-        raise ConfigError(f"model.path: {file} holds no weights, expected some; {_REMEDY}")
+        raise ConfigError(f"{key}: {file} holds no weights, expected some; {_REMEDY}")

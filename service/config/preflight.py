@@ -287,8 +287,9 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
     if file.is_file():
         _check_policy(config, file, was_loaded=was_loaded)
     for key, path in companions(config).items():
-        _check_companion(key, path, policy=file.parent)
         directory = Path(path).expanduser()
+        check_model_files(directory, key=key)
+        _check_companion(key, path, policy=file.parent)
         if not was_loaded and (directory / "config.json").is_file():
             check_architecture_once(
                 directory,
@@ -328,7 +329,10 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
     if vocabulary is None or not (policy / "tokenizer.json").is_file():
         return
     # The policy never samples a token beyond its own vocabulary, and its prompts have none.
-    num_ids = 1 + max(load_tokenizer(str(policy)).get_vocab().values())
+    try:
+        num_ids = 1 + max(load_tokenizer(str(policy)).get_vocab().values())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {policy}: {error}") from error
     num_ids = min(num_ids, _vocabulary(policy) or num_ids)
     if vocabulary < num_ids:
         raise ConfigError(

@@ -21,8 +21,9 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
 from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
 
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
@@ -511,6 +512,20 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
 
 
+def _schema_problem(schema: dict[str, Any]) -> str | None:
+    """Return what is wrong with a JSON schema of the draft that it names, or else of any draft."""
+    drafts = [Draft202012Validator, Draft7Validator, Draft4Validator]
+    problems = []
+    for draft in [validator_for(schema)] if "$schema" in schema else drafts:
+        try:
+            draft.check_schema(schema)
+        except SchemaError as error:
+            problems.append(error.message)
+        else:
+            return None
+    return problems[0]
+
+
 def _check_tools(
     config: Config,
     renderer: ChatRenderer,
@@ -524,13 +539,11 @@ def _check_tools(
     if not tools:
         return
     for tool in tools:
-        try:
-            Draft202012Validator.check_schema(dict(tool.parameters))
-        except SchemaError as error:
+        if problem := _schema_problem(dict(tool.parameters)):
             raise ConfigError(
                 f"tasks.environment: tool {tool.name}: its parameters are not a JSON schema "
-                f"({error.message:.200}); correct them"
-            ) from error
+                f"({problem:.200}); correct them"
+            )
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(

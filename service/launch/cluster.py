@@ -239,7 +239,10 @@ def _check_answers(address: str) -> None:
     if address == "auto":
         try:
             place = services.canonicalize_bootstrap_address(address) or ""
-        except (OSError, ValueError) as error:
+        except ValueError:
+            # RAY_ADDRESS has another form.
+            return
+        except OSError as error:
             raise _unanswered(address, error) from error
         address = f"auto ({place})"
     host, _, port = place.rpartition(":")

@@ -203,3 +203,29 @@ def test_tools_that_no_call_could_use_are_refused(
     config = config_with(tiny, tasks={"environment": "calculator"})
     with pytest.raises(ConfigError, match=expected):
         preflight.check_with_model(config, {"calculator": begun}, model_path=str(tiny))
+
+
+def test_a_schema_of_an_older_draft_is_a_schema(tiny: Path) -> None:
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    pair = {"type": "array", "items": [{"type": "string"}, {"type": "number"}]}
+    positive = {"type": "number", "minimum": 0, "exclusiveMinimum": True}
+    for parameters in (
+        draft | {"type": "object", "properties": {"pair": pair}},
+        {"type": "object", "properties": {"size": positive}},
+    ):
+        tool = ToolSchema(name="f", description="Do it.", parameters=parameters)
+        begun = Observation(messages=(Message(role=Role.USER, content="Go."),), tools=(tool,))
+        config = config_with(tiny, tasks={"environment": "calculator"})
+        preflight.check_with_model(config, {"calculator": begun}, model_path=str(tiny))
+
+
+def test_files_that_are_not_loaded_are_not_read_and_pointers_are_refused(
+    tiny: Path, directory: Path
+) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (directory / "consolidated.safetensors").write_text(pointer)
+    check_all(config_with(directory), directory)
+    (directory / "model.safetensors").write_text(pointer)
+    algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": str(directory)}
+    with pytest.raises(ConfigError, match=r"algorithm\.reference: .*model\.safetensors is broken"):
+        check_all(config_with(tiny, algorithm=algorithm), tiny)

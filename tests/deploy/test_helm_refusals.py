@@ -307,6 +307,7 @@ QUICK: list[Case] = [
 ACCEPTED = [
     "pods: {labels: {example.org/team: a.b_c-1, empty: ''}}",
     "trainer: {shmSize: 94Mi}",
+    "{mode: job, config: {tasks: null, mixture: {a: {weight: 1, tasks: {environment: guessing}}}}}",
     "image: {repository: 'registry.example:5000/team/rayloom'}",
     f"config: {{tasks: {{options: {{high: {2**53 - 1}}}}}}}",
     "checkpoints: {mountPath: /mnt/runs}",

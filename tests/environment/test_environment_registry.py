@@ -443,15 +443,19 @@ class Grade(IntEnum):
 
 class OfModel(BaseModel):
     number: int = 0
+    members: list[str] = []
+    default: int = 0
 
 
 @dataclass
 class Numbers:
     model: OfModel | None = None
     grade: Grade | None = None
+    other_grade: Grade = Grade.LOW
     choice: Literal[1, 2] | None = None
     limit: timedelta | None = None
     either: int | str | None = None
+    several: list[int] | list[str] = field(default_factory=list)
     truth: int | bool | None = None
     default: Mapping[str, str] = field(default_factory=lambda: {"type": "int"})
 
@@ -460,6 +464,7 @@ class Numbers:
     ("options", "place"),
     [
         ({"model": {"number": True}}, "options.model.number"),
+        ({"model": {"default": True}}, "options.model.default"),
         ({"grade": True}, "options.grade"),
         ({"choice": True}, "options.choice"),
         ({"limit": True}, "options.limit"),
@@ -469,7 +474,10 @@ class Numbers:
 def test_no_type_of_numbers_takes_a_truth(options: dict[str, Any], place: str) -> None:
     with pytest.raises(BadOptions, match=f"^{place}: got True, expected a number"):
         read(Numbers, options, where="options")
-    assert read(Numbers, {"truth": True, "grade": 1, "choice": 2}, where="options").truth is True
+    given = {"truth": True, "grade": 1, "other_grade": 1, "model": {"members": ["a"]}}
+    assert read(Numbers, given, where="options").truth is True
+    with pytest.raises(BadOptions, match=r"options\.several\.list\[int\]\.0: got 'x'"):
+        read(Numbers, {"several": ["x", 1]}, where="options")
 
 
 def test_a_name_is_given_once() -> None:

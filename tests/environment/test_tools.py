@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import pandas as pd
 import pytest
 from pydantic import BaseModel, Field
 
@@ -530,6 +531,8 @@ async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
         ([Place("Bonn"), Order.NEWEST], '[{"city": "Bonn", "zip": 0}, "newest"]'),
         (Order.NEWEST, "newest"),
         (np.arange(3), "[0, 1, 2]"),
+        (np.zeros(2000), "[0. 0. 0. ... 0. 0. 0.]"),
+        (pd.Series({"ash": 3, "bay": 2}), "ash    3\nbay    2\ndtype: int64"),
         (
             {"mean": np.float32(1.5), "day": date(2026, 11, 29)},
             '{"mean": 1.5, "day": "2026-11-29"}',
