@@ -245,7 +245,7 @@ class KlSettings:
     __pydantic_config__ = STRICT
 
     coefficient: NotNegative = 0.0
-    """Weight of the term; with 0 no reference model is loaded for it."""
+    """Weight of the term; if 0, no reference model is loaded for it."""
     estimator: KlEstimator = KlEstimator.K3
     """Estimator of the KL at each token."""
     corrected: bool = False

@@ -107,8 +107,8 @@ class RankShard:
     """Versions that were published for the same step as the version before them (`policy_ages`)."""
     minibatches: tuple[Minibatch, ...]
     value_rows: tuple[ValueRow, ...] | None = None
-    """The rows of the critic's update, of which there is one a step, however many the policy takes.
-    Every rank has the same number. None without a critic."""
+    """The rows of the critic's one update in this step; the policy may make several updates. Every
+    rank has the same number of rows. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@
 In synthetic runs, each step has a batch of returns (right or wrong, or normally distributed) about
 a mean that follows a curve; the difficulty changes from step to step. Half of the runs collapse. A
 collapse counts as found if it is reported within 20 steps of its middle: the step at which half of
-the fall has happened. The script also counts the collapses of which a checkpoint from before the
-first step of the fall is kept, for several values of `run.checkpoint_every` and
+the fall has happened. The script also counts the collapses after which the run still keeps a
+checkpoint from before the first step of the fall, for several values of `run.checkpoint_every` and
 `run.keep_checkpoints`. The thresholds were chosen on `tune`; the runs of `judge` have other seeds,
 curves, scales, noises and falls.
 """

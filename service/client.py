@@ -154,7 +154,7 @@ class Client:
         idempotency_key: str | None = None,
         waits_for_room: bool = True,
     ) -> SubmitAnswer:
-        """Submit tasks, of which all are accepted or none, and return the answer.
+        """Submit tasks, and return the answer; either all tasks are accepted or none is.
 
         A task that was accepted before is not repeated.
 

@@ -294,7 +294,7 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that was probably meant by the path of a local address."""
+    """Return the absolute path that the path in a local address probably means."""
     first, _, rest = path.partition("/")
     if first == "localhost":
         return f"/{rest}"

@@ -363,8 +363,8 @@ class Environment(Protocol):
     It does nothing slow; slow work belongs in `reset`. No method may block the event loop: other
     episodes share it. An attribute `data_schema` may be a dataclass of its tasks' data, or their
     JSON schema (`task_data`); without it any object is accepted. A method `first_messages(data)`
-    may return a task's first messages without beginning it, and an attribute `tools` the tools:
-    then tasks with too long prompts are left out before the start.
+    may return a task's first messages without beginning the task, and an attribute `tools` may
+    contain the tools. Tasks with too long prompts are then left out before the start.
 
     Example:
         ```python

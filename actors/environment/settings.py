@@ -157,14 +157,14 @@ class CurriculumSettings:
     __pydantic_config__ = STRICT
 
     pass_reward: float = 1.0
-    """The least return with which a sample passes, as a share of the best possible return if the
-    environment knows it."""
+    """The smallest return with which a sample passes, as a share of the best possible return if
+    that is known."""
     solved_from: Fraction = 1.0
     """A task rests if at least this share of its samples passed."""
     hopeless_to: Fraction = 0.0
     """A task also rests if at most this share of its samples passed."""
     resting_share: Fraction = 1.0
-    """The chance that a resting task is played anyway; 1: no curriculum."""
+    """The probability that a task is played although it rests; 1: no curriculum."""
     window: Positive = 2
     """Number of a task's newest groups over which the share is taken."""
 

@@ -69,7 +69,7 @@ def imitation_shards(
 
 
 def _of_version(sample: Sample, version: int) -> Sample:
-    """Return the sample as if the trainer's own version had sampled it, as the trainer requires."""
+    """Return the sample with `version` at each trained token, which the trainer requires."""
     is_trained = sample.versions != NO_VERSION
     versions = np.where(is_trained, np.int32(version), np.int32(NO_VERSION))
     return replace(sample, versions=versions)

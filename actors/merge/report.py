@@ -84,7 +84,7 @@ class EnvironmentReport:
 
     @property
     def best_known_reward(self) -> float | None:
-        """The reward divided by the best return if the environment knows it, else the reward."""
+        """The reward, divided by the best return if that is known."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 

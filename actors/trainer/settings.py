@@ -72,7 +72,7 @@ class TrainerSettings:
     dtype: Dtype = Dtype.FLOAT32
     """Type of forward and backward computations; weights and optimiser state stay float32."""
     learning_rate: NotNegative = 1e-3
-    """AdamW's learning rate after the warm-up; with 0 nothing is learnt, as a control."""
+    """AdamW's learning rate after the warm-up; 0 keeps the weights unchanged, as a control."""
     warmup_updates: Natural = 5
     """Number of optimiser updates over which the learning rate grows linearly."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -116,8 +116,8 @@ class TrainerSettings:
     null: 4,096 on CPU, the whole context on a GPU; 0: 17 fixed tokens, which never refuse a start.
     """
     logprob_check_every: Natural = 20
-    """Number of publications after which the whole text is scored instead of only its last 1,024
-    tokens; 0: never."""
+    """Interval, in publications, at which the whole text of `logprob_check_tokens` is scored again
+    instead of only its last 1,024 tokens; 0: never."""
     logprob_check_failures: Natural = 3
     """Number of consecutive publications after which the run ends if trainer and engines differ by
     more than rounding; 0: never."""

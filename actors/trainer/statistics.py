@@ -99,7 +99,8 @@ class UpdateTotals:
     """The totals of one update, over all ranks."""
 
     row: tuple[float, ...]
-    """Partial results in the order of ADDED and COMPARED; without a token they are 0 and -inf."""
+    """The partial results in the order of ADDED, then COMPARED. If no token has a value, a result
+    in ADDED is 0, and one in COMPARED is -inf."""
     grad_norm: float
     learning_rate: float
 

@@ -83,7 +83,7 @@ class TrajectoryQueue:
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
     async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
-        """Give tasks to group numbers, to all or none. Raises: ValueError (`QueueState.admit`)."""
+        """Give a task to each group number, or to none. Raises: ValueError (`QueueState.admit`)."""
         await self._opened.wait()
         self._state.admit(groups)
         return self._cut()

@@ -123,7 +123,7 @@ class QueueState:
         ]
 
     def admit(self, requests: Sequence[GroupRequest]) -> None:
-        """Give tasks to group numbers: to all or to none.
+        """Give a task to each requested group number, or to none of them if one is refused.
 
         Raises: ValueError if a number is not free or a group could never be trained.
         """
@@ -517,7 +517,7 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
-        """End attempts whose results are lost as failures, or repeat them if they are durable."""
+        """Mark lost attempts as failed, but repeat those of durable environments."""
         for rollout in rollouts:
             # Ending a previous rollout may have closed the group and evicted this rollout.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:

@@ -69,15 +69,16 @@ class KeyLimits:
     __pydantic_config__ = STRICT
 
     requests_per_s: Rate | None = None
-    """Maximum requests per second in each API replica; bursts: 5 seconds' worth. Null: no limit."""
+    """Maximum number of requests per second in each API replica. Bursts of up to 5 times this
+    number are allowed. Null: no limit."""
     max_waiting_tasks: Positive | None = None
     """Maximum number of the key's accepted tasks that wait for admission. Null: only the limit of
     all keys together applies (service.max_waiting_tasks)."""
     max_open_sessions: Positive | None = None
     """Maximum number of the key's sessions that wait or are open. Null: no limit."""
     turns_per_minute: Rate | None = None
-    """Maximum number per minute of turns in the key's sessions and of its requests to
-    /api/v1/generate, together; bursts: one minute's worth. Null: no limit."""
+    """Maximum number per minute of the turns in the key's sessions and its requests to
+    /api/v1/generate, counted together. Bursts of up to this number are allowed. Null: no limit."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
         """Return these limits, with `defaults` instead of each limit that is None."""

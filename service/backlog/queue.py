@@ -436,10 +436,11 @@ class SubmissionQueue:
     ) -> SubmissionView | None:
         """Cancel a submission that no step has taken. Returns: its new state, as `view` does.
 
-        Nothing changes if the submission is unknown, was trained, evicted or cancelled.
-        Args: evict: evicts a group from the trajectory queue. It returns False in two cases: a step
-        has taken the group, and then nothing changes; or the group is about to be admitted, and
-        then this call waits until it is. sees: as in `view`.
+        Nothing changes if the submission is unknown, or has already been trained, evicted or
+        cancelled.
+        Args: evict: evicts a group from the trajectory queue, and returns whether it did. False
+        means that a step has taken the group, so that nothing changes, or that the group is not
+        admitted yet, so that this call waits for its admission. sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
         # One call at a time: a second one would find the group evicted but not stored as cancelled.

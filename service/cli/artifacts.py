@@ -34,7 +34,7 @@ from service.store.tables import FORMAT
 def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = False) -> str:
     """Write a checkpoint as a Hugging Face model directory, and return a sentence about it.
 
-    source: a checkpoint, or a run, of which the newest committed checkpoint is written.
+    source: a checkpoint, or a run, whose newest committed checkpoint is then written.
     only_adapter: write the checkpoint's adapters in PEFT's format. Raises: ConfigError if the
     export fails.
     """

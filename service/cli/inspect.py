@@ -212,7 +212,7 @@ def _check_options_of_one(request: InspectRequest) -> None:
     if given := request.given("step", "outcome", "limit"):
         raise ConfigError(
             f"inspect: {given} chooses from a list, got the id {request.target}; expected only the "
-            "id; leave it out, or give a run directory instead of the id"
+            "id; give no such option, or give a run directory instead of the id"
         )
     if request.html is not None and (not request.html.name or os.path.isdir(request.html)):
         raise ConfigError(

@@ -76,7 +76,7 @@ class TryRequest:
     answer: str | None = None
     """Column with reference answers to use as replies; None if the replies come from elsewhere."""
     model: str | None = None
-    """Name of the model at `base_url`; if this and `answer` are None, the user types."""
+    """Name of the model at `base_url`. If it and `answer` are None, the user types the replies."""
     base_url: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the model, under their names in the API."""

@@ -75,8 +75,8 @@ class RunSettings:
     keep_checkpoints: Positive = 2
     """Number of the newest checkpoints to keep."""
     keep_best: Natural = 0
-    """Number of the best checkpoints to keep in addition, by the evaluation of their step, or by
-    its training reward if there is none; 0: none.
+    """Number of the best checkpoints to keep too, by the mean return of the evaluation at their
+    step. Checkpoints without an evaluation rank after those, by training reward. 0: none.
     """
     checkpoint_url: RemoteUrl | None = None
     """Address to which each checkpoint is copied with the run's database, such as
@@ -261,8 +261,8 @@ class EvaluationSettings:
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the form of each reply; null: no constraint."""
     pass_reward: float = 1.0
-    """Smallest return with which a sample passes, as a share of the best possible return if the
-    environment knows that.
+    """Smallest return with which a sample passes, as a share of the best possible return if that
+    is known.
     """
     keep_results: Natural = 20
     """Number of the newest evaluations whose rollouts are kept with all tokens in

@@ -48,7 +48,7 @@ class StepFeatures:
     """A code that is equal for trajectories of the same task."""
     group: Ints
     reward: Floats
-    """The return, or its share of the best possible return if the environment knows that."""
+    """The return, divided by the best possible return if that is known."""
     is_graded: Bools
     """Whether the return is a score: the trajectory was not cut off before it got one."""
     num_tokens: Ints

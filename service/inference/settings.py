@@ -47,7 +47,8 @@ class InferenceSettings:
     enforce_eager: bool = False
     """Whether the engine skips compilation: it starts sooner and runs slower."""
     gpus_per_replica: NotNegative = 0.0
-    """GPUs that Ray reserves for one engine; a fraction shares a GPU; with 0 engines run on CPU."""
+    """GPUs that Ray reserves for one engine; a fraction shares a GPU; if 0, the engine runs on CPU.
+    """
     cpus_per_replica: NotNegative = 1.0
     """CPUs that Ray reserves for one engine."""
     threads: Positive = 1

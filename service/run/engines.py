@@ -305,8 +305,8 @@ class Publisher:
         Args: quiet_limit_s: seconds that the engines may be without any progress in starting or
         loading. measure: context manager for each phase of a publication. text: text of the first
         check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
-        prompt tokens. check_every: number of publications after which a check of the whole text is
-        due; 0 for never. dtype, is_quantised: select the bounds of the checks. clock: returns
+        prompt tokens. check_every: interval, in publications, at which a check of the whole text
+        is due; 0: never. dtype, is_quantised: select the bounds of the checks. clock: returns
         seconds.
         """
         self._trainer = trainer

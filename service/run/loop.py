@@ -310,7 +310,7 @@ class Loop:
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """Return the answer of a call, which may be abandoned before it is finished.
 
-        Raises: StepAbandoned if the grace of a stop ends first.
+        Raises: StepAbandoned if the grace period of a stop ends first.
         """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
@@ -321,7 +321,10 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Wait for the end of the grace, then make the ranks abandon a step without any update."""
+        """Wait for the end of the grace period, then make the ranks abandon their step.
+
+        They finish a step in which an update was applied already.
+        """
         await self._is_grace_over.wait()
         while True:
             await self._handles.trainer.abandon()

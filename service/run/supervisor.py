@@ -368,7 +368,11 @@ class Supervisor:
             raise LeaseLost(str(self._lost))
 
     async def _run_terms(self) -> str:
-        """Run a term after each return and each recoverable loss; return why the run has ended."""
+        """Run the terms one after another; return why the run has ended.
+
+        Another term begins if an operator requests a return to a checkpoint, if the checkpoint from
+        which a term continues cannot be loaded, and after a recoverable loss of an actor.
+        """
         faults, furthest_step = FaultCount(limit=self._config.run.max_recoveries), 0
         while True:
             try:

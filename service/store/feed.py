@@ -97,7 +97,10 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Reserve the next `num_of` numbers of each tenant; return the number that each had before."""
+    """Reserve as many new numbers for each tenant as `num_of` says.
+
+    Returns: the newest number of each tenant before this call, without tenants that had none.
+    """
     if not num_of:
         return {}
     numbers = tables.feed_numbers

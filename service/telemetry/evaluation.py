@@ -1,8 +1,8 @@
 """Compute the results of an evaluation: avg@n, pass@k and majority@n over its rollouts. Pure.
 
 A rollout that ended with an error (`UNSCORED`) is missing, not failed: it is not part of n, and is
-counted by its outcome. A sample's value is its return, or its share of the best possible return if
-the environment knows that. The loop, an operator's control and `rayloom evaluate` call this module.
+counted by its outcome. A sample's value is its return, divided by the best possible return if
+that is known. The loop, an operator's control and `rayloom evaluate` call this module.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from service.telemetry.records import StepRecord
 WINDOWS = (3, 6, 12)
 """Numbers of newest steps that are compared with the level before them."""
 LEVEL_STEPS = 20
-"""Number of steps whose mean return makes a level."""
+"""A level is the mean return of this many successive steps."""
 MIN_EARLIER_STEPS = 40
 KEPT_STEPS = 200
 """Number of newest steps among which the best level is searched."""
