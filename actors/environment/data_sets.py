@@ -455,7 +455,10 @@ def _entries(
     *,
     section: str,
 ) -> dict[str, str]:
-    """Return the column for each entry of a task's data. Raises: BadTaskFile if one is missing."""
+    """Return the column of each entry of a task's data.
+
+    Raises: BadTaskFile if a column is missing.
+    """
     asked = {entry: column for entry, column in columns.items() if column is not None}
     if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(

@@ -188,7 +188,7 @@ def _tool_of(target: str) -> FunctionTool:
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
     """Return the arguments with the refused JSON texts of objects and lists parsed.
 
-    Returns: None if no refused argument is such a text, or if one cannot be parsed.
+    Returns: None if no refused argument is such a text, or if such a text cannot be parsed.
     """
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:

@@ -315,7 +315,10 @@ class MixedTasks:
         return None if found is None else _under(name, found)
 
     def held_out(self, count: int) -> list[Task]:
-        """Return `count` evaluation tasks of each source. Raises: ValueError if one has fewer."""
+        """Return `count` evaluation tasks of each source.
+
+        Raises: ValueError if a source has fewer.
+        """
         return [task for name in self._sources for task in self.held_out_of(name, count)]
 
     def held_out_of(self, name: str, count: int) -> list[Task]:

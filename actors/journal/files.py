@@ -40,7 +40,7 @@ class TrajectoryEntry:
     reason: EvictionReason | None
     """The reason why it is not in the loss; None if it is trained."""
     baseline_return: float | None
-    """Its return in its group's baseline; None if it was not in the baseline."""
+    """The trajectory's return in its group's baseline; None if the baseline does not use it."""
     advantages: tuple[Float32s, ...]
     """One array for each sample, [M] float32: the advantages of its trained tokens in order, as the
     trainer received them. Empty if the trajectory is not in the loss.

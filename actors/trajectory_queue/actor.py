@@ -65,7 +65,7 @@ class TrajectoryQueue:
     async def open(
         self, opening: int, snapshot: QueueSnapshot | None, *, keeps_taken: bool = False
     ) -> bool:
-        """Start from a snapshot, or empty without one; every other call waits for this one.
+        """Start from a snapshot, or start empty if it is None. All other calls wait for this call.
 
         Args: opening: number of the opening in the term, from 0. keeps_taken: whether the groups of
             taken steps stay taken.

@@ -41,7 +41,8 @@ class HttpSettings:
     environments: tuple[str, ...]
     """Environments whose tasks are accepted."""
     data_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """JSON schemas of tasks' data, by environment; without one, any object is accepted."""
+    """JSON schemas of tasks' data, by environment. An environment without a schema accepts any
+    object."""
     key_digest: str | None = None
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed unless the run has named
     ones (`service.access.keys`)."""
@@ -52,10 +53,11 @@ class HttpSettings:
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """Host names that a request may have; None allows any name, if other machines have access.
+        """Host names that a request may have; None if any name is allowed.
 
-        A web page of any site can send requests to loopback. If the site's own name resolves to
-        loopback (DNS rebinding), the page could read the answers too.
+        Any name is allowed if other machines have access to the API. A web page of any site
+        can send requests to loopback. If the site's own name resolves to loopback (DNS rebinding),
+        the page could read the answers too.
         """
         if not is_loopback(self.service.host):
             return None

@@ -109,7 +109,7 @@ def check_with_model(
 def check_model_sources(config: Config) -> None:
     """Check that each model that the run names is a directory or an available hub name.
 
-    Raises: ConfigError if one is not.
+    Raises: ConfigError if a model is neither.
     """
     if config.model.path is not None:
         check_model_source(config.model.path, key="model.path")

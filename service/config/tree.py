@@ -154,7 +154,8 @@ class TasksSettings:
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments with which the environment is made, by name."""
     file: Path | None = None
-    """File of tasks, JSONL or Parquet; null, and no dataset: tasks are generated from the seed."""
+    """File of tasks, JSONL or Parquet. If `file` and `dataset` are null, tasks are generated from
+    the seed."""
     dataset: str | None = None
     """Data set whose rows have columns of its own: a JSONL, JSON, CSV or Parquet file, a directory,
     or a name on the Hugging Face hub.

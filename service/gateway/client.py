@@ -76,7 +76,9 @@ class GatewayClient:
     async def until_answered(
         self, ask: Callable[[float], Awaitable[Answer]], *, deadline_s: float
     ) -> Answer:
-        """Send a request, and again to the next gateway if one dies. Raises: Refused.
+        """Send a request, and return the answer. Raises: Refused.
+
+        If the gateway dies, send the request again to its successor, until the deadline.
 
         Args: ask: sends the request; its argument is the time left, in seconds.
         """

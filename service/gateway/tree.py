@@ -60,7 +60,7 @@ class RequestKeys(NamedTuple):
     tools: bytes
     """Key of the tools and the template's options."""
     links: list[Link]
-    """One for each message; not used if the request names the turn that they follow."""
+    """A link for each message; not used if the request names the turn that it continues."""
 
 
 def request_keys(request: ChatRequest) -> RequestKeys:

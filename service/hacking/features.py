@@ -175,7 +175,7 @@ def _codes(names: Sequence[str]) -> Ints:
 
 
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
-    """Return a code of the environment's answer; without one, of the last turn's tokens."""
+    """Return a code of the environment's answer, or of the last turn's tokens if there is none."""
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
     return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))

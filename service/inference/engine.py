@@ -520,7 +520,7 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
 async def _follow(
     paths: Sequence[Path], *, num_groups: int, on_progress: Callable[[], None]
 ) -> None:
-    """Wait until each worker has received all groups. Raises: BroadcastFailed if one cannot."""
+    """Wait until each worker has received all groups. Raises: BroadcastFailed if any fails."""
     num_received, heard_at = 0, time.monotonic()
     while True:
         states = [read_progress(path) for path in paths]

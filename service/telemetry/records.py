@@ -32,7 +32,8 @@ class StageSeconds:
     """Seconds of waiting for closed groups."""
     merge: float = 0.0
     score: float = 0.0
-    """Seconds of scoring by a reference model or critic, before shaping rewards; 0 without one."""
+    """Seconds of scoring by a reference model or critic, before shaping rewards; 0 if there is
+    neither."""
     train: float = 0.0
     publish: float = 0.0
     """Seconds of gathering the weights and waiting for the engines.
