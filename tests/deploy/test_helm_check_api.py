@@ -105,7 +105,7 @@ async def checked(
         page = await run.tasks(TaskFilter(), after=0, limit=100)
     views = [
         {"status": each.status.value, "environment": each.environment, "n": len(each.rollouts)}
-        for each in page.tasks
+        for each in page.items
     ]
     return printed.decode(), views
 
