@@ -1,7 +1,7 @@
 """Check the files of a model directory: its settings, and the headers of its weights.
 
 Without these checks, every rank and every engine would fail at once, minutes later. The checks read
-only headers, never the weights. `service.config.preflight` calls this module.
+headers, and of the weights only some rows of a head. `service.config.preflight` calls this module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from service.inference.settings import InferenceSettings
 from service.user_cache import user_cache
 
 _ROOT = Path(__file__).parents[2]
-# First letters of the files in Mistral's own form, which nothing here reads.
-CONSOLIDATED = "consolidated"
 INDEX = "model.safetensors.index.json"
 # These settings files are checked here, because transformers, tokenizers and vLLM each raise
 # another error for a broken file.
@@ -73,8 +71,8 @@ def check_architecture(
 ) -> None:
     """Check that transformers, the trainer and the engines support a model, and that its files fit.
 
-    The trainer's own check runs a copy with a few narrow layers. Of the weights only the headers
-    are read.
+    The trainer's own check runs a copy with a few narrow layers. Weights are compared by the
+    headers of their files.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
         inference: the engines' settings, or None for a model that only the trainer holds.
@@ -219,11 +217,9 @@ def _versions() -> dict[str, str]:
 def _weight_files(directory: Path, *, key: str) -> list[Path]:
     """Return the safetensors files to load. Raises: ConfigError if an indexed file is missing."""
     index = directory / INDEX
-    files = sorted(
-        file for file in directory.glob("*.safetensors") if not file.name.startswith(CONSOLIDATED)
-    )
+    whole = directory / "model.safetensors"
     if not index.is_file():
-        return files
+        return [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     named = read_object(index, key=key).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise ConfigError(f"{key}: {index} has no weight_map, expected one; {_REMEDY}")
@@ -236,7 +232,7 @@ def _weight_files(directory: Path, *, key: str) -> list[Path]:
             f"expected every file of the model; {_REMEDY}"
         )
     # Check model.safetensors too: if it exists, transformers loads it instead of the indexed files.
-    return sorted(expected | ({directory / "model.safetensors"} & set(files)))
+    return sorted(expected | ({whole} if whole.is_file() else set()))
 
 
 def _check_header(file: Path, *, key: str) -> None:

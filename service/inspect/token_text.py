@@ -85,7 +85,7 @@ class TokenText:
     """Converts token ids to bytes; this class is for a missing tokenizer, and shows the ids."""
 
     note: str = ""
-    """What cannot be shown, and why; empty if everything can be."""
+    """A sentence on the texts that cannot be shown, and why; empty if all can be shown."""
     special_ids: frozenset[int] = frozenset()
     headers: tuple[bytes, ...] = ()
     """Texts of the chat template that open a message, including the generation prompt, longest

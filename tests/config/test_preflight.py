@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ def with_another_header(directory: Path) -> Path:
     return file
 
 
+def written(name: str, text: str) -> Callable[[Path], Path]:
+    """Return a function that writes a text into a file of a model's directory."""
+
+    def write(directory: Path) -> Path:
+        (directory / name).write_text(text)
+        return directory / name
+
+    return write
+
+
 def of_unknown_type(directory: Path) -> Path:
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "nonesuch"}))
@@ -69,30 +80,6 @@ def with_broken_settings(directory: Path) -> Path:
     return file
 
 
-def with_settings_that_are_a_list(directory: Path) -> Path:
-    file = directory / "generation_config.json"
-    file.write_text("[]")
-    return file
-
-
-def with_an_empty_tokenizer(directory: Path) -> Path:
-    file = directory / "tokenizer.json"
-    file.write_text("{}")
-    return file
-
-
-def with_an_end_that_is_no_id(directory: Path) -> Path:
-    file = directory / "generation_config.json"
-    file.write_text(json.dumps({"eos_token_id": ["</s>"]}))
-    return file
-
-
-def with_a_broken_tokenizer(directory: Path) -> Path:
-    file = directory / "tokenizer.json"
-    file.write_text("{")
-    return file
-
-
 def in_two_files_of_which_one_is_missing(directory: Path) -> Path:
     names = list(load_file(directory / "model.safetensors"))
     (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
@@ -100,12 +87,6 @@ def in_two_files_of_which_one_is_missing(directory: Path) -> Path:
     weight_map[names[0]] = "model-00002-of-00002.safetensors"
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return directory / "model-00002-of-00002.safetensors"
-
-
-def with_a_broken_map_of_special_tokens(directory: Path) -> Path:
-    file = directory / "special_tokens_map.json"
-    file.write_text("[")
-    return file
 
 
 def with_a_template_in_another_encoding(directory: Path) -> Path:
@@ -130,11 +111,16 @@ def without_weights(directory: Path) -> Path:
         with_another_header,
         of_unknown_type,
         with_broken_settings,
-        with_settings_that_are_a_list,
-        with_a_broken_tokenizer,
-        with_an_empty_tokenizer,
-        with_an_end_that_is_no_id,
-        with_a_broken_map_of_special_tokens,
+        pytest.param(written("generation_config.json", "[]"), id="with_settings_that_are_a_list"),
+        pytest.param(written("tokenizer.json", "{}"), id="with_an_empty_tokenizer"),
+        pytest.param(
+            written("generation_config.json", '{"eos_token_id": ["</s>"]}'),
+            id="with_an_end_that_is_no_id",
+        ),
+        pytest.param(written("tokenizer.json", "{"), id="with_a_broken_tokenizer"),
+        pytest.param(
+            written("special_tokens_map.json", "["), id="with_a_broken_map_of_special_tokens"
+        ),
         with_a_template_in_another_encoding,
         with_a_type_in_the_settings,
         in_two_files_of_which_one_is_missing,

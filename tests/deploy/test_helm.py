@@ -510,5 +510,5 @@ def test_a_new_text_of_rotation_is_noted_on_the_secrets_that_it_draws() -> None:
     assert len(secrets) == 2
     for secret in secrets:
         assert secret["metadata"]["annotations"] == {"rayloom/rotation": "1e3"}
-    # It is no change of the pods, which are told the Secret's name.
+    # The pods do not change, because they contain only the Secret's name.
     assert ray_object(manifests) == ray_object(rendered())

@@ -1,4 +1,4 @@
-"""What a change of a value does: the table of docs/deploy.md, and what upgrades keep or refuse."""
+"""Changes of values: the table of docs/deploy.md, and what an upgrade keeps or refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reaches the pods, and what Prometheus and Grafana are given."""
+"""Access to the pods, and the objects for Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_port_names_its_protocol() -> None:
 
 
 def found(node: Any, key: str) -> list[Any]:
-    """All that stands in lists of this name, however deep."""
+    """Return the items of every list with this name, at any depth."""
     if isinstance(node, list):
         return [each for item in node for each in found(item, key)]
     if not isinstance(node, dict):

@@ -60,7 +60,7 @@ MISSPELT: list[Case] = [
     ("image: {digest: 'sha256:12'}", "image.digest"),
     ("checkpoints: {mountPath: data}", "checkpoints.mountPath"),
     ("monitoring: {rules: {runbooks: docs/runbooks.md}}", "monitoring.rules.runbooks"),
-    # It stands in JSON.
+    # The URL is written into JSON.
     ("monitoring: {rules: {runbooks: 'https://x/\"'}}", "monitoring.rules.runbooks"),
     ("gcs: {backend: redis, redis: {address: redis}}", "gcs.redis.address"),
     ("monitoring: {podMonitor: {dropSeries: 'ray_('}}", "dropSeries", "error parsing regexp"),

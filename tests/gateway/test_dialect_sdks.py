@@ -127,7 +127,7 @@ def test_a_chat_completion_has_calls_and_counts_as_openai_writes_them(
             ("call_prompt_9_3_4_1", "count", "{}"),
         )
     ]
-    for name, content in {"call": None, "length behind a call": None, "nothing": ""}.items():
+    for name, content in {"call": None, "length after a call": None, "nothing": ""}.items():
         dialect_server.begin(REPLIES[name])
         assert sdk.whole().choices[0].message.content == content
 

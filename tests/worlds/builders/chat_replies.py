@@ -45,7 +45,7 @@ REPLIES = {
     "all": chat_reply("I look.", LOOKED_UP, COUNTED, reasoning="Where is it? 🏝"),
     "length": chat_reply("It is a", stop_reason=StopReason.LENGTH),
     "length in thinking": chat_reply("", reasoning="Hm", stop_reason=StopReason.LENGTH),
-    "length behind a call": chat_reply("", LOOKED_UP, stop_reason=StopReason.LENGTH),
+    "length after a call": chat_reply("", LOOKED_UP, stop_reason=StopReason.LENGTH),
     "nothing": chat_reply(""),
     "tokens": chat_reply(
         "Ja",

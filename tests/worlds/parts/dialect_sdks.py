@@ -17,7 +17,7 @@ USER = {"role": "user", "content": "Hello"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What an SDK shows of an answer."""
+    """An answer as an SDK returns it."""
 
     head: tuple[str, str, set[str]]
     """The answer's id, its model, and the roles that it names."""
@@ -35,7 +35,7 @@ class Shown:
 
 
 class OpenAi:
-    """What OpenAI's two dialects have in common."""
+    """The client and the errors that OpenAI's two dialects share."""
 
     error: ClassVar[type[openai.APIError]] = openai.APIError
     status_error: ClassVar[type[openai.APIStatusError]] = openai.APIStatusError
