@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from worlds.builders.settings import changed, rank_settings
 from worlds.parts.trainer_world import (
     Sample,
@@ -24,6 +26,7 @@ from worlds.parts.trainer_world import (
 
 from actors.trainer.agreement import PolicyTooOld, ShardRefused
 from actors.trainer.model import RowTensors, load_policy, row_tensors
+from actors.trainer.rank import TrainerRank
 from actors.trainer.scoring import score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.sharded_model import ShardedModel, Sharding
@@ -113,6 +116,32 @@ def test_many_micro_batches_in_another_order_with_padding_micro_batches_give_the
     )
     two_ranks.start(frugal).step(turned, num_micro=5)
     assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE
+
+
+def count_gathered(rank: TrainerRank, file: Path) -> None:
+    """Append the number of decoder layers with gathered weights before each micro-batch."""
+    trained = rank._policy
+    begin = trained.begin_micro_batch
+
+    def counting(*, is_last: bool) -> None:
+        layers = [next(layer.parameters()) for layer in trained._groups[:-1]]
+        with file.open("a") as opened:
+            opened.write(f"{sum(not isinstance(each, DTensor) for each in layers)} ")
+        begin(is_last=is_last)
+
+    trained.begin_micro_batch = counting  # type: ignore[method-assign]
+
+
+def test_gathered_weights_are_freed_after_each_micro_batch_if_asked(
+    one_rank: World, settings: RankSettings, tmp_path: Path
+) -> None:
+    layers = AutoConfig.from_pretrained(settings.model).num_hidden_layers
+    for frees, gathered in ((False, [0, layers, layers]), (True, [0, 0, 0])):
+        one_rank.start(changed(settings, reshard_between_micro_batches=frees))
+        file = tmp_path / f"{frees}"
+        one_rank.call("plant", fault=partial(count_gathered, file=file))
+        one_rank.step([random_samples(2, 9)], num_micro=3)
+        assert list(map(int, file.read_text().split())) == gathered
 
 
 def test_the_log_probability_check_reads_the_weights_of_the_last_update(
