@@ -140,7 +140,7 @@ def _with_strict_numbers(schema: Any) -> Any:
         return type(schema)(map(_with_strict_numbers, schema))
     if not isinstance(schema, dict):
         return schema
-    # Of a model's fields by name, each is a schema, also one named `default`.
+    # The fields of a model are a map from names to schemas, and a field may be named `default`.
     kept = _NO_SCHEMAS if isinstance(schema.get("type"), str) else ()
     inner = {
         key: value if key in kept else _with_strict_numbers(value) for key, value in schema.items()
@@ -153,7 +153,7 @@ def _with_strict_numbers(schema: Any) -> Any:
         ]
     if not _is_number(schema):
         return inner
-    # Other schemas refer to the check, and not to the number within.
+    # References to the number by its name now mean the number with the check.
     ref = inner.pop("ref", None)
     return core_schema.no_info_before_validator_function(_no_truth, inner, ref=ref)
 

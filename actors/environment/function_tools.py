@@ -336,7 +336,7 @@ def _plain(value: Any) -> Any:
     Raises: TypeError, ValueError.
     """
     if type(value).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
-        # Long arrays are shortened as they are when they are printed.
+        # A long array is shortened, as when it is printed.
         return value.tolist() if math.prod(value.shape) <= MAX_SHOWN else str(value)
     if isinstance(value, set | frozenset):
         # The order of a set's texts differs between processes.
