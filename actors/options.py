@@ -60,7 +60,7 @@ _EXPECTED = {
 # A member of an enumeration, as pydantic shows it if only some members are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 # A number's type in the name of a union's choice, as pydantic writes it with the check around it.
-_STRICT = re.compile(r"function-before\[_no_truth\(\), ([^\[\]]*)\]")
+_STRICT = re.compile(r"function-before\[_refuse_bool\(\), ([^\[\]]*)\]")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 Options = TypeVar("Options")
@@ -155,7 +155,7 @@ def _with_strict_numbers(schema: Any) -> Any:
         return inner
     # References to the number by its name now mean the number with the check.
     ref = inner.pop("ref", None)
-    return core_schema.no_info_before_validator_function(_no_truth, inner, ref=ref)
+    return core_schema.no_info_before_validator_function(_refuse_bool, inner, ref=ref)
 
 
 def _is_number(schema: Mapping[str, Any]) -> bool:
@@ -170,7 +170,7 @@ def _is_number(schema: Mapping[str, Any]) -> bool:
     return bool not in kinds and bool(kinds & {int, float})
 
 
-def _no_truth(given: object) -> object:
+def _refuse_bool(given: object) -> object:
     if isinstance(given, bool):
         raise ValueError(f"got {given}, expected a number")
     return given
