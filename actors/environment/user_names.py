@@ -43,11 +43,20 @@ def module_of(text: str, *, what: str) -> str:
     Example: rewards/my.py:score -> rewards.my
     """
     place, colon, name = text.partition(":")
+    if Path(place).is_absolute():
+        raise BadName(f"{what}: got {text!r}, {_FORMS}{_below(Path.cwd(), text)}")
     if place.endswith(".py"):
         place = place.removesuffix(".py").removeprefix("./").replace("/", ".")
     if not colon or not name or not place or place.startswith("."):
         raise BadName(f"{what}: got {text!r}, {_FORMS}")
     return place
+
+
+def _below(directory: Path, text: str) -> str:
+    """Return the remedy for a name that begins with an absolute path."""
+    if Path(text).is_relative_to(directory):
+        return f"; write {str(Path(text).relative_to(directory))!r}"
+    return f"; start the command in a directory above the file instead of {directory}"
 
 
 def is_importable(name: str) -> bool:

@@ -336,6 +336,10 @@ def test_a_file_is_the_module_of_its_path() -> None:
     for text in ("my.py", ":score", "/tmp/my.py:score", "../my.py:score", "my.py:"):
         with pytest.raises(BadName, match=r"reward: got .*expected FILE\.py:NAME below"):
             module_of(text, what="reward")
+    with pytest.raises(BadName, match=r"; write 'rewards/my\.py:score'$"):
+        module_of(f"{Path.cwd()}/rewards/my.py:score", what="reward")
+    with pytest.raises(BadName, match="; start the command in a directory above the file"):
+        module_of("/elsewhere/my.py:score", what="reward")
     with pytest.raises(BadRewardFunction, match="the name of two functions"):
         load_functions(["rewards_of_test:exact", "rewards_of_test.py:exact"])
 
