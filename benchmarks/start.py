@@ -34,13 +34,13 @@ import psutil
 from benchmarks.environment import describe_environment
 from service.config.file import load_config
 from service.config.tree import Config
-from service.inference.engine import engine_options
 from service.launch.run_dir import RunDir
 from service.run.start import engine_settings
 from service.store.lineage import read_history
 
 RUN_LIMIT_S = 900.0
 ROOT = Path(__file__).parents[1]
+SUMS = "docs/examples/addition"
 TINY_CONFIG = ROOT / "deploy" / "configs" / "guessing-cpu.yaml"
 FIRST_LINE, FIRST_STEP, VLLM = "first line", "first step", "vLLM alone, to its first token"
 PROCESSOR = "processor seconds"
@@ -50,14 +50,6 @@ COLD, WARM = "cold", "warm"
 _STAGE = re.compile(r"(?P<name>.+?): (?P<seconds>\d+\.\d) s(?:; next: .*)?")
 # Variables that a run sets for its engines, and that change vLLM's processes or messages.
 _OURS = frozenset({"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CONFIGURE_LOGGING"})
-_REWARD = """
-import re
-
-
-def last_number(completion: str, answer: str) -> float:
-    found = re.findall(r"-?[0-9]+", completion)
-    return float(bool(found) and found[-1] == answer)
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +66,13 @@ class Start:
 
 
 def tiny_start() -> Start:
+    """Return the start of the guessing game, which `make demo-tiny` runs."""
     arguments = (str(TINY_CONFIG), "--set", "run.steps=1")
     return Start(name="tiny model", arguments=arguments, goal=BEYOND, goal_s=TINY_GOAL_S)
 
 
-def smollm2_start(model: Path, scratch: Path) -> Start:
-    """Return the start of SmolLM2. scratch: a directory for the data and the reward function."""
-    rows = [
-        {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
-        for a in range(2, 34)
-        for b in range(2, 34)
-    ]
-    (scratch / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (scratch / "reward.py").write_text(_REWARD)
+def smollm2_start(model: Path) -> Start:
+    """Return the start of SmolLM2 on the sums of `make demo`, with a step of 32 answers."""
     options = {
         "run.steps": 1,
         "algorithm.groups_per_step": 8,
@@ -95,8 +81,8 @@ def smollm2_start(model: Path, scratch: Path) -> Start:
         "model.max_context_tokens": 256,
     }
     given = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-    named = ("--dataset", str(scratch / "sums.jsonl"), "--reward")
-    arguments = (*named, f"{scratch / 'reward.py'}:last_number", "--model", str(model), *given)
+    named = ("--dataset", f"{SUMS}/addition.jsonl", "--reward", f"{SUMS}/my.py:right")
+    arguments = (*named, "--model", str(model), *given)
     return Start(name="SmolLM2", arguments=arguments, goal=FIRST_STEP, goal_s=SMOLLM2_GOAL_S)
 
 
@@ -110,6 +96,7 @@ def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        cwd=ROOT,
         env={**environment, "PYTHONUNBUFFERED": "1"},
     ) as process:
         assert process.stdout is not None
@@ -188,6 +175,9 @@ def _process_name(command: Sequence[str]) -> str:
 
 def start_vllm(run_dir: RunDir, *, environment: Mapping[str, str]) -> dict[str, float]:
     """Start vLLM as the run's engine was started, and return the seconds to its first token."""
+    # Import this here, because it imports vLLM.
+    from service.inference.engine import engine_options
+
     config = load_config(run_dir.config_file)
     settings = engine_settings(config, model=_model(config, run_dir))
     variables = {name: v for name, v in settings.environment.items() if name not in _OURS}
@@ -286,7 +276,7 @@ def main() -> int:
         scratch = Path(name)
         starts = [tiny_start()]
         if options.model is not None:
-            starts.append(smollm2_start(options.model.resolve(), scratch))
+            starts.append(smollm2_start(options.model.resolve()))
         for start in starts:
             rounds = []
             for number in range(options.rounds):
