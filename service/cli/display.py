@@ -48,9 +48,9 @@ MAX_REWARDS = 1024
 
 # No line is shown when a run returns from these phases to training.
 _INTERLUDES = frozenset({Phase.EVALUATING, Phase.CHECKPOINTING})
-_ENDINGS = frozenset(
-    {Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER}
-)
+# The command itself says how a run ended.
+_ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
+_ENDINGS = _ENDED | {Phase.RECOVERING, Phase.STOPPING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,9 @@ class ProgressState:
         if news := _phase_news(previous, status):
             # An ending's line follows the last steps; any other line precedes its phase's steps.
             index = len(lines) if status.phase in _ENDINGS else 0
-            texts = [*self._ended_stage(previous, now), news]
+            texts = self._ended_stage(previous, now)
+            if status.phase not in _ENDED:
+                texts.append(news)
             lines[index:index] = [StoryLine(text=visible_lines(text)) for text in texts]
             self._phase_since = now
         lines[:0] = [StoryLine(text=visible_lines(text)) for text in status.stages]

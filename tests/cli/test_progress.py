@@ -88,6 +88,7 @@ def test_step_line_says_that_an_update_was_skipped() -> None:
 
 
 def test_plain_display_prints_one_line_a_step_phase_evaluation_and_notice() -> None:
+    # The command, not the display, says how the run ended.
     lines = lines_of(
         [
             status_of(0, phase=Phase.STARTING, phase_detail="2 engines"),
@@ -109,7 +110,6 @@ def test_plain_display_prints_one_line_a_step_phase_evaluation_and_notice() -> N
         "warning: engine 1 died",
         "writing a checkpoint",
         "step",
-        "finished: all 3 steps are done",
     ]
 
 
