@@ -97,8 +97,7 @@ FAMILIES = {
         goals={"ours_lag_0": 4.0, "ours_lag_1": 4.0},
     ),
     # `make demo`: sums of two numbers, scored by the last number of an answer, also of one that was
-    # cut off. In float32, TRL's faster type; in bfloat16 our check of the start refused this model
-    # (trainer and compiled engine differed by 0.04 nats on an AVX-512 machine).
+    # cut off. In float32, TRL's faster type.
     "sums": Family(
         rows=[json.loads(line) for line in SUMS.read_text(encoding="utf-8").splitlines()],
         reward="right",

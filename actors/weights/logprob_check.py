@@ -52,12 +52,14 @@ class Bounds:
     """Bound of a single token; None if it may differ by any amount."""
 
 
-# No run measures these bounds. They are larger than the effect of the order of sums if trainer and
-# engine compute the same function, and far smaller than the 0.5 to 6 nats of model families that
-# they compute differently. In bfloat16 a single unlikely token may differ by more than 0.1.
+# No run measures these bounds. They are larger than rounding if trainer and engine compute the same
+# function, and far smaller than the 0.5 to 6 nats of model families that they compute differently.
+# In bfloat16 rounding depends on the model: two programs differ by 0.01 nats on average with tiny
+# models, and by 0.03 to 0.065 with SmolLM2-135M, of which each differs by 0.044 from float32.
+# A single unlikely token may differ by 0.5.
 BOUNDS: Mapping[Dtype, Bounds] = {
     Dtype.FLOAT32: Bounds(mean=1e-4, largest=1e-2),
-    Dtype.BFLOAT16: Bounds(mean=0.02, largest=None),
+    Dtype.BFLOAT16: Bounds(mean=0.1, largest=None),
 }
 # An engine with quantised weights or cache is not the same function. The bound is only for an
 # engine that holds other weights or computes another architecture.
@@ -365,11 +367,17 @@ class LogprobCheck:
         allowed = f"a mean of at most {_nats(bounds.mean)}"
         if bounds.largest is not None:
             allowed += f" and a largest of at most {_nats(bounds.largest)}"
+        remedy = ""
+        if self.dtype is Dtype.BFLOAT16:
+            remedy = (
+                "; to rule out rounding, try model.dtype and trainer.dtype float32, where it is "
+                "below 1e-4 nats"
+            )
         return (
             f"trainer and engine differ over a text of {self.num_tokens} tokens by "
             f"|trainer - engine|, nats: {self._listed()}; expected "
             f"{'of a quantised engine' if self.is_quantised else f'in {self.dtype}'} {allowed}; "
-            f"likely: {self._causes()}"
+            f"likely: {self._causes()}{remedy}"
         )
 
     def _listed(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,11 +171,11 @@ def test_an_engine_that_scored_another_text_is_refused() -> None:
         (Dtype.FLOAT32, [5e-5] * 400, 0.5),
         (Dtype.FLOAT32, [3e-4] * 400, 3.0),
         (Dtype.FLOAT32, [0.0] * 399 + [0.02], 2.0),
-        (Dtype.BFLOAT16, [0.01] * 400, 0.5),
-        (Dtype.BFLOAT16, [0.0] * 399 + [1.0], 0.5),
-        (Dtype.BFLOAT16, [0.03] * 400, 1.5),
+        (Dtype.BFLOAT16, [0.05] * 400, 0.5),
+        (Dtype.BFLOAT16, [0.0] * 399 + [5.0], 0.5),
+        (Dtype.BFLOAT16, [0.15] * 400, 1.5),
         # The mean of all is within the bound, that of the last quarter is not.
-        (Dtype.BFLOAT16, [0.0] * 300 + [0.06] * 100, 3.0),
+        (Dtype.BFLOAT16, [0.0] * 300 + [0.3] * 100, 3.0),
     ],
 )
 def test_the_bounds_are_the_projects(dtype: Dtype, differences: list[float], ratio: float) -> None:
@@ -210,6 +211,9 @@ def test_a_check_tells_numbers_bounds_and_a_likely_cause(check: LogprobCheck, ca
     assert cause in text and "a text of 4096 tokens" in text
     assert "a mean of at most 0.0001 and a largest of at most 0.01" in text
     assert "largest 0.5" in text and "first quarter" in text
+    assert "rounding" not in text
+    rounded = replace(check, dtype=Dtype.BFLOAT16)
+    assert str(rounded).endswith("float32, where it is below 1e-4 nats")
 
 
 def test_a_steps_record_tells_of_the_start_and_of_its_own_publication() -> None:
