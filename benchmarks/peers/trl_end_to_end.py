@@ -117,7 +117,7 @@ def config_of(options: argparse.Namespace) -> GRPOConfig:
         output_dir=options.output,
         seed=options.seed,
         use_cpu=True,
-        bf16=False,
+        bf16=options.autocast,
         per_device_train_batch_size=at_once,
         gradient_accumulation_steps=num_rows // at_once,
         num_generations=options.group_size,
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--warmup-updates", type=int, required=True)
     parser.add_argument("--rows", type=int, help="rows trained at once, by default all of a step")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16")
     parser.add_argument("--memory-share", type=float, default=0.05)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
