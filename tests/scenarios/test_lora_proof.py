@@ -22,11 +22,15 @@ from worlds.runs.run_driver import ROOT
 pytestmark = [pytest.mark.proof, pytest.mark.lora, pytest.mark.timeout(3 * 3600)]
 SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "0 1 2 3 4").split()]
 GUESSING = ["--set=run.steps=140", "--set=run.stop_at_reward=2", "--set=run.evaluate_every=140"]
-RANK = "--set=trainer.lora.rank=16"
 # The configuration's large epsilon is for the gradients of all weights. Those of adapters are
 # smaller, and with it the policy did not learn in 100 steps.
-GUESSING_LORA = [RANK, "--set=trainer.learning_rate=2e-3", "--set=trainer.adam_epsilon=1e-8"]
-ADDITION_LORA = [RANK, "--set=trainer.learning_rate=5e-4"]
+GUESSING_LORA = [
+    "--set=trainer.lora.rank=16",
+    "--set=trainer.learning_rate=2e-3",
+    "--set=trainer.adam_epsilon=1e-8",
+]
+# The configuration trains adapters; all weights need a lower learning rate.
+ADDITION_DENSE = ["--set=trainer.lora=null", "--set=trainer.learning_rate=1e-5"]
 MOST_LOST = 0.05
 
 
@@ -58,21 +62,24 @@ def train(config: str, run: Path, *options: str) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "lora"),
-    [("guessing-cpu", GUESSING, GUESSING_LORA), ("addition-cpu", [], ADDITION_LORA)],
+    ("config", "all_weights", "adapters"),
+    [
+        ("guessing-cpu", GUESSING, [*GUESSING, *GUESSING_LORA]),
+        ("addition-cpu", ADDITION_DENSE, []),
+    ],
     ids=["guessing", "addition"],
 )
 def test_adapters_reach_what_all_weights_reach(
-    tmp_path: Path, config: str, options: list[str], lora: list[str]
+    tmp_path: Path, config: str, all_weights: list[str], adapters: list[str]
 ) -> None:
     if config == "addition-cpu":
         rayloom("model", "smollm2", "models/smollm2")
     print(f"\n{config}\nseed  all weights  minutes  adapters  minutes")
     dense, adapted = [], []
     for seed in SEEDS:
-        chosen = [*options, f"--set=run.seed={seed}"]
-        dense.append(train(config, tmp_path / f"dense-{seed}", *chosen))
-        adapted.append(train(config, tmp_path / f"lora-{seed}", *chosen, *lora))
+        chosen = f"--set=run.seed={seed}"
+        dense.append(train(config, tmp_path / f"dense-{seed}", chosen, *all_weights))
+        adapted.append(train(config, tmp_path / f"lora-{seed}", chosen, *adapters))
         print(
             f"{seed:<5} {dense[-1].reached:11.3f}  {dense[-1].minutes:7.1f}  "
             f"{adapted[-1].reached:8.3f}  {adapted[-1].minutes:7.1f}",
