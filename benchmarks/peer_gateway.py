@@ -11,12 +11,11 @@ of one: then only processor time can be compared.
 
 Only our gateway does the following in the measured time. A turn is committed to a database before
 it is answered (SQLite on a file, one commit for all sessions each 5 ms), so that it outlives the
-process. (The intent to sample it is stored as well if sampling takes longer than here.) Keys and
-bodies are checked. The routes are in a separate process, as in a replica of the API, and send each
-request to the gateway's process through Ray. (Serve's proxy or HAProxy in front of the routes is
-left out; a run has one of them.) The other gateway is one process that keeps the sessions in its
-memory and ends with them, by design, because it is the trainer's own process; it checks no key.
-Both gateways make the text of a reply from its ids.
+process. Keys and bodies are checked. The routes are in a separate process, as in a replica of the
+API, and send each request to the gateway's process through Ray. (Serve's proxy or HAProxy in front
+of the routes is left out; a run has one of them.) The other gateway is one process that keeps the
+sessions in its memory and ends with them, by design, because it is the trainer's own process; it
+checks no key. Both gateways make the text of a reply from its ids.
 
 The other gateway is measured in both of its modes. `tree` (its default) renders and tokenizes the
 conversation again with each turn. `linear` uses the sampled ids instead of tokenizing them, as long

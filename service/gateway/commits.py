@@ -8,8 +8,6 @@ has one `GroupCommit`, which is used in one event loop.
 A transaction begins at once if the last one ended at least 5 ms ago, so that a single turn waits
 only for the disk. Otherwise it begins 5 ms after the end of the last one. Changes that arrive in
 this time are written with one sync, and the supervisor can take the lock, for its lease and steps.
-Changes that can wait, such as intents, begin no transaction for 100 ms: usually a turn arrives
-first, and they are stored with it.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from actors.deadline import is_set_within, within
-from service.intake.turns import Change, TurnAdded, TurnUnseen
+from actors.deadline import within
+from service.intake.turns import Change, TurnAdded, TurnMarked
 from service.store.errors import LeaseLost, StoreError
 from service.store.sessions import SessionStore
 from service.store.thread import StoreThread
 
 PAUSE_S = 0.005
-LINGER_S = 0.1
 # Largest number of changes in one transaction: a statement of SQLite can have 32,766 values.
 MAX_CHANGES = 2048
+# A change, and the future for which its caller waits; None if no caller waits.
+_Entry = tuple[Change, asyncio.Future[None] | None]
 
 
 class StoreAway(Exception):
@@ -38,14 +36,6 @@ class StoreAway(Exception):
 
 class TooLate(Exception):
     """A change was not stored: its session has ended, or its submission is cancelled or over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    changes: tuple[Change, ...]
-    done: asyncio.Future[None] | None
-    """The future for which the caller waits; None if no caller waits."""
-    can_linger: bool = False
 
 
 class GroupCommit:
@@ -70,8 +60,6 @@ class GroupCommit:
         # Use a separate thread, so that sessions can be loaded while a write waits for the store.
         self._thread = StoreThread()
         self._entries: deque[_Entry] = deque()
-        self._hurries = asyncio.Event()
-        """Set if an entry must be stored without delay, or if `close` was called."""
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S
         self._is_closed = False
@@ -85,73 +73,57 @@ class GroupCommit:
         """The error that ended the writing: LeaseLost, StoreError or an unexpected one; or None."""
         return self._failure
 
-    def add(self, changes: Sequence[Change], *, can_linger: bool = False) -> None:
-        """Store changes soon, after all earlier ones; one that comes too late is left out.
+    def add(self, change: Change, done: asyncio.Future[None] | None = None) -> None:
+        """Store a change soon, after all earlier ones; if it comes too late, it is left out.
 
-        can_linger: whether the changes may wait up to `LINGER_S` for others in the same
-        transaction. Raises: LeaseLost, StoreError if writing has failed; RuntimeError after
-        `close`.
+        done: gets the result of the change, or its error.
+        Raises: LeaseLost, StoreError if writing has failed; RuntimeError after `close`.
         """
-        self._queue(changes, done=None, can_linger=can_linger)
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closed:
+            raise RuntimeError("the gateway's store is closed, expected no change after that")
+        self._enter(change, done)
 
-    async def commit(self, changes: Sequence[Change]) -> None:
-        """Store changes, after all earlier ones; they are durable when this returns.
+    async def commit(self, change: Change) -> None:
+        """Store a change, after all earlier ones; it is durable when this returns.
 
-        If this method raises, or its caller is cancelled, the client does not receive the turns
-        among the changes. Turns that are still in the queue are stored as unseen.
-        Raises: StoreAway after `hold_s`, and the changes stay in the queue; TooLate if some changes
-            came too late, and these are not stored; LeaseLost, StoreError if writing has failed;
+        If this method raises, or its caller is cancelled, the client does not receive the turn that
+        the change adds. If such a turn is still in the queue, it is stored as unseen.
+        Raises: StoreAway after `hold_s`, and the change stays in the queue; TooLate if the change
+            came too late, and it is not stored; LeaseLost, StoreError if writing has failed;
             RuntimeError after `close`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue(changes, done=done)
+        self.add(change, done)
         try:
             await within(self._hold_s, done)
         except TimeoutError:
-            self._hide(changes)
+            self._hide(change)
             raise StoreAway(
                 f"the run's database has not answered for {self._hold_s:g} s, expected it to store "
                 "the turn before the answer; send the same request again"
             ) from None
         except asyncio.CancelledError:
-            self._hide(changes)
+            self._hide(change)
             raise
 
     async def close(self) -> None:
         """Accept no more changes, and store those in the queue; `failure` has the error, if any."""
         self._is_closed = True
-        self._hurries.set()
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    def _hide(self, changes: Sequence[Change]) -> None:
-        hidden = [
-            TurnUnseen(session_id=change.session_id, number=change.turn.number)
-            for change in changes
-            if isinstance(change, TurnAdded)
-        ]
-        # During the close the queue still accepts these changes, which belong to turns in it.
+    def _hide(self, change: Change) -> None:
+        # During the close the queue still accepts this change, which belongs to a turn in it.
         is_over = self._failure is not None or (self._is_closed and self._writing is None)
-        if hidden and not is_over:
-            self._enter(_Entry(changes=tuple(hidden), done=None))
+        if isinstance(change, TurnAdded) and not is_over:
+            number = change.turn.number
+            marked = TurnMarked(session_id=change.session_id, number=number, is_unseen=True)
+            self._enter(marked, None)
 
-    def _queue(
-        self,
-        changes: Sequence[Change],
-        *,
-        done: asyncio.Future[None] | None,
-        can_linger: bool = False,
-    ) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._is_closed:
-            raise RuntimeError("the gateway's store is closed, expected no change after that")
-        self._enter(_Entry(changes=tuple(changes), done=done, can_linger=can_linger))
-
-    def _enter(self, entry: _Entry) -> None:
-        self._entries.append(entry)
-        if not entry.can_linger:
-            self._hurries.set()
+    def _enter(self, change: Change, done: asyncio.Future[None] | None) -> None:
+        self._entries.append((change, done))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
 
@@ -160,12 +132,10 @@ class GroupCommit:
         batch: list[_Entry] = []
         try:
             while self._entries:
-                await is_set_within(LINGER_S, self._hurries)
                 # Yield even if the pause is over: changes that other tasks add now join the batch.
                 await asyncio.sleep(self._ended_at + PAUSE_S - time.monotonic())
-                batch = self._next_batch()
-                if not self._is_closed and all(each.can_linger for each in self._entries):
-                    self._hurries.clear()
+                num_changes = min(len(self._entries), MAX_CHANGES)
+                batch = [self._entries.popleft() for _ in range(num_changes)]
                 await self._store_batch(batch)
         except BaseException as error:
             self._fail(error, batch)
@@ -176,38 +146,25 @@ class GroupCommit:
             # runs would start no writer.
             self._writing = None
 
-    def _next_batch(self) -> list[_Entry]:
-        batch = [self._entries.popleft()]
-        num_changes = len(batch[0].changes)
-        while self._entries:
-            num_changes += len(self._entries[0].changes)
-            if num_changes > MAX_CHANGES:
-                break
-            batch.append(self._entries.popleft())
-        return batch
-
     async def _store_batch(self, batch: Sequence[_Entry]) -> None:
-        changes = [change for entry in batch for change in entry.changes]
+        changes = [change for change, _ in batch]
         too_late = await self._thread.call(self._store.apply, changes, term=self._term)
         self._ended_at = time.monotonic()
         self.num_commits += 1
         self.num_changes += len(changes) - len(too_late)
-        first = 0
-        for entry in batch:
-            places = range(first, first + len(entry.changes))
-            first = places.stop
-            if entry.done is None or entry.done.done():
+        for place, (change, done) in enumerate(batch):
+            if done is None or done.done():
                 continue
-            if late := [changes[place] for place in places if place in too_late]:
-                entry.done.set_exception(_too_late(late[0]))
+            if place in too_late:
+                done.set_exception(_too_late(change))
             else:
-                entry.done.set_result(None)
+                done.set_result(None)
 
     def _fail(self, error: BaseException, batch: Sequence[_Entry]) -> None:
         self._failure = error
-        for entry in (*batch, *self._entries):
-            if entry.done is not None and not entry.done.done():
-                entry.done.set_exception(error)
+        for _, done in (*batch, *self._entries):
+            if done is not None and not done.done():
+                done.set_exception(error)
         self._entries.clear()
 
 

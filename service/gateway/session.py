@@ -38,17 +38,13 @@ from service.intake.listing import SessionView
 from service.intake.session import Finish, LimitRefusal, SessionEnd, SessionStatus, StoredSession
 from service.intake.turns import (
     Change,
-    IntentAdded,
-    IntentDropped,
     LimitReached,
     SessionClaimed,
     SessionEnded,
-    SessionIntent,
     SessionOpened,
     SessionTurn,
     TurnAdded,
-    TurnSeen,
-    TurnUnseen,
+    TurnMarked,
 )
 from service.store.errors import StoreError
 
@@ -122,8 +118,8 @@ class Session:
         match change:
             case TurnAdded(turn=turn):
                 self.tree.add(turn)
-            case TurnSeen(number=number) | TurnUnseen(number=number):
-                self.tree.mark_unseen(number, is_unseen=isinstance(change, TurnUnseen))
+            case TurnMarked(number=number, is_unseen=is_unseen):
+                self.tree.mark_unseen(number, is_unseen=is_unseen)
             case SessionOpened(opened_at=opened_at):
                 self.stored = replace(self.stored, opened_at=opened_at)
             case SessionClaimed(name=name, claimed_at=claimed_at):
@@ -136,19 +132,16 @@ class Session:
                 self._admitted.set()
                 if end.reward_until is None:
                     self._over.set()
-            case IntentAdded() | IntentDropped():
-                # `_pending` has the turns in progress; no gateway reads stored intents.
-                pass
 
-    def _note(self, change: Change, *, can_linger: bool = False) -> None:
-        """Apply a change, and store it soon. can_linger: as in `GroupCommit.add`."""
+    def _note(self, change: Change) -> None:
+        """Apply a change, and store it soon."""
         self.apply(change)
-        self._commits.add([change], can_linger=can_linger)
+        self._commits.add(change)
 
     async def _commit(self, change: Change) -> None:
         """Store a change. Raises: Refused."""
         try:
-            await self._commits.commit([change])
+            await self._commits.commit(change)
         except (StoreAway, StoreError) as error:
             raise unavailable(str(error)) from error
         except TooLate as error:
@@ -162,10 +155,10 @@ class Session:
         self.apply(change)
         began = time.monotonic()
         try:
-            await self._commits.commit([change])
+            await self._commits.commit(change)
         except StoreAway as error:
             # `GroupCommit.commit` has queued the same change for the store.
-            self.apply(TurnUnseen(session_id=self.stored.id, number=turn.number))
+            self.apply(self._marked(turn.number, is_unseen=True))
             raise unavailable(str(error)) from error
         except TooLate as error:
             # Its group was cancelled.
@@ -178,13 +171,16 @@ class Session:
 
         The turn's next changes are stored after this one. Raises: Refused, when awaited.
         """
-        change = TurnSeen(session_id=self.stored.id, number=number)
+        change = self._marked(number, is_unseen=False)
         self.apply(change)
         return self._commit(change)
 
     def _hide(self, number: int) -> None:
         """Mark a turn as unseen, since no client received it."""
-        self._note(TurnUnseen(session_id=self.stored.id, number=number))
+        self._note(self._marked(number, is_unseen=True))
+
+    def _marked(self, number: int, *, is_unseen: bool) -> TurnMarked:
+        return TurnMarked(session_id=self.stored.id, number=number, is_unseen=is_unseen)
 
     def _hit_limit(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
         """Record that a request is refused because of a limit; ignore auxiliary requests.
@@ -206,7 +202,7 @@ class Session:
         )
         while True:
             try:
-                await self._commits.commit([change])
+                await self._commits.commit(change)
                 break
             except StoreAway:
                 # The end is still in the queue; storing an equal end again changes nothing.
@@ -370,20 +366,7 @@ class Session:
                 num_turns = self._num_begun() - 1
                 self._hit_limit(call, place, Outcome.TRUNCATED_CONTEXT, num_turns=num_turns)
             raise
-        intent = SessionIntent(
-            request_id=call.request_id,
-            request_digest=place.request_digest,
-            parent=place.parent,
-            policy_version=None,
-            created_at=self._now(),
-        )
-        self._note(IntentAdded(session_id=self.stored.id, intent=intent), can_linger=True)
-        try:
-            turn, reply = await sampler.engine.sample(request, param="messages")
-        except Refused:
-            # Nothing was sampled.
-            self._note(IntentDropped(session_id=self.stored.id, request_id=call.request_id))
-            raise
+        turn, reply = await sampler.engine.sample(request, param="messages")
         if not self.is_live:
             raise closed(self.stored)
         number = self.tree.num_turns

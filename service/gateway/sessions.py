@@ -333,7 +333,7 @@ class Sessions:
         found = await asyncio.to_thread(self._store.load, name)
         if found is None:
             return None
-        stored, turns, _ = found
+        stored, turns = found
         return Session(
             stored,
             turns,

@@ -1,4 +1,4 @@
-"""The records of a session: its turns, the intents to sample a turn, and the session's changes.
+"""The records of a session: its turns, and its changes.
 
 The store has these records (`service.store.sessions`), and a session's tree is built from them.
 """
@@ -85,63 +85,20 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionIntent:
-    """The record of a request while the engine samples its turn.
-
-    An intent is removed when its turn is stored, or when no turn can be stored any more. An intent
-    that remains after a crash shows in the database that a turn may have been sampled and lost; the
-    gateway does not use it. Intents are stored a moment after the engine is called, so a crash
-    within that moment leaves no intent.
-    """
-
-    request_id: str
-    request_digest: str
-    parent: int | None
-    """Number of the turn that the request continues; None if the request begins a conversation."""
-    policy_version: int | None
-    """The policy version that was loaded when the engine was called; None if unknown."""
-    created_at: float
-    """Seconds since 1970."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntentAdded:
-    """An intent was stored; a second intent for the same request replaces the first."""
-
-    session_id: str
-    intent: SessionIntent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntentDropped:
-    """An intent was removed, because no turn was sampled for its request."""
-
-    session_id: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAdded:
-    """A turn was stored; this removes the intent of its request."""
+    """A turn was sampled, and is added to the session."""
 
     session_id: str
     turn: SessionTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSeen:
-    """A client received the turn."""
+class TurnMarked:
+    """A client received the turn, or its client left before the answer."""
 
     session_id: str
     number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnUnseen:
-    """The turn was not received by any client."""
-
-    session_id: str
-    number: int
+    is_unseen: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,14 +143,4 @@ class SessionEnded:
     end: SessionEnd
 
 
-Change = (
-    IntentAdded
-    | IntentDropped
-    | TurnAdded
-    | TurnSeen
-    | TurnUnseen
-    | SessionOpened
-    | SessionClaimed
-    | LimitReached
-    | SessionEnded
-)
+Change = TurnAdded | TurnMarked | SessionOpened | SessionClaimed | LimitReached | SessionEnded

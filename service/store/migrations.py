@@ -85,11 +85,17 @@ def _keep_which_version_wrote(connection: Connection) -> None:
     versions.create(connection, checkfirst=True)
 
 
+def _drop_the_intents_to_sample(connection: Connection) -> None:
+    """Drop the table of requests whose turn was being sampled, which nothing used."""
+    Table("session_intents", MetaData()).drop(connection, checkfirst=True)
+
+
 # Each step by the format that it starts from, in order and without gaps.
 STEPS: Mapping[int, Step] = {
     9: _keep_what_was_asked_of_turns,
     10: _keep_which_message_was_instructions,
     11: _keep_which_version_wrote,
+    12: _drop_the_intents_to_sample,
 }
 
 

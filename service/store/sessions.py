@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import Connection, Row, Select, bindparam, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from actors.policy_age import marked, undone_after
@@ -29,17 +29,13 @@ from service.intake.session import (
 )
 from service.intake.turns import (
     Change,
-    IntentAdded,
-    IntentDropped,
     LimitReached,
     SessionClaimed,
     SessionEnded,
-    SessionIntent,
     SessionOpened,
     SessionTurn,
     TurnAdded,
-    TurnSeen,
-    TurnUnseen,
+    TurnMarked,
 )
 from service.store import tables
 from service.store.feed import add_entries
@@ -49,46 +45,35 @@ from service.store.run_store import RunStore
 # Maximum number of ids in one statement, because databases limit the number of its values.
 MAX_IDS = 10_000
 _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
-_INTENT_FIELDS = tuple(field.name for field in fields(SessionIntent))
 
 
 class SessionStore:
-    """The tables `sessions`, `session_turns` and `session_intents` of a run's database."""
+    """The tables `sessions` and `session_turns` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
 
-    def load(
-        self, session_id: str
-    ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
-        """Return a session, its turns in order, and its intents without a turn; None if unknown.
+    def load(self, session_id: str) -> tuple[StoredSession, tuple[SessionTurn, ...]] | None:
+        """Return a session and its turns in order; None if unknown.
 
         The turns' arrays are read-only. Policy versions that a recovery has undone are marked in
         the turns' version_spans (`actors.policy_age`). Raises: StoreError.
         """
-        turns, intents = tables.session_turns.c, tables.session_intents.c
+        turns = tables.session_turns.c
         turns_query = (
             select(turns.term, *(turns[name] for name in _TURN_FIELDS))
             .where(turns.session_id == session_id)
             .order_by(turns.number)
         )
-        intents_query = (
-            select(*(intents[name] for name in _INTENT_FIELDS))
-            .where(intents.session_id == session_id)
-            .order_by(intents.created_at, intents.request_id)
-        )
 
         def load(
             connection: Connection,
-        ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
+        ) -> tuple[StoredSession, tuple[SessionTurn, ...]] | None:
             found = _sessions(connection, _session_query([session_id]))
             if not found:
                 return None
-            return (
-                found[0],
-                _turns(connection.execute(turns_query).all(), first_versions(connection)),
-                tuple(SessionIntent(**row) for row in connection.execute(intents_query).mappings()),
-            )
+            rows = connection.execute(turns_query).all()
+            return found[0], _turns(rows, first_versions(connection))
 
         return self._store.read(load)
 
@@ -156,7 +141,7 @@ class SessionStore:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
         Returns: the indices of the changes that came too late and were not stored. These are: an
-            intent or a turn of a session that is unknown or has ended, or whose submission is
+            claim or a turn of a session that is unknown or has ended, or whose submission is
             cancelled or over; a turn with the number of another turn; an end of a session that is
             unknown, or that has another end and waits for no reward.
         Raises: LeaseLost; StoreError.
@@ -215,8 +200,6 @@ class _Rows:
     """Ends of sessions, both stored and new ones."""
     marks: dict[tuple[str, int], tuple[str, float]]
     """The request id and the time of each stored turn that a change adds again."""
-    intents: dict[tuple[str, str], SessionIntent | None] = field(default_factory=dict)
-    """Intents by session and request; None marks an intent to be deleted."""
     turns: dict[tuple[str, int], SessionTurn] = field(default_factory=dict)
     """New turns by session and number."""
     unseen: dict[tuple[str, int], bool] = field(default_factory=dict)
@@ -234,17 +217,13 @@ class _Rows:
         match change:
             case TurnAdded(turn=turn):
                 return self._add(session, turn)
-            case IntentAdded() | SessionClaimed() if not self._is_open(session):
-                return False
-            case IntentAdded(intent=intent):
-                self.intents[session, intent.request_id] = intent
-            case IntentDropped(request_id=request_id):
-                self.intents[session, request_id] = None
-            case TurnSeen(number=number) | TurnUnseen(number=number):
-                self._show(session, number, is_unseen=isinstance(change, TurnUnseen))
+            case TurnMarked(number=number, is_unseen=is_unseen):
+                self._mark(session, number, is_unseen=is_unseen)
             case SessionOpened(opened_at=opened_at):
                 self._open(session, opened_at)
             case SessionClaimed():
+                if not self._is_open(session):
+                    return False
                 self.claims.setdefault(session, change)
             case LimitReached(refusal=refusal):
                 self.limit_refusals[session] = refusal
@@ -262,10 +241,9 @@ class _Rows:
         if not self._is_open(session):
             return False
         self.turns[key], self.marks[key] = turn, mark
-        self.intents[session, turn.request_id] = None
         return True
 
-    def _show(self, session: str, number: int, *, is_unseen: bool) -> None:
+    def _mark(self, session: str, number: int, *, is_unseen: bool) -> None:
         key = session, number
         if key in self.turns:
             self.turns[key] = replace(self.turns[key], is_unseen=is_unseen)
@@ -344,31 +322,17 @@ def _store(
 # Parameters of conditions. A column's name is already the parameter for its new value.
 _OF_SESSION = bindparam("of_session", type_=tables.sessions.c.id.type)
 _OF_TURN = bindparam("of_turn", type_=tables.session_turns.c.number.type)
-_OF_REQUEST = bindparam("of_request", type_=tables.session_intents.c.request_id.type)
 
 
 def _store_turns(connection: Connection, rows: _Rows, term: int) -> None:
-    turns, intents = tables.session_turns, tables.session_intents
-    is_request = intents.c.request_id == _OF_REQUEST
-    _execute(
-        connection,
-        delete(intents).where(intents.c.session_id == _OF_SESSION, is_request),
-        ({"of_session": session, "of_request": request} for session, request in rows.intents),
-    )
-    _execute(
-        connection,
-        insert(intents),
-        (
-            {"session_id": session, **_values(intent, _INTENT_FIELDS)}
-            for (session, _), intent in rows.intents.items()
-            if intent is not None
-        ),
-    )
+    turns = tables.session_turns
     _execute(
         connection,
         insert(turns),
         (
-            {"session_id": session, "term": term, **_values(turn, _TURN_FIELDS)}
+            # Without asdict, which would copy every array.
+            {"session_id": session, "term": term}
+            | {name: getattr(turn, name) for name in _TURN_FIELDS}
             for (session, _), turn in rows.turns.items()
         ),
     )
@@ -462,11 +426,6 @@ def _marks(
 def _execute(connection: Connection, statement: Any, rows: Iterable[Mapping[str, Any]]) -> None:
     if found := list(rows):
         connection.execute(statement, found)
-
-
-def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[str, Any]:
-    # Without asdict, which would copy every array.
-    return {name: getattr(record, name) for name in names}
 
 
 def _session_query(session_ids: Sequence[str]) -> Select[Any]:

@@ -371,6 +371,6 @@ def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))
     rows = [{"of_submission": submission_id} for submission_id in submission_ids]
-    for table in (tables.session_turns, tables.session_intents):
-        connection.execute(delete(table).where(table.c.session_id.in_(of_them)), rows)
+    turns = tables.session_turns
+    connection.execute(delete(turns).where(turns.c.session_id.in_(of_them)), rows)
     forget_contents(connection, submission_ids)

@@ -524,19 +524,6 @@ uploads = Table(
     UniqueConstraint("group_id", "member"),
 )
 
-# The columns are the fields of `SessionIntent`. Deleted with the turn that it announces, or once it
-# is clear that there will be none.
-session_intents = Table(
-    "session_intents",
-    metadata,
-    Column("session_id", String, ForeignKey("sessions.id"), primary_key=True),
-    Column("request_id", String, primary_key=True),
-    Column("request_digest", String, nullable=False),
-    Column("parent", Integer, nullable=True),
-    Column("policy_version", Integer, nullable=True),
-    Column("created_at", Float, nullable=False),
-)
-
 # The columns are the fields of `NamedKey`. Rows stay after a revocation.
 keys = Table(
     "keys",

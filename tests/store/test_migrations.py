@@ -9,8 +9,9 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, select
+from sqlalchemy import Column, Connection, ForeignKey, MetaData, String, Table, inspect, select
 from worlds.builders.record_builders import step_record
+from worlds.builders.session_builders import session_request, turn_added
 from worlds.builders.store_builders import write_under_way
 from worlds.runs.stored_run import unpack_run
 
@@ -23,6 +24,8 @@ from service.store.leases import own_name
 from service.store.migrations import FIRST_FORMAT, STEPS, Step, add_column, newest_format
 from service.store.read_only import ReadOnlyStore
 from service.store.run_store import RunStore
+from service.store.sessions import SessionStore
+from service.store.submissions import SubmissionStore, packed
 
 PlaceOf = Callable[[Path], str]
 NEXT = tables.FORMAT
@@ -216,6 +219,43 @@ def test_a_database_that_records_an_older_format_than_it_has_is_moved(
         assert store.is_older()
         store.move_forward()
         assert not store.is_older() and store.format_number() == NEXT
+
+
+def test_a_run_with_requests_that_were_being_sampled_is_moved_without_them(
+    tmp_path: Path, place_of: PlaceOf
+) -> None:
+    """Format 12 had a table of them, whose rows refer to sessions."""
+    place = place_of(tmp_path)
+    intents = Table(
+        "session_intents",
+        MetaData(),
+        Column("session_id", String, ForeignKey(tables.sessions.c.id), primary_key=True),
+        Column("request_id", String, primary_key=True),
+    )
+
+    def write_format_12(writing: Connection) -> None:
+        intents.create(writing)
+        writing.execute(intents.insert().values(session_id="a-0", request_id="lost"))
+        writing.execute(tables.formats.update().values(number=12))
+
+    with closing(RunStore(place)) as store:
+        term = store.acquire_lease(owner="gone:nobody").term
+        SubmissionStore(store).add([packed(session_request("a"))], term=term)
+        SessionStore(store).apply([turn_added("a-0")], term=term)
+        store.write_of_no_term(write_format_12)
+    with closing(RunStore(place, may_be_older=True)) as store:
+        assert store.is_older()
+        term = store.acquire_lease(owner="b").term
+        assert not store.read(_has_intents)
+        SessionStore(store).apply([turn_added("a-0", 1)], term=term)
+        found = SessionStore(store).load("a-0")
+        assert found is not None and [turn.number for turn in found[1]] == [0, 1]
+        SubmissionStore(store).cancel("a", term=term)
+
+
+def _has_intents(connection: Connection) -> bool:
+    places = connection.get_execution_options().get("schema_translate_map") or {}
+    return inspect(connection).has_table("session_intents", schema=places.get(None))
 
 
 def test_the_keys_of_an_older_run_can_be_managed(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from hypothesis.extra.numpy import arrays
 from sqlalchemy import func, select
 from worlds.builders.session_builders import (
     SPEC,
-    intent_added,
     session_end,
-    session_intent,
     session_request,
     session_turn,
     turn_added,
@@ -35,15 +33,13 @@ from actors.types import FinishReason, Outcome, VersionSpan
 from service.intake.session import LimitRefusal, SessionStatus, StoredSession
 from service.intake.submission import RolloutRequest, Status, SubmissionView
 from service.intake.turns import (
-    IntentDropped,
     LimitReached,
+    SessionClaimed,
     SessionEnded,
-    SessionIntent,
     SessionOpened,
     SessionTurn,
     TurnAdded,
-    TurnSeen,
-    TurnUnseen,
+    TurnMarked,
 )
 from service.store import tables
 from service.store.errors import LeaseLost, StoreError
@@ -140,20 +136,13 @@ def turns_of(sessions: SessionStore, session_id: str) -> list[int]:
     return [turn.number for turn in found[1]]
 
 
-def intents_of(sessions: SessionStore, session_id: str) -> tuple[SessionIntent, ...]:
-    found = sessions.load(session_id)
-    assert found is not None
-    return found[2]
-
-
-def num_rows(store: RunStore) -> tuple[int, int, int]:
-    """Sessions, turns and intents."""
+def num_rows(store: RunStore) -> tuple[int, int]:
+    """Sessions and turns."""
     queries = [
-        select(func.count()).select_from(table)
-        for table in (tables.sessions, tables.session_turns, tables.session_intents)
+        select(func.count()).select_from(table) for table in (tables.sessions, tables.session_turns)
     ]
-    first, second, third = store.read(lambda it: [it.scalar(query) or 0 for query in queries])
-    return first, second, third
+    first, second = store.read(lambda it: [it.scalar(query) or 0 for query in queries])
+    return first, second
 
 
 def ended(name: str) -> SubmissionView:
@@ -163,14 +152,9 @@ def ended(name: str) -> SubmissionView:
     )  # fmt: skip
 
 
-def test_every_field_of_a_turn_and_of_an_intent_has_its_column() -> None:
-    for table, record, more in (
-        (tables.session_turns, SessionTurn, {"session_id", "term"}),
-        (tables.session_intents, SessionIntent, {"session_id"}),
-    ):
-        assert {column.name for column in table.columns} == {
-            field.name for field in fields(record)
-        } | more
+def test_every_field_of_a_turn_has_its_column() -> None:
+    names = {column.name for column in tables.session_turns.columns}
+    assert names == {field.name for field in fields(SessionTurn)} | {"session_id", "term"}
 
 
 @settings(max_examples=25, suppress_health_check=[*HealthCheck])
@@ -209,7 +193,7 @@ def test_sessions_are_made_with_their_submission_and_found_by_either_id(
     assert first.created_at > 0 and first.opened_at is None and first.end is None
     assert sessions.find(["b-1", "b-2", "plain-0"]) == {"b-1": second}
     assert sessions.of_submission("plain") == () and sessions.load("b-2") is None
-    assert sessions.load("b-0") == (first, (), ())
+    assert sessions.load("b-0") == (first, ())
 
 
 def test_a_submission_of_sessions_is_the_same_only_with_the_same_key_and_words() -> None:
@@ -238,29 +222,24 @@ def test_changes_are_stored_in_order_and_what_comes_too_late_is_named(
     changes = [
         SessionOpened(session_id="a-0", opened_at=5.0),
         SessionOpened(session_id="a-0", opened_at=6.0),
-        intent_added("a-0", 0),
-        intent_added("a-0", 1),
         turn_added("a-0", 0),
         turn_added("a-0", 1, request_id="another"),
-        TurnUnseen(session_id="a-0", number=1),
-        intent_added("a-1", 0, request_id="failed"),
-        IntentDropped(session_id="a-1", request_id="failed"),
+        TurnMarked(session_id="a-0", number=1, is_unseen=True),
         turn_added("nowhere-0"),
     ]
-    assert sessions.apply(changes, term=term) == {9}
+    assert sessions.apply(changes, term=term) == {5}
     found = sessions.load("a-0")
     assert found is not None and found[0].opened_at == 5.0
     assert [(turn.number, turn.is_unseen) for turn in found[1]] == [(0, False), (1, True)]
-    assert found[2] == (session_intent(1),) and intents_of(sessions, "a-1") == ()
     # A later transaction, and a finish between two turns.
     changes = [
         SessionOpened(session_id="a-0", opened_at=7.0),
-        TurnSeen(session_id="a-0", number=1),
-        TurnUnseen(session_id="a-0", number=0),
+        TurnMarked(session_id="a-0", number=1, is_unseen=False),
+        TurnMarked(session_id="a-0", number=0, is_unseen=True),
         turn_added("a-0", 2),
         SessionEnded(session_id="a-0", end=pending),
         turn_added("a-0", 3),
-        intent_added("a-0", 4),
+        SessionClaimed(session_id="a-0", name="late", claimed_at=8.0),
         SessionEnded(session_id="a-1", end=session_end()),
         SessionEnded(session_id="a-1", end=session_end(reward=1.0)),
         SessionEnded(session_id="nowhere-0", end=session_end()),
@@ -291,14 +270,13 @@ def test_a_turn_that_is_stored_is_stored_once_and_its_number_is_given_once(
     # One more that is new, the same two again, and others that would take their numbers.
     again = [
         turn_added("a-0", 2),
-        intent_added("a-0", 9),
         *changes,
         turn_added("a-0", 1, request_id="another"),
         turn_added("a-0", 2, created_at=1.0),
     ]
-    assert sessions.apply(again, term=term) == {4, 5}
+    assert sessions.apply(again, term=term) == {3, 4}
     found = sessions.load("a-0")
-    assert found is not None and found[2] == (session_intent(9),)
+    assert found is not None and len(found[1]) == 3
     for number, turn in enumerate(found[1]):
         assert_same_fields(turn, session_turn(number))
 
@@ -310,11 +288,11 @@ def test_an_older_term_stores_no_change_and_a_newer_one_goes_on(
     sessions.apply([turn_added("a-0", 0)], term=term)
     newer = opened(tmp_path)
     newer_term = newer.acquire_lease(owner="elsewhere:2").term
-    for change in (turn_added("a-0", 1), intent_added("a-0", 1), turn_added("a-0", 0)):
+    for change in (turn_added("a-0", 1), turn_added("a-0", 0)):
         with pytest.raises(LeaseLost, match=r"taken over by elsewhere:2 \(term 2"):
             sessions.apply([change], term=term)
     SessionStore(newer).apply([turn_added("a-0", 1)], term=newer_term)
-    assert turns_of(sessions, "a-0") == [0, 1] and intents_of(sessions, "a-0") == ()
+    assert turns_of(sessions, "a-0") == [0, 1]
 
 
 def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long_as_its_row(
@@ -324,23 +302,23 @@ def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long
     sessions, term = begun(store, "a", "b", "c", "d")
     submissions = SubmissionStore(store)
     for name in ("a", "b", "c", "d"):
-        sessions.apply([turn_added(f"{name}-0"), intent_added(f"{name}-1")], term=term)
+        sessions.apply([turn_added(f"{name}-0")], term=term)
     end = session_end(outcome=Outcome.CANCELLED, status=SessionStatus.DISCARDED)
     submissions.cancel("a", term=term)
-    assert num_rows(store) == (8, 3, 3)
+    assert num_rows(store) == (8, 3)
     # The gateway may hear of it later than its client.
-    late = [turn_added("a-0", 1), intent_added("a-0", 1), SessionEnded(session_id="a-0", end=end)]
-    assert sessions.apply(late, term=term) == {0, 1, 2}
+    late = [turn_added("a-0", 1), SessionEnded(session_id="a-0", end=end)]
+    assert sessions.apply(late, term=term) == {0, 1}
     seen = loaded(sessions, "a-0").end
     assert seen is not None and seen.status is SessionStatus.DISCARDED
     assert seen.outcome is Outcome.CANCELLED and turns_of(sessions, "a-0") == []
     submissions.archive([ended("b")], [], term=term, keep=9, keep_entries=99)
     assert sessions.apply([turn_added("b-0", 1)], term=term) == {0}
-    assert num_rows(store) == (8, 2, 2) and turns_of(sessions, "c-0") == [0]
+    assert num_rows(store) == (8, 2) and turns_of(sessions, "c-0") == [0]
     # Of those that are over, one stays known: the newest.
     submissions.archive([ended("c"), ended("a")], [], term=term, keep=1, keep_entries=99)
     assert sessions.find(["a-0", "b-1", "c-0", "d-0"]).keys() == {"c-0", "d-0"}
-    assert num_rows(store) == (4, 1, 1)
+    assert num_rows(store) == (4, 1)
     assert sessions.apply([SessionEnded(session_id="b-0", end=end)], term=term) == {0}
 
 
@@ -414,7 +392,6 @@ def test_changes_whose_commit_loses_its_connection_are_stored_once(
         sessions, term = begun(store, "a")
         for number in range(3):
             proxy.arm(when=when)
-            changes = [intent_added("a-0", 9), turn_added("a-0", number)]
-            assert sessions.apply(changes, term=term) == frozenset()
+            assert sessions.apply([turn_added("a-0", number)], term=term) == frozenset()
         assert proxy.num_broken == 3 and turns_of(sessions, "a-0") == [0, 1, 2]
         store.close()

@@ -14,7 +14,7 @@ from itertools import count
 from service.gateway.commits import GroupCommit
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
-from worlds.builders.session_builders import intent_added, turn_added
+from worlds.builders.session_builders import turn_added
 
 NUM_SESSIONS = 6
 
@@ -27,8 +27,7 @@ async def play_all(url: str, term: int) -> None:
         found = sessions.load(session)
         assert found is not None
         for number in count(len(found[1])):
-            commits.add([intent_added(session, number)])
-            await commits.commit([turn_added(session, number)])
+            await commits.commit(turn_added(session, number))
             print(session, number, flush=True)
 
     async with asyncio.TaskGroup() as playing:

@@ -17,7 +17,7 @@ from service.intake.session import (
     SessionStatus,
 )
 from service.intake.submission import RolloutRequest
-from service.intake.turns import IntentAdded, SessionIntent, SessionTurn, TurnAdded
+from service.intake.turns import SessionTurn, TurnAdded
 
 SPEC = SessionSpec(
     max_turns=50, max_tokens_per_turn=512, ttl_s=7200.0, idle_s=900.0, reward_deadline_s=3600.0
@@ -62,22 +62,6 @@ def session_turn(number: int = 0, **changes: Any) -> SessionTurn:
 
 def turn_added(session_id: str, number: int = 0, **changes: Any) -> TurnAdded:
     return TurnAdded(session_id=session_id, turn=session_turn(number, **changes))
-
-
-def session_intent(number: int = 0, **changes: Any) -> SessionIntent:
-    """Of the turn of that number."""
-    intent = SessionIntent(
-        request_id=f"request-{number}",
-        request_digest=f"digest-{number}",
-        parent=number - 1 if number else None,
-        policy_version=2,
-        created_at=1_795_000_000.0 + number,
-    )
-    return replace(intent, **changes)
-
-
-def intent_added(session_id: str, number: int = 0, **changes: Any) -> IntentAdded:
-    return IntentAdded(session_id=session_id, intent=session_intent(number, **changes))
 
 
 def session_end(**changes: Any) -> SessionEnd:
