@@ -35,7 +35,7 @@ from service.gateway.actor import Gateway
 from service.gateway.client import GatewayClient
 from service.gateway.keys import AGENT, key_digests, session_key
 from service.gateway.routes import add_sessions
-from service.gateway.sessions import GatewaySettings
+from service.gateway.sampling import GatewaySettings
 from service.intake.session import SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.launch.cluster import start_ray

@@ -20,7 +20,8 @@ from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION, UPLOADED, RolloutAssignment, Trajectory
 from service.gateway.chat import Refused
 from service.gateway.commits import GroupCommit
-from service.gateway.sessions import GatewaySettings, Sessions
+from service.gateway.sampling import GatewaySettings
+from service.gateway.sessions import Sessions
 from service.gateway.uploads import Uploads
 from service.store.database import PATIENCE_S
 from service.store.keys import read_keys

@@ -1,4 +1,8 @@
-"""Sample the turns of a session: render the prompt, call the engine, and make the stored turn."""
+"""Sample the turns of a session: the prompt, the call of the engine, the turn, the reply.
+
+A prompt has the ids of the turn that the request continues, and those of its new messages. A reply
+is what the client receives; the raw ids are trained unchanged.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,42 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from actors.algorithm import AlgorithmSettings
 from actors.environment.chat_template import RenderError, system_merged
 from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
+    ParsedReply,
     PolicyClient,
     PolicyDeadlineExceeded,
     PolicyUnavailable,
     UnusableReply,
     check_reply,
 )
-from actors.environment.rendering import ChatRenderer
-from actors.types import FinishReason, Turn
-from service.access.keys import KeyBook, KeyLimits, Rates, tenant_of
-from service.config.sessions import SystemMessages
+from actors.environment.protocol import MalformedCall, Message, Role, ToolCall, ToolSchema
+from actors.environment.rendering import BreakReason, ChatRenderer
+from actors.environment.settings import RolloutSettings
+from actors.environment.template_traits import call_form
+from actors.environment.text_patterns import before_stop
+from actors.environment.tool_calls import arguments_of, visible_text
+from actors.expert_records import ModelShape
+from actors.types import FinishReason, TokenIds, Turn, original_numbers
+from service.access.keys import NO_LIMITS, KeyBook, KeyLimits, Rates, tenant_of
+from service.config.sessions import SessionSettings
 from service.gateway.background import Background
-from service.gateway.chat import ChatCall, RefusalCode, Refused, unavailable
-from service.gateway.prompts import Place, Prompt, next_prompt
-from service.gateway.replies import shown_reply
+from service.gateway.chat import (
+    ChatCall,
+    ChatReply,
+    RefusalCode,
+    Refused,
+    StopReason,
+    unavailable,
+)
+from service.gateway.tree import Place, SessionTree
 from service.intake.session import StoredSession
 from service.intake.turns import SessionTurn
 
@@ -32,6 +53,27 @@ log = logging.getLogger("rayloom.gateway")
 
 # A text's normalisation shortens it at most by this factor.
 MOST_CHARACTERS_FACTOR = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """The part of the configuration that the gateway uses."""
+
+    sessions: SessionSettings
+    rollouts: RolloutSettings
+    algorithm: AlgorithmSettings
+    max_context_tokens: int
+    """The engine's limit of prompt and reply together."""
+    chat_template: str | None
+    """Chat template of the run; None: the tokenizer's own."""
+    default_limits: KeyLimits = NO_LIMITS
+    """Limits of a named key that has no limits of its own."""
+    finds_parser: bool = False
+    """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
+    num_ahead: int = 0
+    """Number of policy versions minus number of steps when the term began."""
+    shape: ModelShape | None = None
+    """Vocabulary and routing of the trained model; None: not known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -119,35 +161,39 @@ class Sampler:
 
     def __init__(
         self,
+        settings: GatewaySettings,
         *,
         renderer: ChatRenderer,
         engine: EngineClient,
         background: Background,
         rates: TurnRates,
-        max_context_tokens: int,
-        temperature: float,
         now: Callable[[], float],
-        stop: tuple[str, ...] = (),
-        system_messages: SystemMessages = "merge",
-        reads_calls: bool = True,
     ) -> None:
-        """Store the parts from which turns are made.
-
-        Args: max_context_tokens: the limit of prompt and reply together. now: returns seconds since
-        1970. stop: the run's stop strings, at which the engine ends turns; a request's stop strings
-        only cut the text that its client receives. reads_calls: whether the engine can parse calls
-        in this model's replies.
-        """
+        """Store the parts from which turns are made. now: returns seconds since 1970."""
         self._renderer = renderer
-        self._merges_system = system_messages == "merge"
-        self._reads_calls = reads_calls
-        self.engine = engine
+        self._engine = engine
         self._background = background
         self.rates = rates
-        self._max_context_tokens = max_context_tokens
-        self._temperature = temperature
-        self._stop = stop
+        self._max_context_tokens = settings.max_context_tokens
+        self._temperature = settings.rollouts.temperature
+        # The engine ends turns at them. A request's own only cut the text that its client receives.
+        self._stop = settings.rollouts.stop
+        self._merges_system = settings.sessions.system_messages == "merge"
+        self._reads_calls = not settings.finds_parser or call_form(renderer) is not None
         self._now = now
+
+    async def sample(
+        self, pending: PendingTurn, session: StoredSession, tree: SessionTree
+    ) -> SessionTurn:
+        """Sample the next turn of a session, as it is stored.
+
+        The tree must get the turn before anything else is awaited: the turn has its next number.
+        Raises: Refused, also for a prompt that leaves no room for a reply.
+        """
+        prompt = await self.prompt(pending.place, may_call=pending.call.request.may_call)
+        request = self._request(pending, prompt, session, tree)
+        turn, reply = await self._engine.sample(request, param="messages")
+        return self._turn(pending, prompt, turn, reply, tree)
 
     async def prompt(self, place: Place, *, may_call: bool) -> Prompt:
         """Make the prompt of a request at this place.
@@ -200,19 +246,12 @@ class Sampler:
             param="messages",
         )
 
-    def request(
-        self,
-        pending: PendingTurn,
-        prompt: Prompt,
-        *,
-        session: StoredSession,
-        parent: SessionTurn | None,
+    def _request(
+        self, pending: PendingTurn, prompt: Prompt, session: StoredSession, tree: SessionTree
     ) -> GenerateRequest:
-        """Return the engine's request for a prompt. parent: the turn that it continues.
-
-        Raises: Refused for a prompt that leaves no room.
-        """
+        """Return the engine's request. Raises: Refused for a prompt that leaves no room."""
         call, place = pending.call, pending.place
+        parent = None if place.parent is None else tree.turn(place.parent)
         room = self._max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
             raise self._no_room(f"{prompt.token_ids.shape[0]} tokens")
@@ -230,24 +269,21 @@ class Sampler:
             tools=place.tools if call.request.may_call else (),
         )
 
-    def turn(
+    def _turn(
         self,
         pending: PendingTurn,
         prompt: Prompt,
         turn: Turn,
         reply: GenerateReply,
-        *,
-        number: int,
-        turn_id: str,
+        tree: SessionTree,
     ) -> SessionTurn:
-        """Return the session's next turn, as it is stored. number: the turn's number."""
-        call, place = pending.call, pending.place
-        shown = shown_reply(
+        call, place, number = pending.call, pending.place, tree.num_turns
+        message, is_malformed, stop_string = _shown(
             self._renderer.decode(turn.sampled_token_ids),
             reply.parsed,
             place.tools,
             turn.finish_reason,
-            turn_id=turn_id,
+            turn_id=tree.turn_id(number),
             stop=(*call.request.stop, *self._stop),
         )
         return SessionTurn(
@@ -255,17 +291,17 @@ class Sampler:
             parent=place.parent,
             tools=() if place.parent is not None else place.tools,
             new_messages=place.new_messages,
-            reply=shown.message,
+            reply=message,
             extends_parent=prompt.extends_parent,
             new_token_ids=prompt.new_token_ids,
             sampled_token_ids=turn.sampled_token_ids,
             logprobs=turn.logprobs,
             version_spans=turn.version_spans,
             # The text that its client receives ends there, whatever was sampled after it.
-            finish_reason=FinishReason.STOP if shown.stop_string else turn.finish_reason,
+            finish_reason=FinishReason.STOP if stop_string else turn.finish_reason,
             num_inserted=prompt.num_inserted,
             break_reason=prompt.break_reason,
-            is_malformed=shown.is_malformed,
+            is_malformed=is_malformed,
             is_auxiliary=call.request.is_auxiliary,
             is_unseen=pending.is_abandoned,
             expert_indices=turn.expert_indices,
@@ -277,6 +313,150 @@ class Sampler:
             created_at=self._now(),
             template_options={} if place.parent is not None else place.template_options,
             is_instructed=place.is_instructed,
-            stop_string=shown.stop_string,
+            stop_string=stop_string,
             ignored=call.request.ignored,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt of a request's turn; the fields are those of `SessionTurn`."""
+
+    token_ids: TokenIds
+    """[P] int32, the whole prompt."""
+    extends_parent: bool
+    new_token_ids: TokenIds
+    """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
+    num_inserted: int = 0
+    break_reason: BreakReason | None = None
+
+
+def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = False) -> Prompt:
+    """Make the prompt of a request; may run in a thread.
+
+    Args: merges_system: put all system texts into one message at the front if the chat template
+    refuses the chat or does not show all of it.
+    Raises: RenderError if the template still refuses the chat or does not show all of it.
+    """
+    renderer = renderer.under(place.template_options)
+    try:
+        return _prompt(place, renderer)
+    except RenderError as error:
+        messages = (*place.history, *place.new_messages)
+        merged = system_merged(messages)
+        if not merges_system or merged == messages:
+            raise
+        try:
+            whole = renderer.first_prompt(merged, place.tools)
+        except RenderError:
+            raise error from None
+    reason = None if place.parent is None else BreakReason.SYSTEM_MERGED
+    return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole, break_reason=reason)
+
+
+def _prompt(place: Place, renderer: ChatRenderer) -> Prompt:
+    sampled = place.parent_sampled
+    if sampled is None:
+        renderer.check_tools(place.new_messages, place.tools)
+        whole = renderer.first_prompt(place.new_messages, place.tools)
+        return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole)
+    previous = np.concatenate(place.parent_prompt)
+    extension = renderer.extend(
+        previous,
+        sampled,
+        history=place.history,
+        new_messages=place.new_messages,
+        tools=place.tools,
+    )
+    whole = extension.prompt_token_ids
+    is_appended = extension.break_reason is None
+    num_known = previous.shape[0] + sampled.shape[0]
+    return Prompt(
+        token_ids=whole,
+        extends_parent=is_appended,
+        # Copy the ids, because a view would keep the whole prompt in memory.
+        new_token_ids=whole[num_known:].copy() if is_appended else whole,
+        num_inserted=extension.num_inserted,
+        break_reason=extension.break_reason,
+    )
+
+
+def _shown(
+    text: str,
+    parsed: ParsedReply | None,
+    tools: tuple[ToolSchema, ...],
+    finish_reason: FinishReason,
+    *,
+    turn_id: str,
+    stop: tuple[str, ...],
+) -> tuple[Message, bool, str]:
+    """Return the message of a reply, whether it is malformed, and the stop string that cut it.
+
+    It is malformed if a call is unreadable, has arguments that are no JSON object, or an undeclared
+    tool. The stop string is empty if the text was not cut.
+
+    Readable calls are shown, also of an undeclared tool, so that the agent can report the error to
+    its model. If calls are malformed and none is readable, the text is shown as it was sampled.
+    Args: text: the decoded reply, without its end tokens. parsed: the parsed reply; None if it was
+    not parsed. turn_id: used to make ids for calls to which the parser gave none. stop: stop
+    strings. If the text contains one, it is cut before the first, and no calls are shown, because
+    they come after the text.
+    """
+    if parsed is None:
+        content, stopped = before_stop(text, stop)
+        return _assistant(content), False, stopped
+    content, stopped = before_stop(parsed.content, stop)
+    if stopped:
+        return _assistant(content, reasoning=parsed.reasoning), False, stopped
+    found = parsed.calls
+    if finish_reason is FinishReason.LENGTH and found:
+        # Some parsers return a call that was cut off.
+        found = found[:-1]
+    calls: list[ToolCall] = []
+    is_malformed = False
+    names = {tool.name for tool in tools}
+    for call in found:
+        arguments = None if isinstance(call, MalformedCall) else arguments_of(call)
+        if isinstance(call, MalformedCall) or arguments is None:
+            is_malformed = True
+        else:
+            is_malformed |= call.name not in names
+            taken = {each.id for each in calls}
+            call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
+            calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
+    if is_malformed and not calls:
+        content, stopped = before_stop(visible_text(text), stop)
+    message = _assistant(content, reasoning=parsed.reasoning, tool_calls=tuple(calls))
+    return message, is_malformed, stopped
+
+
+def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> ChatReply:
+    """Return a stored turn as its client receives it."""
+    return ChatReply(
+        turn_id=tree.turn_id(turn.number),
+        message=turn.reply,
+        stop_reason=_stop_reason(turn.reply, turn.finish_reason),
+        stop_string=turn.stop_string,
+        num_prompt_tokens=tree.num_prompt_tokens(turn.number),
+        num_sampled_tokens=turn.num_sampled,
+        policy_version=_newest_version(turn),
+        created_at=turn.created_at,
+        sampled_token_ids=turn.sampled_token_ids if shows_tokens else None,
+        logprobs=turn.logprobs if shows_tokens else None,
+    )
+
+
+def _stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
+    """Return the reason why a turn ended, for its reply."""
+    if finish_reason is FinishReason.LENGTH:
+        return StopReason.LENGTH
+    return StopReason.CALLS if message.call_texts else StopReason.STOP
+
+
+def _assistant(text: str, **parts: Any) -> Message:
+    return Message(role=Role.ASSISTANT, content=text, **parts)
+
+
+def _newest_version(turn: SessionTurn) -> int:
+    versions = [span.version for span in turn.version_spans]
+    return int(original_numbers(np.array(versions, np.int32)).max(initial=0))

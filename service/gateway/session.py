@@ -30,10 +30,8 @@ from service.gateway.ends import (
     stopping,
     totals_of,
 )
-from service.gateway.prompts import Place
-from service.gateway.replies import as_reply
-from service.gateway.sampling import PendingTurn, Sampler
-from service.gateway.tree import SessionTree, request_keys
+from service.gateway.sampling import PendingTurn, Sampler, as_reply
+from service.gateway.tree import Place, SessionTree, request_keys
 from service.intake.listing import SessionView
 from service.intake.session import Finish, LimitRefusal, SessionEnd, SessionStatus, StoredSession
 from service.intake.turns import (
@@ -355,28 +353,20 @@ class Session:
 
     async def _sample(self, pending: PendingTurn) -> SessionTurn:
         """Sample a turn and store it. Raises: Refused."""
-        sampler, call, place = self._sampler, pending.call, pending.place
         try:
-            prompt = await sampler.prompt(place, may_call=call.request.may_call)
-            parent = None if place.parent is None else self.tree.turn(place.parent)
-            request = sampler.request(pending, prompt, session=self.stored, parent=parent)
+            new = await self._sampler.sample(pending, self.stored, self.tree)
         except Refused as refused:
             if refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
                 # The request itself is in progress, and will not become a turn.
-                num_turns = self._num_begun() - 1
-                self._hit_limit(call, place, Outcome.TRUNCATED_CONTEXT, num_turns=num_turns)
+                num_turns, limit = self._num_begun() - 1, Outcome.TRUNCATED_CONTEXT
+                self._hit_limit(pending.call, pending.place, limit, num_turns=num_turns)
             raise
-        turn, reply = await sampler.engine.sample(request, param="messages")
         if not self.is_live:
             raise closed(self.stored)
-        number = self.tree.num_turns
-        new = sampler.turn(
-            pending, prompt, turn, reply, number=number, turn_id=self.tree.turn_id(number)
-        )
         pending.is_committing = True
         await self._add(new)
         if pending.is_abandoned and not new.is_unseen:
-            self._hide(number)
+            self._hide(new.number)
         return new
 
     def _num_begun(self) -> int:

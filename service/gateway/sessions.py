@@ -17,25 +17,19 @@ import hmac
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
-from actors.algorithm import AlgorithmSettings
 from actors.environment.policy import PolicyClient
 from actors.environment.rendering import ChatRenderer
-from actors.environment.settings import RolloutSettings
-from actors.environment.template_traits import call_form
-from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import Outcome, RolloutAssignment, Trajectory
-from service.access.keys import NO_LIMITS, Caller, KeyBook, KeyLimits, NamedKey, digest_of, may_see
-from service.config.sessions import SessionSettings
+from service.access.keys import Caller, KeyBook, NamedKey, digest_of, may_see
 from service.gateway.background import Background
 from service.gateway.chat import ChatCall, ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit
 from service.gateway.ends import stopping, trajectory_of
 from service.gateway.key_check import unknown_session
-from service.gateway.sampling import EngineClient, Sampler, TurnRates
+from service.gateway.sampling import EngineClient, GatewaySettings, Sampler, TurnRates
 from service.gateway.session import Session
 from service.intake.listing import SessionView
 from service.intake.session import Finish, session_id
@@ -45,27 +39,6 @@ from service.store.sessions import SessionStore
 WATCH_EVERY_S = 1.0
 # The digest of a request without a key.
 NO_KEY = digest_of("")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings:
-    """The part of the configuration that the gateway uses."""
-
-    sessions: SessionSettings
-    rollouts: RolloutSettings
-    algorithm: AlgorithmSettings
-    max_context_tokens: int
-    """The engine's limit of prompt and reply together."""
-    chat_template: str | None
-    """Chat template of the run; None: the tokenizer's own."""
-    default_limits: KeyLimits = NO_LIMITS
-    """Limits of a named key that has no limits of its own."""
-    finds_parser: bool = False
-    """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
-    num_ahead: int = 0
-    """Number of policy versions minus number of steps when the term began."""
-    shape: ModelShape | None = None
-    """Vocabulary and routing of the trained model; None: not known."""
 
 
 class Sessions:
@@ -98,16 +71,12 @@ class Sessions:
         self._background = Background()
         self._rates = TurnRates(self._keys, default_limits=settings.default_limits, now=now)
         self._sampler = Sampler(
+            settings,
             renderer=renderer,
             engine=EngineClient(make_policy),
             background=self._background,
             rates=self._rates,
-            max_context_tokens=settings.max_context_tokens,
-            temperature=settings.rollouts.temperature,
-            stop=settings.rollouts.stop,
             now=now,
-            system_messages=settings.sessions.system_messages,
-            reads_calls=not settings.finds_parser or call_form(renderer) is not None,
         )
         self._sessions: dict[str, asyncio.Task[Session | None]] = {}
         """The sessions in memory, by name, each as the task that loads it or has loaded it."""

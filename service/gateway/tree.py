@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
 from service.gateway.canonical import Link, links_of, request_digest, tools_key
 from service.gateway.chat import ChatRequest, Part, Reference, RefusalCode, Refused, unknown_item
 from service.gateway.nodes import Node, calls_of, choose_parent, links_after
-from service.gateway.prompts import Place
 from service.gateway.titles import (
     is_continuing,
     is_like_a_title,
@@ -32,6 +31,34 @@ from service.gateway.titles import (
 )
 from service.intake.session import LimitRefusal
 from service.intake.turns import SessionTurn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The turn that a request continues: a copy of all values from which its prompt is made."""
+
+    parent: int | None
+    """The number of the turn that the request continues; None: it begins a conversation."""
+    tools: tuple[ToolSchema, ...]
+    """The tools, in the order in which they were first declared."""
+    template_options: Mapping[str, Any]
+    is_instructed: bool
+    """Whether the first message of the conversation came as a request's instructions. A turn with a
+    parent has the parent's value."""
+    history: tuple[Message, ...]
+    """Messages up to and including the parent's reply; empty without a parent."""
+    new_messages: tuple[Message, ...]
+    """The request's messages after `history`, with our own ids of calls; may be empty."""
+    parent_prompt: tuple[TokenIds, ...] = ()
+    """Pieces of the parent's prompt, in order."""
+    parent_sampled: TokenIds | None = None
+    """[A] int32; None without a parent."""
+    is_under_other_tools: bool = False
+    """Whether turns with other tools contain more of the conversation."""
+    is_ambiguous: bool = False
+    """Whether several turns with different ids match, so that the request continues none."""
+    request_digest: str
+    """Digest of the request; equal for an equal request at the same place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ from actors.limits import MIB
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
 from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
-from service.gateway.sampling import EngineClient
-from service.gateway.sessions import GatewaySettings
+from service.gateway.sampling import EngineClient, GatewaySettings
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,

@@ -24,7 +24,7 @@ from actors.environment.shown_text import holds
 from actors.types import FinishReason, VersionSpan
 from service.config.sessions import SessionSettings, SystemMessages
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
-from service.gateway.prompts import Prompt, next_prompt
+from service.gateway.sampling import Prompt, next_prompt
 from service.gateway.tree import SessionTree
 from service.intake.turns import SessionTurn
 

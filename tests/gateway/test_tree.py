@@ -22,7 +22,7 @@ from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import History
 from actors.types import BranchReason, FinishReason, LeftOutReason
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
-from service.gateway.prompts import next_prompt
+from service.gateway.sampling import next_prompt
 
 WEATHER = ToolSchema(name="weather", description="Of a city.", parameters={"type": "object"})
 HI = user("hi")

@@ -10,8 +10,8 @@ from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.types import FinishReason, Sample, TokenIds, VersionSpan
 from service.gateway.chat import ChatRequest
-from service.gateway.prompts import Place, next_prompt
-from service.gateway.tree import SessionTree
+from service.gateway.sampling import next_prompt
+from service.gateway.tree import Place, SessionTree
 from service.intake.turns import SessionTurn
 from worlds.models.tool_families import FAMILIES, Family
 

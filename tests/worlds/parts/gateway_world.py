@@ -21,7 +21,8 @@ from service.config.sessions import SessionSettings
 from service.gateway.chat import ChatCall, ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
-from service.gateway.sessions import GatewaySettings, Sessions
+from service.gateway.sampling import GatewaySettings
+from service.gateway.sessions import Sessions
 from service.intake.listing import SessionView
 from service.intake.session import Finish, SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest

@@ -17,7 +17,8 @@ from service.api.problems import RunUnavailable
 from service.api.schemas import ReadyAnswer
 from service.config.sessions import SessionSettings
 from service.gateway.commits import GroupCommit
-from service.gateway.sessions import GatewaySettings, Sessions
+from service.gateway.sampling import GatewaySettings
+from service.gateway.sessions import Sessions
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.session import session_id

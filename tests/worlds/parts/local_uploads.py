@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from actors.environment.policy import PolicyClient
-from service.gateway.sessions import GatewaySettings
+from service.gateway.sampling import GatewaySettings
 from service.gateway.uploads import Uploads
 from service.store.uploads import UploadStore
 from worlds.builders.episode_builders import renderer

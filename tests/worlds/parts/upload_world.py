@@ -22,7 +22,7 @@ from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
 from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
-from service.gateway.sessions import GatewaySettings
+from service.gateway.sampling import GatewaySettings
 from service.gateway.upload_routes import add_uploads
 from service.gateway.uploads import policy_facts
 from worlds.builders.episode_builders import renderer
