@@ -31,11 +31,11 @@ from service.api.app import create_app
 from service.api.settings import HttpSettings
 from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
-from service.gateway.actor import Gateway
 from service.gateway.client import GatewayClient
 from service.gateway.keys import AGENT, key_digests, session_key
 from service.gateway.routes import add_sessions
 from service.gateway.sampling import GatewaySettings
+from service.gateway.sessions import Gateway
 from service.intake.session import SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.launch.cluster import start_ray

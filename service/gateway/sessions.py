@@ -1,9 +1,8 @@
-"""The sessions of a run: requests in, turns out, and at the end a trajectory.
+"""The gateway of a run: its sessions, and the actor that plays them as environment actors do games.
 
 Invariants: the state of a session in memory equals its state in the store, so that another gateway
 can continue after a kill; a trajectory has every turn that a client may have seen, exactly once.
-Only sessions in use stay in memory. Tokenising and hashing run in a thread. Nothing here depends on
-Ray: the actor (`service.gateway.actor`) forwards its calls.
+Only sessions in use stay in memory. Tokenising and hashing run in a thread.
 
 `Sessions` finds the session of a call by its name and key, and calls it (`session`). A session
 samples its turns (`sampling`), finds the turn that a request continues (`tree`), stores its changes
@@ -17,12 +16,15 @@ import hmac
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from actors.environment.policy import PolicyClient
-from actors.environment.rendering import ChatRenderer
+from actors.environment.rendering import ChatRenderer, load_renderer
 from actors.metrics import GatewayMetrics
+from actors.trajectory_queue.exchange import RolloutExchange
+from actors.trajectory_queue.settings import ExchangeSettings
 from actors.trajectory_queue.window import oldest_admitted_version
-from actors.types import Outcome, RolloutAssignment, Trajectory
+from actors.types import SESSION, UPLOADED, Outcome, RolloutAssignment, Trajectory
 from service.access.keys import Caller, KeyBook, NamedKey, digest_of, may_see
 from service.gateway.background import Background
 from service.gateway.chat import ChatCall, ChatReply, RefusalCode, Refused, unavailable
@@ -31,12 +33,20 @@ from service.gateway.ends import stopping, trajectory_of
 from service.gateway.key_check import unknown_session
 from service.gateway.sampling import EngineClient, GatewaySettings, Sampler, TurnRates
 from service.gateway.session import Session
+from service.gateway.uploads import Uploads
 from service.intake.listing import SessionView
 from service.intake.session import Finish, session_id
+from service.store.database import PATIENCE_S
 from service.store.errors import StoreError
+from service.store.keys import read_keys
+from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
+from service.store.uploads import UploadStore
+from service.telemetry.endpoint import Reading, push_forever
 
 WATCH_EVERY_S = 1.0
+# Seconds to wait for the database; shorter than the time after which the store itself gives up.
+STORE_HOLD_S = PATIENCE_S / 2
 # The digest of a request without a key.
 NO_KEY = digest_of("")
 
@@ -382,3 +392,123 @@ class Sessions:
 
 def _free(group: list[Session]) -> list[Session]:
     return [each for each in group if each.is_live and not each.stored.is_taken]
+
+
+class Gateway:
+    """The gateway as an asynchronous Ray actor: it plays sessions, and delivers uploads.
+
+    Each run has one, on the supervisor's node, because the run's database may be a file. Its state
+    is in the store: if the actor dies, a new one takes its rollouts from the queue again.
+    `service.run.actor_pool` calls `run`, `ping` and `stop`; the API's replicas call `ask`, through
+    `service.gateway.client`.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        actor_id: str,
+        tokenizer_path: str,
+        make_policy: Callable[[], PolicyClient],
+        queue: Any,
+        database_url: str,
+        run_id: str,
+        term: int,
+    ) -> None:
+        """Connect to the store and load the tokenizer.
+
+        Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
+        run_id: names the endpoint of its metrics. term: the term under whose lease turns are
+        stored. Raises: StoreError.
+        """
+        store = RunStore(database_url)
+        self._run_id, self._actor_id = run_id, actor_id
+        self._metrics = GatewayMetrics()
+        self._commits = GroupCommit(
+            SessionStore(store), term=term, hold_s=min(settings.sessions.hold_s, STORE_HOLD_S)
+        )
+        renderer = load_renderer(
+            tokenizer_path,
+            template_options=settings.rollouts.template_options,
+            history=settings.rollouts.history,
+            chat_template=settings.chat_template,
+        )
+        self._sessions = Sessions(
+            settings,
+            renderer=renderer,
+            make_policy=make_policy,
+            store=SessionStore(store),
+            commits=self._commits,
+            metrics=self._metrics,
+            read_keys=lambda: read_keys(store),
+        )
+        self._uploads = Uploads(
+            settings,
+            renderer=renderer,
+            store=UploadStore(store),
+            term=term,
+            make_policy=make_policy,
+            count_turn=self._sessions.count_turn,
+        )
+        self._exchange = RolloutExchange(
+            self._play,
+            actor_id=actor_id,
+            queue=queue,
+            environments=(SESSION, UPLOADED),
+            num_slots=settings.sessions.max_open,
+            settings=ExchangeSettings(),
+            is_durable=True,
+        )
+
+    async def run(self) -> None:
+        """Take rollouts from the queue and return their trajectories to it, until `stop`.
+
+        Raises: QueueUnreachable; StoreError, LeaseLost when nothing can be stored any more.
+        """
+        exchanging = asyncio.create_task(self._exchange.run())
+        watching = asyncio.create_task(self._sessions.watch())
+        pushing = asyncio.create_task(
+            push_forever(self._run_id, role=self._actor_id, read=self._read_metrics)
+        )
+        try:
+            await asyncio.wait((exchanging, watching), return_when=asyncio.FIRST_COMPLETED)
+            for task in (watching, exchanging):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (exchanging, watching, pushing):
+                task.cancel()
+
+    def _read_metrics(self) -> Reading:
+        metrics = self._metrics
+        metrics.open.set(self._sessions.num_open)
+        return Reading(
+            gained=list(metrics.gained.collect()), values=tuple(metrics.values.collect())
+        )
+
+    async def _play(self, assignment: RolloutAssignment) -> Trajectory:
+        is_uploaded = assignment.task.environment == UPLOADED
+        player = self._uploads if is_uploaded else self._sessions
+        return await player.play(assignment)
+
+    async def ping(self) -> None:
+        """Return at once. If the event loop is blocked, the caller gets no answer."""
+
+    async def stop(self) -> None:
+        """Accept no more requests, and store all changes that are not stored yet."""
+        await self._exchange.stop()
+        self._sessions.close()
+        await self._commits.close()
+
+    async def ask(self, part: str, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of `Sessions` or `Uploads` and return its answer.
+
+        Return a refusal instead of raising it, since Ray logs raised errors.
+
+        Args: part: "sessions" or "uploads".
+        """
+        called = {"sessions": self._sessions, "uploads": self._uploads}[part]
+        try:
+            return await getattr(called, method)(*arguments, **named)
+        except Refused as refused:
+            return refused

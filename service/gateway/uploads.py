@@ -4,8 +4,7 @@ The module also samples turns for agent loops that render their own prompts; suc
 stored.
 
 Invariants: an accepted trajectory is stored before the answer; a delivered trajectory is read from
-the store, so that another gateway can deliver it again after a crash. Nothing here depends on Ray:
-the actor (`service.gateway.actor`) forwards its calls.
+the store, so that another gateway can deliver it again after a crash.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from service.backlog.queue import SubmissionQueue
 from service.config.parts import rank_settings, step_settings
 from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
-from service.gateway.actor import Gateway
 from service.gateway.sampling import GatewaySettings
+from service.gateway.sessions import Gateway
 from service.inference.settings import AUTO
 from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
