@@ -25,6 +25,7 @@ from actors.environment.policy import GenerateReply, GenerateRequest, ParsedRepl
 from actors.types import FinishReason, VersionSpan
 from benchmarks.serve_router import free_port
 from benchmarks.session_world import NAME, World, world
+from service.gateway.ends import samples_of
 from service.gateway.keys import AGENT, session_key
 from service.gateway.tree import SessionTree
 from service.intake.session import session_id
@@ -74,7 +75,7 @@ def rows(store: SessionStore, session: str) -> dict[str, Any]:
     tree = SessionTree(session)
     for turn in loaded[1]:
         tree.add(turn)
-    samples = tree.samples(session, reward=1.0)
+    samples = samples_of(tree, session, reward=1.0)
     trained = [
         name
         for sample in samples

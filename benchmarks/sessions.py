@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from worlds.runs.run_driver import ENGINE, START_S, Run, running, small_config
 
 from actors.trainer.tiny.model import build_tiny_model
@@ -108,12 +109,13 @@ class Sessions:
                 tree = SessionTree(client.name)
                 for turn in loaded[1]:
                     tree.add(turn)
-                newest = loaded[1][-num_turns:]
-                prompts = [tree.prompt_ids(turn.number).tolist() for turn in newest]
                 found.append(
                     [
-                        Asked(prompt=prompt, num_tokens=turn.num_sampled)
-                        for prompt, turn in zip(prompts, newest, strict=True)
+                        Asked(
+                            prompt=np.concatenate(node.prompt()).tolist(),
+                            num_tokens=node.turn.num_sampled,
+                        )
+                        for node in tree.nodes[-num_turns:]
                     ]
                 )
         return found

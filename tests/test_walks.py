@@ -98,5 +98,5 @@ async def test_a_sessions_request_enters_the_files_of_its_walk(tmp_path: Path) -
         gateway.sessions.close()
         gateway.store.close()
     assert answer.status_code == 200, answer.text
-    client = "service/gateway/client.py"
-    assert large(found, "service/gateway") | {client} == set(walk("a session's request"))
+    there = {"service/gateway/client.py"}
+    assert large(found, "service/gateway") | there == set(walk("a session's request"))

@@ -1,14 +1,20 @@
 """The rules by which sessions end, and by which an ended session becomes a trajectory; pure.
 
-Used by `service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
+The rules decide the outcome, which turns are trained, and which of them gets the session's reward.
+Titles, and conversations that quote an earlier reply, are found by their text. Used by
+`service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from actors.environment.protocol import Message, Role
+from actors.environment.sample_builder import SampleBuilder
 from actors.types import (
     PLAYED_OUT,
     TRUNCATIONS,
@@ -16,12 +22,15 @@ from actors.types import (
     LeftOutReason,
     Outcome,
     RolloutAssignment,
+    Sample,
     Timings,
     Trajectory,
+    Turn,
 )
 from service.api.problems import shown
 from service.gateway.chat import RefusalCode, Refused, unavailable
-from service.gateway.tree import SessionTree
+from service.gateway.quotes import PromptText, user_texts, values_of
+from service.gateway.tree import Node, Place, SessionTree
 from service.intake.session import (
     LimitRefusal,
     SessionEnd,
@@ -88,21 +97,44 @@ def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | 
     Args: refusal: the session's newest refusal for a limit, if any. judged: number of the turn
     that the client named for the reward, or None.
     """
-    last = tree.last_of_main(judged)
-    if last is None:
+    counted = trained(tree)
+    main = judged_of(tree, counted, judged)
+    if main is None:
         return Outcome.EMPTY
-    if refusal is not None and tree.is_ended_by(refusal, judged):
+    if refusal is not None and _is_ended_by(tree, refusal, counted, main, judged):
         return refusal.outcome
+    last = next(node.turn for node in reversed(counted) if node.root is main.root)
     if last.finish_reason is FinishReason.LENGTH:
         return Outcome.TRUNCATED_TOKENS
     return Outcome.COMPLETED
+
+
+def _is_ended_by(
+    tree: SessionTree,
+    refusal: LimitRefusal,
+    counted: Sequence[Node],
+    judged: Node,
+    named: int | None,
+) -> bool:
+    """Return whether a refused request is the last event of the judged conversation.
+
+    Args: counted, named: as in `judged_of`.
+    """
+    if refusal.num_turns is None:
+        return True
+    later = [node for node in counted if node.turn.number >= refusal.num_turns]
+    if not all(_is_like_a_title(node, tree.nodes) for node in later):
+        return False
+    if named is not None:
+        return refusal.follows is not None and tree.nodes[refusal.follows].root is judged.root
+    return refusal.follows is not None or not _is_continuing(judged, tree.nodes)
 
 
 def check_turns(
     tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
 ) -> None:
     """Check that the session has the named turns and trains them. Raises: Refused."""
-    num_turns, left_out = tree.num_turns, tree.left_out()
+    num_turns, without = tree.num_turns, left_out(tree)
     for param, named in (
         ("turn_rewards", sorted(turn_rewards)),
         ("turn", [] if judged is None else [judged]),
@@ -115,7 +147,7 @@ def check_turns(
                 param=param,
             )
         for number in named:
-            if (reason := left_out.get(number)) is not None:
+            if (reason := without.get(number)) is not None:
                 raise Refused(
                     RefusalCode.INVALID_REQUEST,
                     f"{param} names turn {number}, which is not trained ({reason}: "
@@ -126,15 +158,15 @@ def check_turns(
 
 def totals_of(tree: SessionTree) -> SessionTotals:
     """Return the totals of a session's turns."""
-    counts = tree.counts()
+    counted, without = trained(tree), left_out(tree)
     ignored = Counter(name for turn in tree.turns for name in turn.ignored)
     return SessionTotals(
         num_turns=tree.num_turns,
         num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
-        num_ambiguous=counts.num_ambiguous,
-        num_left_out=len(counts.left_out),
-        num_malformed=counts.num_malformed,
-        left_out=counts.left_out,
+        num_ambiguous=sum(node.is_ambiguous for node in counted),
+        num_left_out=len(without),
+        num_malformed=sum(node.turn.is_malformed for node in counted),
+        left_out=without,
         ignored=dict(ignored.most_common(MAX_IGNORED_NAMES)),
     )
 
@@ -171,6 +203,95 @@ def stopping() -> Refused:
     return unavailable("the gateway is being stopped; send the request again")
 
 
+def left_out(tree: SessionTree) -> dict[int, LeftOutReason]:
+    """Return the turns that are not trained if the session ends now, by number and in order."""
+    topics = _topics_of(tree.nodes) if tree.leaves_titles_out else {}
+    found: dict[int, LeftOutReason] = {}
+    for node in tree.nodes:
+        if node.turn.is_auxiliary:
+            found[node.turn.number] = LeftOutReason.AUXILIARY
+        elif node.is_orphan:
+            found[node.turn.number] = LeftOutReason.UNSEEN
+        elif topics and _is_title(node, tree.nodes, topics):
+            found[node.turn.number] = LeftOutReason.TITLE
+    return found
+
+
+def trained(tree: SessionTree) -> list[Node]:
+    """Return the turns that are trained if the session ends now."""
+    without = left_out(tree)
+    return [node for node in tree.nodes if node.turn.number not in without]
+
+
+def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = None) -> Node | None:
+    """Return the turn that gets the session's reward; None if nothing is trained.
+
+    This is the turn that the client named, if it is trained. Otherwise it is the newest trained
+    turn of a conversation that has another turn, or whose prompt quotes a sampled reply. If there
+    is no such turn, it is the newest trained turn with the longest prompt.
+
+    Args: counted: the trained turns. named: the number of the named turn, or None.
+    """
+    for node in counted:
+        if node.turn.number == named:
+            return node
+    for node in reversed(counted):
+        if _is_continuing(node, tree.nodes):
+            return node
+    return max(counted, key=lambda node: (node.num_prompt_tokens, node.turn.number), default=None)
+
+
+def follows(tree: SessionTree, place: Place) -> int | None:
+    """Return the number of the turn that a request continues or whose reply its messages quote.
+
+    Of several quoted turns, return the newest. Return None if the request follows no turn.
+    """
+    if place.parent is not None:
+        return place.parent
+    found = _newest_quoted(place.new_messages, tree.nodes)
+    return None if found is None else found.turn.number
+
+
+def samples_of(
+    tree: SessionTree,
+    trajectory_id: str,
+    *,
+    reward: float | None = None,
+    components: Mapping[str, float] | None = None,
+    turn_rewards: Mapping[int, float] | None = None,
+    judged: int | None = None,
+) -> tuple[Sample, ...]:
+    """Return the training samples of the trained turns.
+
+    Example: if turn 1 continues turn 0, and turn 2 begins another conversation, there are two
+    samples: one of turns 0 and 1, one of turn 2.
+
+    Args: reward, components: the session's; the judged turn gets them, in addition to its own
+    reward. turn_rewards: by the number of the turn; those of untrained turns are ignored.
+    judged: the number that the client named, as in `judged_of`.
+    """
+    builder = SampleBuilder(trajectory_id)
+    counted, by_turn = trained(tree), turn_rewards or {}
+    judged_node = judged_of(tree, counted, judged)
+    for node in counted:
+        turn, is_judged = node.turn, node is judged_node
+        builder.add(
+            Turn(
+                prompt_token_ids=np.concatenate(node.prompt()),
+                sampled_token_ids=turn.sampled_token_ids,
+                logprobs=turn.logprobs,
+                finish_reason=turn.finish_reason,
+                version_spans=turn.version_spans,
+                reward=by_turn.get(turn.number, 0.0) + ((reward or 0.0) if is_judged else 0.0),
+                reward_components=dict(components or {}) if is_judged else {},
+                is_malformed=turn.is_malformed,
+                expert_indices=turn.expert_indices,
+            ),
+            reason=node.reason,
+        )
+    return builder.samples()
+
+
 def trajectory_of(
     stored: StoredSession,
     tree: SessionTree,
@@ -184,10 +305,15 @@ def trajectory_of(
     """
     end = stored.end
     assert end is not None, "a trajectory of a session that is not over"
-    counts = tree.counts()
+    counted, without = trained(tree), left_out(tree)
+    breaks = (node.turn.break_reason for node in counted)
+    left_out_tokens: Counter[LeftOutReason] = Counter()
+    for number, reason in without.items():
+        left_out_tokens[reason] += tree.turn(number).num_sampled
     trajectory = replace(
         Trajectory.of(assignment, end.outcome, detail=end.detail),
-        samples=tree.samples(
+        samples=samples_of(
+            tree,
             assignment.trajectory_id,
             reward=end.reward or 0.0,
             components=end.components,
@@ -195,10 +321,10 @@ def trajectory_of(
             judged=end.judged,
         ),
         was_rewarded=end.reward is not None,
-        left_out=counts.left_out,
-        left_out_tokens=counts.left_out_tokens,
-        num_inserted_tokens=counts.num_inserted,
-        render_breaks=counts.render_breaks,
+        left_out=without,
+        left_out_tokens=dict(left_out_tokens),
+        num_inserted_tokens=sum(node.turn.num_inserted for node in counted),
+        render_breaks=Counter(reason.value for reason in breaks if reason is not None),
         timings=Timings(wall_s=max(0.0, end.ended_at - (stored.opened_at or end.ended_at))),
     )
     outcome, detail = _final_outcome(trajectory, end, oldest_version)
@@ -222,3 +348,86 @@ def _final_outcome(
         why = f"sampled by version {versions[0]}, expected at least {oldest_version}"
         return Outcome.STALE, why
     return end.outcome, end.detail
+
+
+def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
+    """Return the roots by the first user text in them."""
+    found: dict[str, list[Node]] = {}
+    for root in nodes:
+        if root.parent is None and (texts := user_texts(root.turn.new_messages)):
+            found.setdefault(texts[0], []).append(root)
+    return found
+
+
+def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]]) -> bool:
+    """Return whether a turn's only purpose is the title of a conversation that continued."""
+    if not node.is_alone or _is_quoting(node, nodes) or _is_used(node, nodes):
+        return False
+    roots = (each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ()))
+    return any(
+        root is not node and _is_continuing(root, nodes) and not _starts_over(node, root)
+        for root in roots
+    )
+
+
+def _starts_over(node: Node, root: Node) -> bool:
+    """Return whether the conversation at `root` repeats the one that consists of `node`.
+
+    This is true in two cases. In the first case, both have the same tools, and the messages at
+    `root` begin with those of `node`, followed by nothing or by a message of the assistant. In the
+    second case, an assistant message at `root` quotes the reply of `node`: the client may have
+    rewritten the reply.
+    """
+    own, others = node.turn.new_messages, root.turn.new_messages
+    if node.tools_key == root.tools_key and others[: len(own)] == own:
+        rest = others[len(own) :]
+        if not rest or rest[0].role is Role.ASSISTANT:
+            return True
+    replies = [message for message in others if message.role is Role.ASSISTANT]
+    return PromptText(replies).quotes(node.reply)
+
+
+def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
+    """Return whether a turn may be a title.
+
+    Such a turn is the only one of its conversation, was offered no tools, quotes no sampled
+    reply, and its messages contain the first user text of an earlier conversation.
+    """
+    if not node.is_alone or _is_quoting(node, nodes):
+        return False
+    asked = "\n".join(user_texts(node.turn.new_messages))
+    before = [each for each in nodes[: node.turn.number] if each.parent is None]
+    # A conversation that begins again with the same messages is a new try of the task.
+    if any(root.turn.new_messages == node.turn.new_messages for root in before):
+        return False
+    return any(text in asked for root in before for text in user_texts(root.turn.new_messages)[:1])
+
+
+def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
+    """Return whether the whole reply is a later message, or a value in a later call."""
+    said = node.turn.reply.content.strip()
+    later = nodes[node.turn.number + 1 :]
+    messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))
+    return bool(said) and any(value == said for value in values_of(messages))
+
+
+def _is_continuing(node: Node, nodes: Sequence[Node]) -> bool:
+    """Return whether a turn's conversation has another turn, or quotes an earlier reply.
+
+    Auxiliary turns of the conversation do not count as another turn.
+    """
+    return node.parent is not None or node.root.num_of_task > 1 or _is_quoting(node.root, nodes)
+
+
+def _is_quoting(root: Node, nodes: Sequence[Node]) -> bool:
+    if root.is_quoting is None:
+        found = _newest_quoted(root.turn.new_messages, nodes[: root.turn.number])
+        root.is_quoting = found is not None
+    return root.is_quoting
+
+
+def _newest_quoted(messages: Sequence[Message], nodes: Sequence[Node]) -> Node | None:
+    """Return the newest turn whose reply, or a part of it, is in messages."""
+    prompt = PromptText(messages)
+    found = (node for node in reversed(nodes) if prompt.quotes(node.reply))
+    return next(found, None)

@@ -1,7 +1,7 @@
 """Find a sampled reply, or parts of it, in the messages of a later prompt.
 
 If a client begins a new conversation (a hand-off, a helper, a summary), only the text shows that it
-continues an earlier one. Pure; called by a session's tree.
+continues an earlier one. Pure; used by `ends`, which decides what is trained.
 """
 
 from __future__ import annotations

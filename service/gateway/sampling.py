@@ -437,7 +437,7 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
         message=turn.reply,
         stop_reason=_stop_reason(turn.reply, turn.finish_reason),
         stop_string=turn.stop_string,
-        num_prompt_tokens=tree.num_prompt_tokens(turn.number),
+        num_prompt_tokens=tree.nodes[turn.number].num_prompt_tokens,
         num_sampled_tokens=turn.num_sampled,
         policy_version=_newest_version(turn),
         created_at=turn.created_at,

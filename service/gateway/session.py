@@ -25,6 +25,7 @@ from service.gateway.ends import (
     check_turns,
     closed,
     ended_otherwise,
+    follows,
     overdue,
     seen_outcome,
     stopping,
@@ -187,10 +188,10 @@ class Session:
         """
         if call.request.is_auxiliary:
             return
-        before, follows = self.stored.limit_refusal, self.tree.follows(place)
-        refusal = LimitRefusal(outcome=outcome, num_turns=num_turns, follows=follows)
+        before, followed = self.stored.limit_refusal, follows(self.tree, place)
+        refusal = LimitRefusal(outcome=outcome, num_turns=num_turns, follows=followed)
         # A refused title must not replace the refusal of a conversation.
-        if refusal != before and (before is None or follows is not None):
+        if refusal != before and (before is None or followed is not None):
             self._note(LimitReached(session_id=self.stored.id, refusal=refusal))
 
     async def _store_end(self, end: SessionEnd) -> None:

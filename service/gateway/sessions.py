@@ -249,10 +249,10 @@ class Sessions:
         return trajectory
 
     def _count_end(self, session: Session, trajectory: Trajectory) -> None:
-        counts, turns = session.tree.counts(), self._metrics.turns
+        turns, left_out = self._metrics.turns, trajectory.left_out
         self._metrics.ended.labels(outcome=trajectory.outcome.value).inc()
-        turns.labels(use="trained").inc(counts.num_counted)
-        for reason in counts.left_out.values():
+        turns.labels(use="trained").inc(session.tree.num_turns - len(left_out))
+        for reason in left_out.values():
             turns.labels(use=reason.value).inc()
 
     # -- calls of the actor -------------------------------------------------------------------

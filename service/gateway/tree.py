@@ -1,35 +1,31 @@
-"""A session's conversations as a tree of sampled turns: it matches requests and makes samples.
+"""A session's conversations as a tree of sampled turns, in which a request finds its place.
 
 A request is matched to the turns by the keys of its conversation (`canonical`). Its prompt consists
 of the ids of the turn that it continues and the ids of its new messages. A prompt contains the
 tree's own copies of earlier messages, not the client's. The tree keeps only the messages and ids
 that each turn added, so that its memory does not grow with the number of turns times their length.
-The tree can be rebuilt by adding the stored turns in their order. Called by the gateway actor.
+The tree can be rebuilt by adding the stored turns in their order. `ends` makes its samples.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolSchema
-from actors.environment.sample_builder import SampleBuilder
-from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
-from service.gateway.canonical import Link, links_of, request_digest, tools_key
-from service.gateway.chat import ChatRequest, Part, Reference, RefusalCode, Refused, unknown_item
-from service.gateway.nodes import Node, calls_of, choose_parent, links_after
-from service.gateway.titles import (
-    is_continuing,
-    is_like_a_title,
-    is_title,
-    newest_quoted,
-    topics_of,
+from actors.types import BranchReason, TokenIds
+from service.gateway.canonical import (
+    Link,
+    links_of,
+    request_digest,
+    shown_reasoning,
+    tools_key,
 )
-from service.intake.session import LimitRefusal
+from service.gateway.chat import ChatRequest, Part, Reference, RefusalCode, Refused, unknown_item
+from service.gateway.quotes import ReplyText
 from service.intake.turns import SessionTurn
 
 
@@ -61,24 +57,98 @@ class Place:
     """Digest of the request; equal for an equal request at the same place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionCounts:
-    """The turns of a session by their use; each turn is counted in one of the first two fields."""
+@dataclass(slots=True)
+class Node:
+    """A turn in the tree."""
 
-    num_counted: int
-    """Number of trained turns."""
-    left_out: Mapping[int, LeftOutReason]
-    """Untrained turns, by number and in order."""
-    left_out_tokens: Mapping[LeftOutReason, int]
-    """Sampled tokens of the untrained turns."""
-    num_malformed: int
-    """Number of trained turns whose reply is malformed."""
-    num_inserted: int
-    render_breaks: Mapping[str, int]
-    """Number of breaks by `BreakReason`."""
-    num_ambiguous: int
-    """Number of conversations of trained turns that were rendered again because several turns with
-    equal texts match."""
+    turn: SessionTurn
+    parent: Node | None
+    tools_key: bytes
+    tools: tuple[ToolSchema, ...]
+    key: bytes
+    """Key of the conversation up to and including the turn's reply."""
+    num_messages: int
+    """Number of the conversation's messages up to and including the turn's reply."""
+    first_call: int
+    """Number of the conversation's calls before the turn's new messages."""
+    calls: tuple[tuple[str, str], ...]
+    """Id and name of each call in its new messages and its reply."""
+    reason: BranchReason
+    """The reason why the turn begins a sample; None if it extends one."""
+    is_ambiguous: bool
+    reply: ReplyText = field(init=False)
+    """The turn's reply, to be searched for in later prompts."""
+    root: Node = field(init=False)
+    """The first turn of its conversation; it may be this turn."""
+    num_in_root: int = 0
+    """For a root: number of turns that continue from it, including itself."""
+    num_of_task: int = 0
+    """For a root: number of these turns that are not marked as auxiliary."""
+    is_continued: bool = False
+    """Whether a client sent its reply back, which shows that it received it."""
+    is_quoting: bool | None = None
+    """For a root: whether its messages quote a reply sampled before; None: not checked yet."""
+
+    def __post_init__(self) -> None:
+        self.reply = ReplyText(message=self.turn.reply, history=lambda: self.history()[:-1])
+        self.root = self if self.parent is None else self.parent.root
+        self.root.num_in_root += 1
+        self.root.num_of_task += not self.turn.is_auxiliary
+
+    @property
+    def num_calls(self) -> int:
+        return self.first_call + len(self.calls)
+
+    @property
+    def is_instructed(self) -> bool:
+        """Whether the first message of its conversation came as a request's instructions."""
+        return self.root.turn.is_instructed
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is the only turn of its conversation and was offered no tools."""
+        return self.parent is None and self.num_in_root == 1 and not self.tools
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.turn.is_unseen and not self.is_continued
+
+    def path(self) -> Iterator[Node]:
+        """Yield the turns from this one back to the start of its conversation."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def prompt(self) -> tuple[TokenIds, ...]:
+        """Return the pieces of its prompt."""
+        pieces = [self.turn.new_token_ids]
+        node = self
+        while node.turn.extends_parent:
+            assert node.parent is not None, "a turn that extends nothing"
+            node = node.parent
+            pieces += (node.turn.sampled_token_ids, node.turn.new_token_ids)
+        return tuple(reversed(pieces))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(int(piece.shape[0]) for piece in self.prompt())
+
+    def full_ids(self) -> TokenIds:
+        """Return its prompt and its sampled tokens, [P + A] int32."""
+        return np.concatenate((*self.prompt(), self.turn.sampled_token_ids))
+
+    def history(self) -> tuple[Message, ...]:
+        turns = [node.turn for node in self.path()]
+        return tuple(m for turn in reversed(turns) for m in (*turn.new_messages, turn.reply))
+
+    def call_number(self, call_id: str) -> int | None:
+        """Return the number of the newest call with this id up to this turn's reply, or None."""
+        for node in self.path():
+            for number in range(len(node.calls) - 1, -1, -1):
+                if node.calls[number][0] == call_id:
+                    return node.first_call + number
+        return None
 
 
 class RequestKeys(NamedTuple):
@@ -99,11 +169,7 @@ def request_keys(request: ChatRequest) -> RequestKeys:
 
 
 class SessionTree:
-    """The turns of one session.
-
-    Example: if turn 1 continues turn 0, and turn 2 begins another conversation, there are two
-    samples: one of turns 0 and 1, one of turn 2.
-    """
+    """The turns of one session."""
 
     def __init__(self, session_id: str, *, leaves_titles_out: bool = False) -> None:
         """Make an empty tree.
@@ -111,8 +177,9 @@ class SessionTree:
         leaves_titles_out: titles, as docs/semantics.md describes them, are not trained.
         """
         self._session_id = session_id
-        self._leaves_titles_out = leaves_titles_out
-        self._nodes: list[Node] = []
+        self.leaves_titles_out = leaves_titles_out
+        self.nodes: list[Node] = []
+        """The turns, in their order; only the tree changes the list."""
         self._sampled: dict[bytes, list[Node]] = {}  # by the key up to their reply
         self._copies: dict[bytes, Message | None] = {}  # None: several that differ
         self._tools: dict[bytes, tuple[ToolSchema, ...]] = {}
@@ -125,19 +192,14 @@ class SessionTree:
     @property
     def turns(self) -> tuple[SessionTurn, ...]:
         """The turns, in their order."""
-        return tuple(node.turn for node in self._nodes)
+        return tuple(node.turn for node in self.nodes)
 
     @property
     def num_turns(self) -> int:
-        return len(self._nodes)
-
-    @property
-    def num_counted(self) -> int:
-        """Number of turns that are trained if the session ends now."""
-        return len(self._counted())
+        return len(self.nodes)
 
     def turn(self, number: int) -> SessionTurn:
-        return self._nodes[number].turn
+        return self.nodes[number].turn
 
     def turn_id(self, number: int) -> str:
         return f"{self._session_id}.{number}"
@@ -180,7 +242,7 @@ class SessionTree:
         is_new = named is not None and _has_new_instructions(request, named)
         if named is not None and named.tools_key == tools and not is_new:
             parent: Node | None = named
-            links = links_after(named, messages)
+            links = _links_after(named, messages)
         else:
             if named is not None:
                 history = _with_instructions(request, named) if is_new else named.history()
@@ -190,7 +252,7 @@ class SessionTree:
             # A request that names a turn's items by their ids continues that turn.
             referred = {reference.turn_id for reference in request.references}
             same = [n for n in same if self.turn_id(n.turn.number) in referred] or same
-            parent = choose_parent(same, messages)
+            parent = _choose_parent(same, messages)
             is_ambiguous = bool(same) and parent is None
             depth = 0 if parent is None else parent.num_messages
             messages, links = messages[depth:], links[depth:]
@@ -220,31 +282,30 @@ class SessionTree:
 
         A turn with a parent has the parent's tools and template options, whatever the request has.
         """
-        assert turn.number == len(self._nodes), f"turn {turn.number} after {len(self._nodes)} turns"
-        parent = None if turn.parent is None else self._nodes[turn.parent]
+        assert turn.number == len(self.nodes), f"turn {turn.number} after {len(self.nodes)} turns"
+        parent = None if turn.parent is None else self.nodes[turn.parent]
         messages = (*turn.new_messages, turn.reply)
         if parent is None:
             links = links_of(messages)
             key = tools_key(turn.tools, turn.template_options)
             tools = self._tools.setdefault(key, turn.tools)
         else:
-            links = links_after(parent, messages)
+            links = _links_after(parent, messages)
             key, tools = parent.tools_key, parent.tools
             parent.is_continued = True
         for link in links[:-1]:
             for known in self._sampled.get(link.key, ()):
                 known.is_continued = True
         node = self._node(turn, parent, links, key=key, tools=tools)
-        self._nodes.append(node)
+        self.nodes.append(node)
         self._keep_copies(messages, links)
         self._sampled.setdefault(node.key, []).append(node)
         self._remember_request(turn)
 
-    def mark_unseen(self, number: int, *, is_unseen: bool) -> SessionTurn:
-        """Mark whether a turn's client left before the answer; return the turn to be stored."""
-        node = self._nodes[number]
+    def mark_unseen(self, number: int, *, is_unseen: bool) -> None:
+        """Mark whether a turn's client left before the answer."""
+        node = self.nodes[number]
         node.turn = replace(node.turn, is_unseen=is_unseen)
-        return node.turn
 
     def note_request(self, digest: str) -> None:
         """Record a request as the newest. Call `answered` first: it needs the previous one."""
@@ -262,7 +323,7 @@ class SessionTree:
         number = self._by_request.get(request_id)
         if number is None and idempotency_key in self._by_idempotency_key:
             number = self._by_idempotency_key[idempotency_key]
-            if self._nodes[number].turn.request_digest != digest:
+            if self.nodes[number].turn.request_digest != digest:
                 raise Refused(
                     RefusalCode.CONFLICT,
                     "idempotency key: got the key of a different request of this session, which "
@@ -270,9 +331,9 @@ class SessionTree:
                 )
         if number is None and is_retry and digest == self._newest_digest:
             number = self._by_digest.get(digest)
-            if number is not None and self._is_another(self._nodes[number], idempotency_key):
+            if number is not None and self._is_another(self.nodes[number], idempotency_key):
                 number = None
-        return None if number is None else self._nodes[number].turn
+        return None if number is None else self.nodes[number].turn
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
@@ -287,134 +348,11 @@ class SessionTree:
         """Return the number of the turn that answers an HTTP request, or None."""
         return self._by_request.get(request_id)
 
-    def left_out(self) -> dict[int, LeftOutReason]:
-        """Return the turns that are not trained if the session ends now, by number and in order."""
-        topics = topics_of(self._nodes) if self._leaves_titles_out else {}
-        found: dict[int, LeftOutReason] = {}
-        for node in self._nodes:
-            if node.turn.is_auxiliary:
-                found[node.turn.number] = LeftOutReason.AUXILIARY
-            elif node.is_orphan:
-                found[node.turn.number] = LeftOutReason.UNSEEN
-            elif topics and is_title(node, self._nodes, topics):
-                found[node.turn.number] = LeftOutReason.TITLE
-        return found
-
-    def judged(self, named: int | None = None) -> int | None:
-        """Return the number of the turn that gets the session's reward; None if nothing is trained.
-
-        This is the named turn if it is trained. Otherwise it is the newest trained turn of a
-        conversation that has another turn, or whose prompt quotes a sampled reply. If there is no
-        such turn, it is the newest trained turn with the longest prompt.
-        """
-        node = self._judged(self._counted(), named)
-        return None if node is None else node.turn.number
-
-    def last_of_main(self, named: int | None = None) -> SessionTurn | None:
-        """Return the newest trained turn of the judged turn's conversation, or None."""
-        counted = self._counted()
-        judged = self._judged(counted, named)
-        if judged is None:
-            return None
-        return next(n.turn for n in reversed(counted) if n.root is judged.root)
-
-    def follows(self, place: Place) -> int | None:
-        """Return the number of the turn that a request continues or whose reply its messages quote.
-
-        Of several quoted turns, return the newest. Return None if the request follows no turn.
-        """
-        if place.parent is not None:
-            return place.parent
-        found = newest_quoted(place.new_messages, self._nodes)
-        return None if found is None else found.turn.number
-
-    def is_ended_by(self, refusal: LimitRefusal, named: int | None = None) -> bool:
-        """Return whether a refused request is the last event of the judged conversation.
-
-        named: as in `judged`.
-        """
-        if refusal.num_turns is None:
-            return True
-        counted = self._counted()
-        judged = self._judged(counted, named)
-        later = [node for node in counted if node.turn.number >= refusal.num_turns]
-        if judged is None or not all(is_like_a_title(node, self._nodes) for node in later):
-            return False
-        if named is not None:
-            return refusal.follows is not None and self._nodes[refusal.follows].root is judged.root
-        return refusal.follows is not None or not is_continuing(judged, self._nodes)
-
-    def num_prompt_tokens(self, number: int) -> int:
-        return sum(int(piece.shape[0]) for piece in self._nodes[number].prompt())
-
-    def prompt_ids(self, number: int) -> TokenIds:
-        """Return the whole prompt of a turn, [P] int32."""
-        return np.concatenate(self._nodes[number].prompt())
-
-    def full_ids(self, number: int) -> TokenIds:
-        """Return the prompt and the sampled tokens of a turn, [P + A] int32."""
-        return self._nodes[number].full_ids()
-
-    def samples(
-        self,
-        trajectory_id: str,
-        *,
-        reward: float | None = None,
-        components: Mapping[str, float] | None = None,
-        turn_rewards: Mapping[int, float] | None = None,
-        judged: int | None = None,
-    ) -> tuple[Sample, ...]:
-        """Return the training samples of the trained turns.
-
-        Args: reward, components: the session's; the judged turn gets them, in addition to its own
-        reward. turn_rewards: by the number of the turn; those of untrained turns are ignored.
-        judged: the number that the client named, as in `judged`.
-        """
-        builder = SampleBuilder(trajectory_id)
-        counted, by_turn = self._counted(), turn_rewards or {}
-        judged_node = self._judged(counted, judged)
-        for node in counted:
-            turn, is_judged = node.turn, node is judged_node
-            builder.add(
-                Turn(
-                    prompt_token_ids=np.concatenate(node.prompt()),
-                    sampled_token_ids=turn.sampled_token_ids,
-                    logprobs=turn.logprobs,
-                    finish_reason=turn.finish_reason,
-                    version_spans=turn.version_spans,
-                    reward=by_turn.get(turn.number, 0.0) + ((reward or 0.0) if is_judged else 0.0),
-                    reward_components=dict(components or {}) if is_judged else {},
-                    is_malformed=turn.is_malformed,
-                    expert_indices=turn.expert_indices,
-                ),
-                reason=node.reason,
-            )
-        return builder.samples()
-
-    def counts(self) -> SessionCounts:
-        """Count the turns by their use, as if the session ended now."""
-        counted = self._counted()
-        breaks = [n.turn.break_reason for n in counted if n.turn.break_reason is not None]
-        left_out = self.left_out()
-        left_out_tokens: Counter[LeftOutReason] = Counter()
-        for node in self._nodes:
-            if (reason := left_out.get(node.turn.number)) is not None:
-                left_out_tokens[reason] += node.turn.sampled_token_ids.shape[0]
-        return SessionCounts(
-            num_counted=len(counted),
-            left_out=left_out,
-            left_out_tokens=dict(left_out_tokens),
-            num_malformed=sum(node.turn.is_malformed for node in counted),
-            num_inserted=sum(node.turn.num_inserted for node in counted),
-            render_breaks=Counter(reason.value for reason in breaks),
-            num_ambiguous=sum(node.is_ambiguous for node in counted),
-        )
-
     def _of_id(self, turn_id: str) -> Node | None:
         session_id, _, number = turn_id.rpartition(".")
         is_number = number.isascii() and number.isdecimal() and len(number) < 10
-        if session_id == self._session_id and is_number and int(number) < len(self._nodes):
-            return self._nodes[int(number)]
+        if session_id == self._session_id and is_number and int(number) < len(self.nodes):
+            return self.nodes[int(number)]
         return None
 
     def _named(self, turn_id: str) -> Node:
@@ -452,7 +390,7 @@ class SessionTree:
             if link.answers is not None:
                 call_id, name = calls[link.answers]
                 own = replace(own, tool_call_id=call_id, name=name)
-            calls += calls_of((own,))
+            calls += _calls_of((own,))
             found.append(own)
         return tuple(found)
 
@@ -480,7 +418,7 @@ class SessionTree:
             key=links[-1].key,
             num_messages=len(links) + (0 if parent is None else parent.num_messages),
             first_call=0 if parent is None else parent.num_calls,
-            calls=calls_of((*turn.new_messages, turn.reply)),
+            calls=_calls_of((*turn.new_messages, turn.reply)),
             reason=reason,
             is_ambiguous=parent is None and any(node.tools_key == key for node in known),
         )
@@ -501,23 +439,6 @@ class SessionTree:
                 names[name] = turn.number
         if not self._has_noted_requests:
             self._newest_digest = turn.request_digest
-
-    def _counted(self) -> list[Node]:
-        left_out = self.left_out()
-        return [node for node in self._nodes if node.turn.number not in left_out]
-
-    def _judged(self, counted: Sequence[Node], named: int | None) -> Node | None:
-        for node in counted:
-            if node.turn.number == named:
-                return node
-        for node in reversed(counted):
-            if is_continuing(node, self._nodes):
-                return node
-        return max(
-            counted,
-            key=lambda node: (self.num_prompt_tokens(node.turn.number), node.turn.number),
-            default=None,
-        )
 
 
 def _has_new_instructions(request: ChatRequest, named: Node) -> bool:
@@ -559,3 +480,50 @@ def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
 
 def _are_under_others(nodes: Sequence[Node], tools: bytes) -> bool:
     return bool(nodes) and all(node.tools_key != tools for node in nodes)
+
+
+def _links_after(node: Node, messages: Sequence[Message]) -> list[Link]:
+    return links_of(
+        messages, after=node.key, num_calls=node.num_calls, call_before=node.call_number
+    )
+
+
+def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    return tuple((call_id, name) for m in messages for call_id, name, _ in m.call_texts)
+
+
+def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | None:
+    """Choose the turn that a client continues among turns with equal texts; None if ambiguous.
+
+    Three criteria are used, in this order: the client sends back the ids of the turn's calls; it
+    sends back its reasoning; a client received the turn. If all remaining turns have the same token
+    ids, the newest is returned.
+    """
+    if len(nodes) < 2:
+        return nodes[0] if nodes else None
+    paths = [{id(node): node for node in end.path()} for end in nodes]
+    shared = set.intersection(*(set(path) for path in paths))
+    for agrees in (_has_same_ids, _has_same_reasoning):
+        agreeing = [
+            end
+            for end in nodes
+            if all(
+                agrees(node.turn.reply, messages[node.num_messages - 1])
+                for node in end.path()
+                if id(node) not in shared
+            )
+        ]
+        nodes = agreeing or nodes
+    nodes = [node for node in nodes if not node.is_orphan] or nodes
+    ids = nodes[-1].full_ids()
+    is_same = all(np.array_equal(node.full_ids(), ids) for node in nodes[:-1])
+    return nodes[-1] if is_same else None
+
+
+def _has_same_ids(own: Message, shown: Message) -> bool:
+    return _calls_of((own,)) == _calls_of((shown,))
+
+
+def _has_same_reasoning(own: Message, shown: Message) -> bool:
+    said = (shown_reasoning(shown) or "").strip()
+    return not said or said == (shown_reasoning(own) or "").strip()

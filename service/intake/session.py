@@ -100,7 +100,7 @@ class Finish:
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards by the number of the turn, in addition to the session's reward."""
     turn: int | None = None
-    """Number of the turn that gets the reward; if None, `SessionTree.judged` chooses it."""
+    """Number of the turn that gets the reward; if None, `service.gateway.ends` chooses it."""
     outcome: Outcome | None = None
     """The outcome that the client states; None: the gateway decides."""
     detail: str = ""

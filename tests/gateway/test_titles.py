@@ -6,6 +6,7 @@ import pytest
 from worlds.agents.session_player import SessionPlayer, says, system, user
 
 from actors.types import LeftOutReason
+from service.gateway.ends import trained
 
 HI = user("hi")
 
@@ -27,30 +28,29 @@ def test_a_title_is_not_the_judged_turn_and_is_left_out_on_request_case_13() -> 
         (sample,) = player.samples(reward=1.0, components={"hit": 1.0})
         assert [turn.reward for turn in sample.turns] == [0.0, 1.0]
         assert sample.turns[1].reward_components == {"hit": 1.0}
-        counts = player.tree.counts()
-        assert (counts.num_counted, counts.left_out) == (2, {2: reason})
+        trajectory = player.trajectory()
+        assert (len(trained(player.tree)), trajectory.left_out) == (2, {2: reason})
         in_all = (turn for each in play().samples(reward=1.0) for turn in each.turns)
         num_left_out = sum(turn.num_sampled for turn in in_all) - sum(
             turn.num_sampled for turn in sample.turns
         )
-        assert counts.left_out_tokens == {reason: num_left_out} and num_left_out > 0
-        assert player.tree.num_counted == 2
+        assert trajectory.left_out_tokens == {reason: num_left_out} and num_left_out > 0
     player = play()
     rewards = [turn.reward for each in player.samples(reward=1.0) for turn in each.turns]
-    assert (rewards, player.tree.judged()) == ([0.0, 1.0, 0.0], 1)
+    assert (rewards, player.judged()) == ([0.0, 1.0, 0.0], 1)
 
     for options in ({}, {"leaves_titles_out": True}):
         alone = SessionPlayer(**options)
         alone.ask([system("title"), HI], says("Greetings"))
-        assert len(alone.samples()) == alone.tree.num_counted == 1
+        assert len(alone.samples()) == len(trained(alone.tree)) == 1
 
 
 def test_without_a_conversation_that_goes_on_the_longest_prompt_is_judged() -> None:
     player = SessionPlayer()
     for number, question in enumerate(("a long question", "a", "a long one of it", "b")):
         player.ask([user(question)], says("xyz"[number % 3]))
-    longest = max(range(4), key=lambda n: (player.tree.num_prompt_tokens(n), n))
-    assert player.tree.judged() == longest and player.tree.judged(1) == 1
+    longest = max(range(4), key=lambda n: (player.tree.nodes[n].num_prompt_tokens, n))
+    assert player.judged() == longest and player.judged(1) == 1
     (last,) = (
         turn for s in player.samples(reward=1.0, judged=1) for turn in s.turns if turn.reward
     )
@@ -76,7 +76,7 @@ def test_a_text_stands_in_a_later_prompt_as_words_that_were_new(
     player.ask([HI], says(reply), said="x<|end|>")
     player.ask([system("s"), user(text)], says("1"))
     player.ask([system("t"), user("a question that is longer than all the others here")], says("2"))
-    assert player.tree.judged() == (1 if quotes else 2)
+    assert player.judged() == (1 if quotes else 2)
 
 
 def test_what_begins_like_the_conversation_is_no_auxiliary_call_case_13() -> None:
@@ -86,4 +86,4 @@ def test_what_begins_like_the_conversation_is_no_auxiliary_call_case_13() -> Non
     player.ask([rules, HI], says("2"))
     player.ask([rules, HI, one, user("no")], says("3"))
     player.ask([rules, user("so far: 1, 3")], says("4"))
-    assert len(player.samples()) == 3 and player.tree.num_counted == 4
+    assert len(player.samples()) == 3 and len(trained(player.tree)) == 4

@@ -22,6 +22,7 @@ from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import History
 from actors.types import BranchReason, FinishReason, LeftOutReason
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.ends import left_out, samples_of, totals_of, trained
 from service.gateway.sampling import next_prompt
 
 WEATHER = ToolSchema(name="weather", description="Of a city.", parameters={"type": "object"})
@@ -42,9 +43,9 @@ def test_a_template_that_strips_earlier_thoughts_makes_no_fork_case_1() -> None:
         "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
         "[<think>\nwell\n</think>\n\n5<|im_end|>]"
     ]
-    counts = player.tree.counts()
+    trajectory = player.trajectory()
     # The line break behind each reply's end.
-    assert (counts.num_inserted, counts.render_breaks) == (1, {})
+    assert (trajectory.num_inserted_tokens, trajectory.render_breaks) == (1, {})
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_what_a_client_writes_anew_stays_in_its_branch(
     ]
     assert len(varied.samples()) == 1
     assert_same_samples(varied.samples(), plain.samples())
-    assert_same_samples(varied.rebuilt().samples("t"), plain.samples())
+    assert_same_samples(samples_of(varied.rebuilt(), "t"), plain.samples())
 
 
 def test_results_that_follow_each_other_share_the_templates_turn_case_6() -> None:
@@ -266,7 +267,8 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
         f"{question}[<think>\nb\n</think>\n\n4<|im_end|>]",
         f"{question}4<|im_end|>{no}[5<|im_end|>]{no}[6<|im_end|>]",
     ]
-    assert player.tree.counts().num_ambiguous == player.rebuilt().counts().num_ambiguous == 1
+    for tree in (player.tree, player.rebuilt()):
+        assert totals_of(tree).num_ambiguous == 1
     # That a client shows no reasoning does not say that there was none.
     player = SessionPlayer("qwen3")
     for reasoning in ("a", None):
@@ -391,25 +393,25 @@ def test_a_turn_that_its_client_never_got_is_left_out_case_19() -> None:
         "<|user|>hi<|end|><|assistant|>[1<|end|>]<|user|>no<|end|><|assistant|>[3<|end|>]"
     ]
     assert [turn.reward for turn in samples[0].turns] == [0.0, 1.0]
-    counts = player.tree.counts()
-    assert (counts.num_counted, counts.left_out) == (2, {1: LeftOutReason.UNSEEN})
+    assert left_out(player.tree) == {1: LeftOutReason.UNSEEN} and len(trained(player.tree)) == 2
     # A client that asked again has got it.
-    assert not player.tree.mark_unseen(1, is_unseen=False).is_unseen
-    assert len(player.samples()) == 2 and player.rebuilt().num_counted == 3
-    assert player.tree.mark_unseen(2, is_unseen=True) == player.tree.turns[2]
-    assert player.tree.num_counted == 2
+    player.tree.mark_unseen(1, is_unseen=False)
+    assert not player.tree.turn(1).is_unseen
+    assert len(player.samples()) == 2 and len(trained(player.rebuilt())) == 3
+    player.tree.mark_unseen(2, is_unseen=True)
+    assert player.tree.turn(2).is_unseen and len(trained(player.tree)) == 2
 
 
 def test_a_turn_that_a_client_goes_on_from_was_seen_case_19() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"), is_unseen=True)
     player.ask([HI, one, user("no")], says("2"))
-    assert player.tree.num_counted == 2
+    assert len(trained(player.tree)) == 2
     # Also under other tools, where its text alone goes on.
     player = SessionPlayer()
     one = player.ask([HI], says("1"), is_unseen=True)
     player.ask([HI, one, user("no")], says("2"), tools=(CALCULATOR,))
-    assert player.tree.num_counted == 2
+    assert len(trained(player.tree)) == 2
     # Of two with equal text, the one that was not lost.
     player = SessionPlayer("qwen3")
     player.ask([HI], says("4", reasoning="a"))
@@ -449,7 +451,7 @@ def test_what_follows_a_named_turn_may_hold_another_reply() -> None:
     two = player.ask([HI, one, user("a")], says("2"))
     player.ask([user("a"), two, user("b")], says("3"), request={"continues": "s-0.0"})
     assert parents(player) == [None, 0, 0]
-    assert player.tree.counts().num_ambiguous == 0
+    assert totals_of(player.tree).num_ambiguous == 0
 
 
 @pytest.mark.parametrize("name", ["s-0.1", "s-0.", "s-0", "s-1.0", "0", "s-0.²", "s-0.-1", "." * 9])
@@ -469,7 +471,7 @@ def test_a_reply_that_was_cut_off_is_closed_by_a_token_that_nobody_trains() -> N
     assert player.shown() == [
         "<|user|>hi<|end|><|assistant|>[1]<|end|><|user|>no<|end|><|assistant|>[2<|end|>]"
     ]
-    assert player.tree.counts().num_inserted == 1
+    assert player.trajectory().num_inserted_tokens == 1
 
 
 def like_tiny(template: str) -> ChatRenderer:
@@ -497,7 +499,7 @@ def test_a_prompt_that_had_to_be_rendered_anew_is_a_branch_with_its_reason() -> 
         assert parents(player) == [None, 0]
         assert [turn.extends_parent for turn in player.tree.turns] == [False, False]
         assert player.samples()[1].branch_reason is BranchReason.TEMPLATE
-        assert player.tree.counts().render_breaks == {reason: 1}
+        assert player.trajectory().render_breaks == {reason: 1}
 
 
 def test_a_template_that_refuses_a_chat_leaves_the_tree_as_it_was() -> None:
@@ -513,7 +515,7 @@ def test_memory_grows_with_what_a_turn_adds_and_not_with_its_prompt() -> None:
     for number in range(20):
         chat += [player.ask(chat, says(f"{number}")), user("on")]
     held = [(turn.new_token_ids, turn.sampled_token_ids) for turn in player.tree.turns]
-    assert sum(len(new) + len(said) for new, said in held) == len(player.tree.full_ids(19))
+    assert sum(len(new) + len(said) for new, said in held) == len(player.tree.nodes[19].full_ids())
     # Nor is a whole prompt held by a view of its end.
     assert all(new.base is None for new, _ in held)
 
@@ -526,7 +528,7 @@ def test_rewards_by_turn_stand_beside_that_of_the_session() -> None:
     assert [turn.reward for turn in sample.turns] == [0.5, 1.25]
     assert [turn.reward_components for turn in sample.turns] == [{}, {"hit": 1.0}]
     assert [turn.is_malformed for turn in sample.turns] == [True, False]
-    assert player.tree.counts().num_malformed == 1
+    assert totals_of(player.tree).num_malformed == 1
     np.testing.assert_array_equal(sample.versions[sample.mask == 1], [0, 0, 1, 1])
     (unscored,) = player.samples()
     assert [turn.reward for turn in unscored.turns] == [0.0, 0.0]

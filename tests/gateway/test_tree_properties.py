@@ -21,6 +21,7 @@ from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.types import LeftOutReason, Sample, TokenIds
 from service.gateway.chat import ChatRequest
+from service.gateway.ends import judged_of, left_out, samples_of, totals_of, trained
 from service.gateway.tree import SessionTree
 
 WEATHER = ToolSchema(name="weather", description="Of a city.", parameters={"type": "object"})
@@ -188,7 +189,7 @@ def assert_trained_once(player: SessionPlayer, samples: Sequence[Sample]) -> Non
     )
     assert [index for index, _, _ in spans] == list(range(len(turns)))
     for turn, (_, sample, span) in zip(turns, spans, strict=True):
-        full = player.tree.full_ids(turn.number)
+        full = player.tree.nodes[turn.number].full_ids()
         np.testing.assert_array_equal(sample.token_ids[: span.end], full)
         np.testing.assert_array_equal(sample.token_ids[span.tokens], turn.sampled_token_ids)
         np.testing.assert_array_equal(sample.logprobs[span.tokens], turn.logprobs)
@@ -206,7 +207,7 @@ def test_every_sampled_token_is_trained_once_however_clients_write_it(
     player = play(family, script, as_sent=True)
     samples = player.samples()
     assert_trained_once(player, samples)
-    assert player.tree.num_counted == len(counted(player.tree))
+    assert len(trained(player.tree)) == len(counted(player.tree))
 
     written_anew = play(family, script, as_sent=False)
     assert_same_samples(written_anew.samples(), samples)
@@ -215,8 +216,12 @@ def test_every_sampled_token_is_trained_once_however_clients_write_it(
     ]
 
     rebuilt = player.rebuilt()
-    assert_same_samples(rebuilt.samples("t"), samples)
-    assert rebuilt.counts() == player.tree.counts()
+    assert_same_samples(samples_of(rebuilt, "t"), samples)
+    assert totals_of(rebuilt) == totals_of(player.tree)
+    made, remade = player.trajectory(), player.trajectory(rebuilt)
+    assert remade.left_out_tokens == made.left_out_tokens
+    assert remade.num_inserted_tokens == made.num_inserted_tokens
+    assert remade.render_breaks == made.render_breaks
     reply = player.tree.turns[-1].reply
     asked = ChatRequest(messages=(*player.places[-1].history, *player.places[-1].new_messages))
     for chat in (asked, replace(asked, messages=(*asked.messages, reply, user("more")))):
@@ -239,7 +244,7 @@ def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
     player = play(family, script, as_sent=True, says_one_thing=True)
     assert not any(place.is_ambiguous for place in player.places)
     samples = player.samples()
-    assert_same_samples(player.rebuilt().samples("t"), samples)
+    assert_same_samples(samples_of(player.rebuilt(), "t"), samples)
     num_sampled = sum(len(player.tree.turns[n].sampled_token_ids) for n in counted(player.tree))
     assert sum(sample.num_trained for sample in samples) == num_sampled
 
@@ -302,33 +307,35 @@ def test_with_many_agents_a_turn_is_trained_once_or_listed_and_no_reward_is_lost
         )
         said.append((each.agent, [*messages, answer], tools))
     tree = player.tree
-    left_out = tree.left_out()
+    without = left_out(tree)
     rewards = {
         number: each.reward
         for number, each in enumerate(script)
-        if each.reward is not None and number not in left_out
+        if each.reward is not None and number not in without
     }
-    judged = named if named < len(script) and named not in left_out else None
+    judged = named if named < len(script) and named not in without else None
     samples = player.samples(reward=reward, turn_rewards=rewards, judged=judged)
-    trained = [n for n in range(len(script)) if n not in left_out]
+    numbers = [n for n in range(len(script)) if n not in without]
     # Each turn by the log-probability and the version that are its own.
     found = [
         (int(sample.versions[turn.start]), turn.reward)
         for sample in samples
         for turn in sample.turns
     ]
-    assert sorted(number for number, _ in found) == trained
-    goes_to = tree.judged(judged)
-    assert (goes_to is None) == (not trained) and (judged is None or goes_to == judged)
+    assert sorted(number for number, _ in found) == numbers
+    goes_to = player.judged(judged)
+    assert (goes_to is None) == (not numbers) and (judged is None or goes_to == judged)
     for number, given_reward in found:
         expected = rewards.get(number, 0.0) + (reward if number == goes_to else 0.0)
         assert given_reward == expected
     total = sum(turn.reward for sample in samples for turn in sample.turns)
-    assert total == pytest.approx(sum(rewards.values()) + (reward if trained else 0.0))
+    assert total == pytest.approx(sum(rewards.values()) + (reward if numbers else 0.0))
     # What is kept gives the same, also another time.
     again = player.rebuilt()
-    assert (again.left_out(), again.judged(judged)) == (left_out, goes_to)
-    for number, reason in left_out.items():
+    kept = judged_of(again, trained(again), judged)
+    assert left_out(again) == without
+    assert (None if kept is None else kept.turn.number) == goes_to
+    for number, reason in without.items():
         turn, asked = tree.turns[number], script[number]
         if reason is LeftOutReason.TITLE:
             assert leaves_titles_out and turn.parent is None and not turn.tools

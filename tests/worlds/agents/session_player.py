@@ -8,11 +8,23 @@ import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
-from actors.types import FinishReason, Sample, TokenIds, VersionSpan
+from actors.types import (
+    SESSION,
+    FinishReason,
+    RolloutAssignment,
+    Sample,
+    Task,
+    TokenIds,
+    Trajectory,
+    VersionSpan,
+)
 from service.gateway.chat import ChatRequest
+from service.gateway.ends import judged_of, samples_of, trained, trajectory_of
 from service.gateway.sampling import next_prompt
 from service.gateway.tree import Place, SessionTree
+from service.intake.session import SessionKeys, StoredSession
 from service.intake.turns import SessionTurn
+from worlds.builders.session_builders import SPEC, session_end
 from worlds.models.tool_families import FAMILIES, Family
 
 
@@ -93,9 +105,10 @@ class SessionPlayer:
         self.tree.add(turn)
         self.places.append(place)
         self.prompts.append(prompt.token_ids)
-        np.testing.assert_array_equal(self.tree.prompt_ids(number), prompt.token_ids)
+        node = self.tree.nodes[number]
+        np.testing.assert_array_equal(np.concatenate(node.prompt()), prompt.token_ids)
         full = np.concatenate((prompt.token_ids, sampled))
-        np.testing.assert_array_equal(self.tree.full_ids(number), full)
+        np.testing.assert_array_equal(node.full_ids(), full)
         return reply
 
     def rebuilt(self) -> SessionTree:
@@ -106,7 +119,24 @@ class SessionPlayer:
         return tree
 
     def samples(self, **rewards: Any) -> tuple[Sample, ...]:
-        return self.tree.samples("t", **rewards)
+        return samples_of(self.tree, "t", **rewards)
+
+    def judged(self, named: int | None = None) -> int | None:
+        """The number of the turn that gets the reward."""
+        found = judged_of(self.tree, trained(self.tree), named)
+        return None if found is None else found.turn.number
+
+    def trajectory(self, tree: SessionTree | None = None) -> Trajectory:
+        """What it is if it ends now. tree: its tree, rebuilt."""
+        stored = StoredSession(
+            id="s-0", submission_id="s", member=0, spec=SPEC,
+            keys=SessionKeys(agent="", reward=""), created_at=0.0, end=session_end(),
+        )  # fmt: skip
+        assignment = RolloutAssignment(
+            rollout_id="g000000.0-0", group_id="g000000.0", group_number=0, attempt=0,
+            task=Task(task_id="s", environment=SESSION, seed=1),
+        )  # fmt: skip
+        return trajectory_of(stored, tree or self.tree, assignment, oldest_version=0)
 
     def shown(self) -> list[str]:
         """The text of each sample, what is trained of it in brackets."""
