@@ -65,6 +65,8 @@ class ChatRequest:
     continues: str = ""
     """The id of the turn that the messages follow; empty: the client sends the whole
     conversation."""
+    keeps_tools: bool = False
+    """With `continues`: whether the tools are those of that turn; the request has none itself."""
     instructions: str | None = None
     """Text of the request's `instructions`, a system message; None: the request has none. In a new
     conversation it is also the first of `messages`, unless it is empty. With `continues`, a text

@@ -205,10 +205,12 @@ class SessionTree:
         return f"{self._session_id}.{number}"
 
     def resolved(self, request: ChatRequest) -> ChatRequest:
-        """Return a request in which the parts of replies that its client named by ids are inserted.
+        """Return a request with the tools and the parts of replies that its client named by ids.
 
         Raises: Refused for an id that no reply of this session has.
         """
+        if request.keeps_tools:
+            request = replace(request, tools=self._named(request).tools)
         messages = list(request.messages)
         for reference in request.references:
             at = reference.message
@@ -238,7 +240,7 @@ class SessionTree:
         """
         tools, links = keys or request_keys(request)
         messages, is_ambiguous = request.messages, False
-        named = self._named(request.continues) if request.continues else None
+        named = self._named(request) if request.continues else None
         is_new = named is not None and _has_new_instructions(request, named)
         if named is not None and named.tools_key == tools and not is_new:
             parent: Node | None = named
@@ -355,14 +357,15 @@ class SessionTree:
             return self.nodes[int(number)]
         return None
 
-    def _named(self, turn_id: str) -> Node:
-        if (node := self._of_id(turn_id)) is not None:
+    def _named(self, request: ChatRequest) -> Node:
+        if (node := self._of_id(request.continues)) is not None:
             return node
+        where = "thread.previous_message_id" if request.keeps_tools else "previous_response_id"
         raise Refused(
             RefusalCode.INVALID_REQUEST,
-            "previous_response_id: no response of this session has this id; send the id of a "
-            "response of this session, or leave it out and send the whole conversation",
-            param="previous_response_id",
+            f"{where}: no answer of this session has this id; send the id of an answer of this "
+            "session, or leave it out and send the whole conversation",
+            param=where,
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:

@@ -407,6 +407,45 @@ async def test_the_providers_own_clients_use_these_routes(tmp_path: Path) -> Non
             assert second.usage is not None and count.input_tokens == second.usage.input_tokens
 
 
+@pytest.mark.parametrize("unsupported", ["refuse", "ignore"])
+async def test_a_thread_of_anthropics_tool_runner_is_one_conversation(
+    tmp_path: Path, unsupported: str
+) -> None:
+    """Its later requests have only the new messages, without the system text and the tools."""
+
+    @anthropic.beta_async_tool
+    async def look_up(q: str) -> str:
+        """Look a number up."""
+        return f"found {q}"
+
+    async with asking(tmp_path, CALL, "said", unsupported=unsupported) as (gateway, _):
+        transport = httpx2.ASGITransport(app=SessionRun(gateway).app())
+        async with httpx2.AsyncClient(transport=transport) as http:
+            claude = anthropic.AsyncAnthropic(
+                base_url=SESSION.env["ANTHROPIC_BASE_URL"],
+                api_key=SESSION.agent_key,
+                http_client=http,
+                max_retries=0,
+            )
+            runner = claude.beta.messages.tool_runner(
+                model="m",
+                max_tokens=200,
+                system="be brief",
+                tools=[look_up],
+                messages=[{"role": "user", "content": "q"}],
+            )
+            said = await runner.until_done()
+            assert [each.type for each in said.content] == ["text"]
+            unknown: Any = {"type": "continue", "previous_message_id": "msg_task-0.7"}
+            with pytest.raises(anthropic.BadRequestError, match="no answer of this session"):
+                await claude.beta.messages.create(
+                    model="m", max_tokens=9, messages=[USER], thread=unknown
+                )
+        decode = gateway.chat_renderer._tokenizer.decode
+        first, second = (decode(each.prompt_token_ids.tolist()) for each in gateway.policy.requests)
+        assert second.startswith(first) and "found 7" in second
+
+
 @pytest.mark.parametrize(
     ("given", "is_taken"), [(4, True), (4.0, True), (4.5, False), ("4", False)]
 )

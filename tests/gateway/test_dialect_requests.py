@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from anthropic.types.beta.message_create_params import (
+    MessageCreateParamsBase as BetaMessageCreateParamsBase,
+)
+from anthropic.types.message_create_params import MessageCreateParamsBase
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from worlds.builders.chat_replies import chat_reply
 from worlds.parts.dialect_sdks import SDKS, USER, MessagesSdk, ResponsesSdk
 
@@ -28,6 +34,7 @@ LOOK_UP = ToolSchema(name="look_up", description="Reads a page.", parameters=SCH
 FUNCTION = {"type": "function", "function": {**NAMED, "parameters": SCHEMA, "strict": True}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"a": 1}'}}
 TOOL = {**NAMED, "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+CONTINUED = {"type": "continue", "previous_message_id": "msg_s.0"}
 USE = {"type": "tool_use", "id": "c1", "name": "look_up", "input": {"a": 1}}
 FLAT = {"type": "function", **NAMED, "parameters": SCHEMA, "strict": True}
 
@@ -215,6 +222,7 @@ MESSAGES = Words(
         "service_tier": "auto", "system": "", "output_config": {"effort": "high"},
         "cache_control": {}, "mcp_servers": [], "container": None,
         "context_management": {"edits": []}, "tools": [{**TOOL, "type": "custom"}],
+        "thread": {"type": "create"},
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
     },
     conversation={"system": [text("s"), text("t")], "messages": [
@@ -245,6 +253,15 @@ MESSAGES = Words(
         ("container", {"container": "c"}),
     ),
     invalid=(
+        ("thread", {"thread": "t"}),
+        ("thread.type", {"thread": {}}),
+        ("thread.type", {"thread": {"type": "end"}}),
+        *(
+            ("thread.previous_message_id", {"thread": {**CONTINUED, "previous_message_id": wrong}})
+            for wrong in (None, "", "msg_", "resp_s.0", 3)
+        ),
+        ("system", {"thread": CONTINUED, "system": "be brief"}),
+        ("tools", {"thread": CONTINUED, "tools": [TOOL]}),
         ("messages[0].content[0]", {"messages": [user(["a"])]}),
         ("messages[0].content[0].type", {"messages": [user([{}])]}),
         ("messages[0].content[0].tool_use_id", {"messages": [user([{"type": "tool_result"}])]}),
@@ -469,6 +486,17 @@ def test_a_response_can_be_continued_by_its_id() -> None:
     assert request.messages == (Message(role=Role.USER, content="Hello"),)
     assert style.repeated["previous_response_id"] == "resp_prompt-9-3.4"
     assert RESPONSES.read({"previous_response_id": "resp_s.0"}).instructions is None
+
+
+def test_every_parameter_of_the_providers_sdks_is_in_the_dialects_table() -> None:
+    """A parameter that no table has would be ignored by `sessions.unsupported: ignore`."""
+    for dialect, *kinds in (
+        (OPENAI_CHAT, CompletionCreateParamsBase),
+        (ANTHROPIC_MESSAGES, MessageCreateParamsBase, BetaMessageCreateParamsBase),
+        (OPENAI_RESPONSES, ResponseCreateParamsBase),
+    ):
+        names = {name for kind in kinds for name in get_type_hints(kind)} - {"betas"}
+        assert names <= set(dialect.parameters)
 
 
 def test_functions_of_a_namespace_are_known_by_both_names_and_called_by_each() -> None:

@@ -458,7 +458,7 @@ def test_what_follows_a_named_turn_may_hold_another_reply() -> None:
 def test_a_name_that_no_turn_has_is_refused(name: str) -> None:
     player = SessionPlayer()
     player.ask([HI], says("1"))
-    with pytest.raises(Refused, match="previous_response_id: no response") as refused:
+    with pytest.raises(Refused, match="previous_response_id: no answer") as refused:
         player.tree.find(ChatRequest(messages=(HI,), continues=name))
     assert refused.value.code is RefusalCode.INVALID_REQUEST
     assert refused.value.param == "previous_response_id"

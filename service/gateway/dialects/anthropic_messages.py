@@ -46,10 +46,12 @@ from service.gateway.dialects.reading import (
     read_stop,
     read_text,
     read_text_part,
+    read_turn_id,
     unsupported,
 )
 from service.gateway.dialects.sending import ERROR_TYPES, event, pieces, shown_calls, shown_tokens
 
+PREFIX = "msg_"
 # Prefix of the result of a call that failed.
 _ERROR = "Error: "
 
@@ -61,14 +63,28 @@ PARAMETERS: Parameters = {
     "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
     "max_tokens": MAX_TOKENS,
     "output_config": taken("`effort` has no effect"),
+    "thread": taken(
+        "`create` has no effect; `continue` names the answer that the messages follow; its system "
+        "text and tools stay"
+    ),
     "thinking": without_effect(TRAINED),
     "context_management": without_effect("the history is what the client sends"),
     **dict.fromkeys(
-        ("speed", "inference_geo", "diagnostics", "user_profile_id", "workspace_id"),
+        (
+            "speed",
+            "inference_geo",
+            "diagnostics",
+            "user_profile_id",
+            "workspace_id",
+            "billing_policy",
+            "fallback_credit_token",
+        ),
         without_effect(BOOKKEEPING),
     ),
+    "fallbacks": without_effect("the policy answers every request"),
     "stop_sequences": STOP,
     "output_format": ignorable(UNCONSTRAINED),
+    "compaction": refused("ask for a summary in a message"),
     "container": refused(IN_THE_CLIENT),
     "mcp_servers": refused(IN_THE_CLIENT, []),
 }
@@ -124,6 +140,10 @@ def read(
         ignored=ignored,
     )
     tools = _tools(given.get("tools"))
+    continues = _continued(given.get("thread"))
+    if continues and (system or tools):
+        name = "tools" if tools else "system"
+        raise invalid(name, "the thread keeps its own, expected none; begin a thread to change it")
     request = make_request(
         headers,
         model=model,
@@ -134,8 +154,23 @@ def read(
         stop=read_stop(given.get("stop_sequences"), "stop_sequences"),
         ignored=ignored,
         max_tokens=read_limit(given.get("max_tokens"), "max_tokens"),
+        continues=continues,
+        keeps_tools=bool(continues),
     )
     return request, AnswerStyle(model=model, streams=read_flag(given.get("stream"), "stream"))
+
+
+def _continued(value: object) -> str:
+    """Return the id of the turn that a thread continues; empty if the messages are all of it."""
+    thread = {"type": "create"} if value is None else read_object(value, "thread")
+    found = read_text(thread.get("type"), "thread.type")
+    if found == "create":
+        return ""
+    if found != "continue":
+        raise invalid("thread.type", f"got {printable(found)!r}, expected create or continue")
+    return read_turn_id(
+        thread.get("previous_message_id"), "thread.previous_message_id", prefix=PREFIX
+    )
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
@@ -292,7 +327,7 @@ def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
 def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
     # Put the tokens into the first event, because SDKs drop unknown fields of later events.
     return {
-        "id": f"msg_{reply.turn_id}",
+        "id": f"{PREFIX}{reply.turn_id}",
         "type": "message",
         "role": "assistant",
         "model": style.model,

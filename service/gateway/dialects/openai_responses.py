@@ -53,6 +53,7 @@ from service.gateway.dialects.reading import (
     read_object,
     read_objects,
     read_text,
+    read_turn_id,
     unsupported,
 )
 from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
@@ -90,6 +91,9 @@ PARAMETERS: Parameters = {
     "truncation": without_effect("the history is what the client sends"),
     "context_management": without_effect("the history is what the client sends"),
     "client_metadata": without_effect(BOOKKEEPING),
+    "access_programs": without_effect(BOOKKEEPING),
+    "background_options": without_effect("`background` itself is refused"),
+    "image": without_effect("images are refused"),
     "background": refused("wait for the answer, or read the stream", False),
     "conversation": refused("use `previous_response_id`, or send the whole input"),
     "prompt": refused("send the prompt's text itself"),
@@ -126,7 +130,10 @@ def read(
     given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
     messages, references = _messages(given.get("input"))
-    continues = _continued(given.get("previous_response_id"))
+    previous = given.get("previous_response_id")
+    continues = ""
+    if previous is not None:
+        continues = read_turn_id(previous, "previous_response_id", prefix=PREFIX)
     instructions = given.get("instructions")
     if instructions is not None:
         instructions = read_text(instructions, "instructions")
@@ -155,7 +162,7 @@ def read(
     )
     repeated = {
         "instructions": instructions,
-        "previous_response_id": given.get("previous_response_id"),
+        "previous_response_id": previous,
         "max_output_tokens": limit,
         "tools": shown_tools,
         "tool_choice": "auto" if may_call else "none",
@@ -174,19 +181,6 @@ def _check_include(value: object) -> None:
             raise unsupported(
                 f"include[{index}]", f"sessions do not support {LOGPROBS}: {SHOWN_TOKENS}"
             )
-
-
-def _continued(value: object) -> str:
-    if value is None:
-        return ""
-    found = read_text(value, "previous_response_id")
-    turn_id = found.removeprefix(PREFIX)
-    if not turn_id or turn_id == found:
-        raise invalid(
-            "previous_response_id",
-            f"got {printable(found)!r}, expected the `id` of an answer of this session",
-        )
-    return turn_id
 
 
 @dataclass(slots=True, kw_only=True)

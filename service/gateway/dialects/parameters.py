@@ -60,6 +60,7 @@ UNCONSTRAINED = "sampling cannot be constrained; ask for the form in a message"
 OWN_PROBABILITIES = "tokens are sampled with the policy's own probabilities; leave it out"
 SHOWN_TOKENS = "create the session with shows_tokens"
 OWN_TEMPLATE = "the run trains with its own chat template"
+OWN_TURNS = "the policy begins its own turns"
 ONLY_TEXT = "the policy reads and writes only text"
 IN_THE_CLIENT = "tools run in the client; declare a function"
 
@@ -99,7 +100,13 @@ COMMON: Parameters = {
         "as tools do"
     ),
     "logit_bias": ignorable(UNCONSTRAINED, {}),
+    "documents": refused("send them in a message"),
+    "add_generation_prompt": refused(OWN_TURNS, True),
+    "continue_final_message": refused(OWN_TURNS, False),
+    "echo": refused(OWN_TURNS, False),
     "logprobs": refused(SHOWN_TOKENS, False),
+    "prompt_logprobs": refused(SHOWN_TOKENS),
+    "return_token_ids": refused(SHOWN_TOKENS, False),
     "top_logprobs": refused(SHOWN_TOKENS, 0),
     "moderation": ignorable("there is no moderation"),
 }

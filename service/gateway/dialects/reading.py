@@ -381,6 +381,17 @@ def _in_json(found: re.Match[str]) -> str:
     return _CONSTANTS.get(found[0]) or json.dumps(ast.literal_eval(found[0]))
 
 
+def read_turn_id(value: object, where: str, *, prefix: str) -> str:
+    """Read the id of an answer; return that of its turn. prefix: begins the ids of answers."""
+    found = read_text(value, where)
+    turn_id = found.removeprefix(prefix)
+    if not turn_id or turn_id == found:
+        raise invalid(
+            where, f"got {printable(found)!r}, expected the `id` of an answer of this session"
+        )
+    return turn_id
+
+
 def make_request(
     headers: Mapping[str, str],
     *,
@@ -394,6 +405,7 @@ def make_request(
     references: Sequence[Reference] = (),
     ignored: Sequence[str] | None = None,
     continues: str = "",
+    keeps_tools: bool = False,
     instructions: str | None = None,
 ) -> ChatRequest:
     """Make a request; headers mark retries, and the model's name may mark it as auxiliary."""
@@ -422,6 +434,7 @@ def make_request(
         references=tuple(references),
         ignored=tuple(ignored or ()),
         continues=continues,
+        keeps_tools=keeps_tools,
         instructions=instructions,
         is_auxiliary=model.endswith(AUXILIARY_SUFFIX) or auxiliary == "1",
         is_retry=retries.isascii() and retries.isdigit() and retries.strip("0") != "",
