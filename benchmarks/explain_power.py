@@ -19,13 +19,13 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 from worlds.runs.explained_run import config_of, played_run, poisoned, sampled_groups
 
 from benchmarks.environment import describe_environment
-from service.explain.order import Order
+from service.cli.explain import Order, ranked
 from service.explain.recompute import explain_step
-from service.explain.show import ranked
 from service.explain.source import find_source
 
 GROUPS, MEMBERS, SPOILT = 63, 16, 10
@@ -49,10 +49,10 @@ def measure(directory: Path, *, scale: str, seed: int) -> dict[str, object]:
         "cpu_s_per_trajectory": round(seconds / len(found.trajectories), 4),
         "train_cpu_s": round(train_s, 2),
     }
-    for order in Order:
-        names = [e.entry.trajectory.trajectory_id for e in ranked(found.trajectories, order)]
+    for order in get_args(Order):
+        names = [e.first.trajectory_id for e in ranked(found.trajectories, order)]
         ranks = sorted(names.index(name) + 1 for name in spoilt)
-        result[order.value] = {"hits": sum(rank <= SPOILT for rank in ranks), "ranks": ranks}
+        result[order] = {"hits": sum(rank <= SPOILT for rank in ranks), "ranks": ranks}
     return result
 
 

@@ -31,6 +31,7 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.process_group import open_store
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import Device, RankSettings
+from actors.types import Trajectory
 from service.config.file import ConfigError
 from service.config.parts import rank_settings, step_settings
 from service.config.tree import Config
@@ -42,39 +43,34 @@ _ANY_LAG = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The relation of a part g of an update's gradient to G; over several updates, the means."""
+class Contribution:
+    """The part g of an update's gradient G that a trajectory or a group has caused.
 
+    Over several updates, the numbers are means.
+    """
+
+    entries: tuple[TrajectoryEntry, ...]
+    """The trajectory, or the trained trajectories of the group."""
     norm: float
     """|g|, the norm of the part."""
     share: float
     """g . G / |G|^2; the shares of all trajectories add up to 1. NaN if G is 0 or not finite."""
     cosine: float
     """g . G / (|g| |G|); NaN under the same conditions as `share`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
-    """A trained trajectory, and its part of the update."""
-
-    entry: TrajectoryEntry
-    share: Share
-    own_norm: float
-    """|g| times the smallest share of its advantage that remains when another member of the group
+    own_share: float = 1.0
+    """The smallest share of a trajectory's advantage that remains when another member of the group
     is left out.
 
-    |g| if advantages do not depend only on the group's returns.
+    1 if advantages do not depend only on the group's returns, and for a group.
     """
 
+    @property
+    def first(self) -> Trajectory:
+        return self.entries[0].trajectory
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupContribution:
-    """A group, and its trained trajectories' joint part of the update."""
-
-    group_id: str
-    task_id: str
-    num_trajectories: int
-    share: Share
+    @property
+    def own_norm(self) -> float:
+        return self.norm * self.own_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +85,7 @@ class Explanation:
     """The recomputed norm before clipping; the mean over the step's finite updates."""
     num_updates: int
     trajectories: tuple[Contribution, ...]
-    groups: tuple[GroupContribution, ...]
+    groups: tuple[Contribution, ...]
 
     @property
     def is_exact(self) -> bool:
@@ -220,12 +216,10 @@ def _trajectories(
         for entry, part in zip(entries, update.rows, strict=True):
             parts = found.setdefault(entry.trajectory.trajectory_id, (entry, []))[1]
             parts.append((part, update.norm))
-    contributions = []
-    for name, (entry, parts) in found.items():
-        share = _share(parts, num_updates=len(updates))
-        own_norm = share.norm * own.get(name, 1.0)
-        contributions.append(Contribution(entry=entry, share=share, own_norm=own_norm))
-    return tuple(contributions)
+    return tuple(
+        _contribution([entry], parts, num_updates=len(updates), own_share=own.get(name, 1.0))
+        for name, (entry, parts) in found.items()
+    )
 
 
 def _own_shares(step: JournalStep) -> dict[str, float]:
@@ -248,39 +242,43 @@ def _own_shares(step: JournalStep) -> dict[str, float]:
 
 def _groups(
     updates: Sequence[SplitGradient], named: Sequence[Sequence[TrajectoryEntry]]
-) -> tuple[GroupContribution, ...]:
+) -> tuple[Contribution, ...]:
     members: dict[str, dict[str, TrajectoryEntry]] = {}
     for entry in (entry for entries in named for entry in entries):
         trajectory = entry.trajectory
         members.setdefault(trajectory.group_id, {})[trajectory.trajectory_id] = entry
     return tuple(
-        GroupContribution(
-            group_id=group_id,
-            task_id=next(iter(entries.values())).trajectory.task_id,
-            num_trajectories=len(entries),
-            share=_share(
-                [
-                    (update.groups[group_id], update.norm)
-                    for update in updates
-                    if group_id in update.groups
-                ],
-                num_updates=len(updates),
-            ),
+        _contribution(
+            entries.values(),
+            [
+                (update.groups[group_id], update.norm)
+                for update in updates
+                if group_id in update.groups
+            ],
+            num_updates=len(updates),
         )
         for group_id, entries in members.items()
     )
 
 
-def _share(parts: Sequence[tuple[GradientPart, float]], *, num_updates: int) -> Share:
-    """Return the share of a part, such as a trajectory, in the step's updates.
+def _contribution(
+    entries: Iterable[TrajectoryEntry],
+    parts: Sequence[tuple[GradientPart, float]],
+    *,
+    num_updates: int,
+    own_share: float = 1.0,
+) -> Contribution:
+    """Return what the entries have caused in the step's updates.
 
-    parts: for each update that contains the part: the part's gradient, and the norm |G| of the
-    whole update.
+    parts: for each update that contains the entries: their gradient, and the norm |G| of the whole
+    update.
     """
-    return Share(
+    return Contribution(
+        entries=tuple(entries),
         norm=_mean(part.norm for part, _ in parts),
         share=math.fsum(_ratio(part.dot, whole**2) for part, whole in parts) / num_updates,
         cosine=_mean(_ratio(part.dot, part.norm * whole) for part, whole in parts),
+        own_share=own_share,
     )
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -30,11 +30,9 @@ from worlds.runs.explained_run import (
 
 from actors.algorithm import Baseline
 from actors.journal.files import list_files
-from service.cli.explain import run_explain
+from service.cli.explain import Order, describe, document, ranked, run_explain
 from service.config.file import ConfigError, dump_config
-from service.explain.order import Order
-from service.explain.recompute import Explanation, Share, explain_step
-from service.explain.show import describe, document, ranked
+from service.explain.recompute import Explanation, explain_step
 from service.explain.source import find_source
 
 # float32: two orders of adding the same numbers.
@@ -83,16 +81,12 @@ def explained(run: PlayedRun, step: int, **options: bool) -> Explanation:
 def check_adds_up(found: Explanation, *, grad_norm: float, rel: float = SAME) -> None:
     assert found.grad_norm == pytest.approx(grad_norm, rel=rel)
     assert found.source.recorded_grad_norm == grad_norm
-    assert sum(each.share.share for each in found.trajectories) == pytest.approx(1, abs=rel)
-    assert sum(each.share.share for each in found.groups) == pytest.approx(1, abs=rel)
+    assert sum(each.share for each in found.trajectories) == pytest.approx(1, abs=rel)
+    assert sum(each.share for each in found.groups) == pytest.approx(1, abs=rel)
     for group in found.groups:
-        own = [
-            each.share
-            for each in found.trajectories
-            if each.entry.trajectory.group_id == group.group_id
-        ]
-        assert sum(each.share for each in own) == pytest.approx(group.share.share, abs=1e-6)
-        assert group.share.norm <= sum(each.norm for each in own) * (1 + SAME)
+        own = [each for each in found.trajectories if each.first.group_id == group.first.group_id]
+        assert sum(each.share for each in own) == pytest.approx(group.share, abs=1e-6)
+        assert group.norm <= sum(each.norm for each in own) * (1 + SAME)
 
 
 def test_the_parts_of_a_step_add_up_to_the_gradient_that_the_trainer_recorded(
@@ -115,7 +109,7 @@ def test_each_part_is_the_gradient_of_its_own_loss(run: PlayedRun, first: Explan
     gradients = []
     for each in found.trajectories:
         causal_lm.zero_grad()
-        rows = zip(each.entry.trajectory.samples, each.entry.advantages, strict=True)
+        rows = zip(each.first.samples, each.entries[0].advantages, strict=True)
         for sample, advantages in rows:
             mask = torch.tensor(sample.mask[1:] == 1)
             current = obvious_logprobs(causal_lm, sample.token_ids)[mask]
@@ -127,9 +121,9 @@ def test_each_part_is_the_gradient_of_its_own_loss(run: PlayedRun, first: Explan
         gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
     whole = torch.stack(gradients).sum(0)
     for each, gradient in zip(found.trajectories, gradients, strict=True):
-        assert each.share.norm == pytest.approx(gradient.norm().item(), rel=1e-3)
+        assert each.norm == pytest.approx(gradient.norm().item(), rel=1e-3)
         share = torch.dot(gradient, whole) / whole.square().sum()
-        assert each.share.share == pytest.approx(share.item(), abs=1e-4)
+        assert each.share == pytest.approx(share.item(), abs=1e-4)
 
 
 def test_without_a_checkpoint_right_before_the_step_it_says_so_and_can_train_up_to_it(
@@ -137,13 +131,13 @@ def test_without_a_checkpoint_right_before_the_step_it_says_so_and_can_train_up_
 ) -> None:
     near = explained(run, 4)
     assert not near.is_exact and near.source.weights_step == 1
-    shown = describe(near, by=Order.OWN, top=3)
+    shown = describe(near, by="own", top=3)
     assert "of step 1: 2 steps older than those at the start of step 4; --replay" in shown
     exact = explained(run, 4, replays=True)
     assert exact.is_exact and exact.replayed_steps == 2
     check_adds_up(exact, grad_norm=run.grad_norm, rel=1e-3)
     assert abs(near.grad_norm - run.grad_norm) > abs(exact.grad_norm - run.grad_norm)
-    assert "and 2 steps trained again from the journal" in describe(exact, by=Order.OWN, top=3)
+    assert "and 2 steps trained again from the journal" in describe(exact, by="own", top=3)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +172,7 @@ def test_a_critics_advantages_are_taken_as_they_are_recorded(run: PlayedRun) -> 
     critic = replace(source.config.algorithm, baseline=Baseline.CRITIC)
     found = explain_step(replace(source, config=replace(source.config, algorithm=critic)))
     assert found.grad_norm == pytest.approx(run.stats[1].statistics["grad_norm"], rel=SAME)
-    shown = describe(found, by=Order.NORM, top=1)
+    shown = describe(found, by="norm", top=1)
     assert "the critic's own update is not in these numbers" in shown
 
 
@@ -193,19 +187,18 @@ def test_three_poisoned_of_a_hundred_come_first(
         groups, names = poisoned(groups, run.model, count=3)
         run.step(groups)
     found = explained(run, 1)
-    first = ranked(found.trajectories, Order.OWN)[:3]
-    assert {each.entry.trajectory.trajectory_id for each in first} == names
+    first = ranked(found.trajectories, "own")[:3]
+    assert {each.first.trajectory_id for each in first} == names
 
 
 def test_what_is_not_finite_is_named_first_and_null_to_programs(second: Explanation) -> None:
     last = second.trajectories[-1]
-    broken = Share(norm=math.inf, share=math.nan, cosine=math.nan)
-    culprit = replace(last, share=broken, own_norm=math.inf)
+    culprit = replace(last, norm=math.inf, share=math.nan, cosine=math.nan)
     found = replace(second, grad_norm=math.nan, trajectories=(*second.trajectories[:-1], culprit))
-    for by in Order:
+    for by in get_args(Order):
         assert ranked(found.trajectories, by)[0] is culprit
-    assert "THEY DIFFER" in describe(found, by=Order.OWN, top=3)
-    told = json.loads(json.dumps(document(found, by=Order.OWN, top=1), allow_nan=False))
+    assert "THEY DIFFER" in describe(found, by="own", top=3)
+    told = json.loads(json.dumps(document(found, by="own", top=1), allow_nan=False))
     (first,) = told["trajectories"]
     assert told["grad_norm"] is None and first["norm"] is None and first["share"] is None
 
@@ -225,7 +218,7 @@ def test_the_command_prints_a_table_or_a_document(
 
 
 def test_a_document_has_every_trajectory_in_the_order_asked_for(second: Explanation) -> None:
-    told = json.loads(json.dumps(document(second, by=Order.SHARE, top=None)))
+    told = json.loads(json.dumps(document(second, by="share", top=None)))
     shares = [each["share"] for each in told["trajectories"]]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(1, abs=1e-4)

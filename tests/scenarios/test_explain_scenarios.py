@@ -11,9 +11,8 @@ import pytest
 from worlds.runs.explained_run import config_of, played_run, poisoned, sampled_groups
 from worlds.runs.run_driver import ROOT, START_S, STEP_S, running, small_config
 
-from service.explain.order import Order
+from service.cli.explain import ranked
 from service.explain.recompute import explain_step
-from service.explain.show import ranked
 from service.explain.source import find_source
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -55,8 +54,8 @@ def test_nine_of_ten_poisoned_among_a_thousand_are_the_first_ten(
         run.step(groups)
     found = explain_step(find_source(tmp_path / "run", 1))
     assert found.grad_norm == pytest.approx(run.grad_norm, rel=1e-5)
-    first = ranked(found.trajectories, Order.OWN)[:10]
-    assert len({each.entry.trajectory.trajectory_id for each in first} & names) >= 9
+    first = ranked(found.trajectories, "own")[:10]
+    assert len({each.first.trajectory_id for each in first} & names) >= 9
 
 
 def test_a_step_in_bfloat16_adds_up_within_its_rounding(
@@ -67,4 +66,4 @@ def test_a_step_in_bfloat16_adds_up_within_its_rounding(
         run.step(sampled_groups(run.model, num_groups=4, group_size=4, seed=1))
     found = explain_step(find_source(tmp_path / "run", 1))
     assert found.grad_norm == pytest.approx(run.grad_norm, rel=0.02)
-    assert sum(each.share.share for each in found.trajectories) == pytest.approx(1, abs=0.02)
+    assert sum(each.share for each in found.trajectories) == pytest.approx(1, abs=0.02)

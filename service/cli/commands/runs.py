@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,7 +14,6 @@ from service.cli.outlet import say
 from service.cli.stages import Stages
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config
-from service.explain.order import Order
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 from service.store.place import StoreOptions
 
@@ -314,12 +313,12 @@ def explain(
         typer.Option(min=1, help="number of trajectories to show; default: 10, all with --json"),
     ] = None,
     by: Annotated[
-        Order,
+        Literal["own", "norm", "share"],
         typer.Option(
             help="order by the part of the gradient's norm that does not depend on other "
             "trajectories (own), by the whole norm, or by the share of the update"
         ),
-    ] = Order.OWN,
+    ] = "own",
     replay: Annotated[
         bool,
         typer.Option(
