@@ -20,7 +20,8 @@ from actors.journal.files import JournalStep
 from actors.types import Outcome
 from service.cli.outlet import OutletConsole, outlet, say
 from service.config.file import ConfigError
-from service.hacking.read import Verify, audit_hacking, describe_audit
+from service.hacking.patterns import find_all
+from service.hacking.read import Verify, describe_audit, read_features
 from service.inspect.audit import audit, describe
 from service.inspect.build import build_view
 from service.inspect.document import trajectory_document
@@ -106,9 +107,10 @@ def run_inspect(request: InspectRequest) -> int:
 
 def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
     verify = None if request.shadow is None else _shadow_of(journal, request.shadow)
-    found = audit_hacking(journal, verify=verify)
-    say("\n".join(describe_audit(journal, found, limit=request.num_lines)))
-    return EXIT_OFFENDERS if found.findings else 0
+    steps = list(read_features(journal, verify=verify))
+    findings = find_all(steps)
+    say("\n".join(describe_audit(journal, steps, findings, limit=request.num_lines)))
+    return EXIT_OFFENDERS if findings else 0
 
 
 def _shadow_of(journal: OpenJournal, name: str) -> Verify:
@@ -134,9 +136,9 @@ def _shadow_of(journal: OpenJournal, name: str) -> Verify:
 
     def verify(step: JournalStep) -> Mapping[str, bool]:
         found = verifier.verdicts(step)
-        if found.problem:
-            say(f"step {step.step}: {found.problem}", err=True)
-        return found.by_id
+        if problem := next((each for each in found.values() if isinstance(each, str)), None):
+            say(f"step {step.step}: {problem}", err=True)
+        return {name: each for name, each in found.items() if isinstance(each, bool)}
 
     return verify
 

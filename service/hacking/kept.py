@@ -39,14 +39,6 @@ class Line:
 _LINES = TypeAdapter(Line)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """The records of the steps that a run has not undone."""
-
-    findings: tuple[Finding, ...] = ()
-    verdicts: Mapping[Place, Mapping[str, bool]] = field(default_factory=dict)
-
-
 def append(run_dir: Path, line: Line) -> None:
     """Append a record. Raises: OSError."""
     tree: dict[str, Any] = _LINES.dump_python(line, mode="json")
@@ -67,26 +59,22 @@ def _leave_out_old_verdicts(path: Path) -> None:
     shorter.replace(path)
 
 
-def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
-    """Read the records of the surviving steps; omit an incomplete line.
+def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> list[Line]:
+    """Read the records of the steps that the run has not undone; omit an incomplete line.
 
     surviving: the steps of the journal with their terms. Lines of older steps always count.
     Raises: OSError.
     """
     file = run_dir / FILE
     if not file.is_file():
-        return Kept()
+        return []
     oldest = min((step for step, _ in surviving), default=0)
-    findings, verdicts = [], {}
+    kept = []
     for text in file.read_text(encoding="utf-8").splitlines():
         try:
             line = _LINES.validate_json(text)
         except ValidationError:
             continue
-        if line.step >= oldest and (line.step, line.term) not in surviving:
-            continue
-        if line.finding is not None:
-            findings.append(line.finding)
-        else:
-            verdicts[line.step, line.term] = line.verdicts
-    return Kept(findings=tuple(findings), verdicts=verdicts)
+        if line.step < oldest or (line.step, line.term) in surviving:
+            kept.append(line)
+    return kept

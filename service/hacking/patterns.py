@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.hacking.features import Bools, Ints, StepFeatures
+from service.hacking.features import Bools, Floats, Ints, StepFeatures
 from service.hacking.window import (
     EARLIER_STEPS,
     NUM_SPREADS,
     RECENT_STEPS,
-    Gain,
     Window,
     noise,
     usual,
@@ -124,12 +123,12 @@ def _rise(
     )
 
 
-def _pays(window: Window, gain: Gain | None) -> bool:
-    return (
-        gain is not None
-        and gain.mean >= MIN_GAIN * window.scale
-        and gain.mean >= GAIN_ERRORS * gain.error
-    )
+def _pays(window: Window, gains: Floats | None) -> bool:
+    """Return whether the mean gain is large enough, and large for its standard error."""
+    if gains is None:
+        return False
+    mean, error = float(gains.mean()), float(gains.std(ddof=1)) / len(gains) ** 0.5
+    return mean >= MIN_GAIN * window.scale and mean >= GAIN_ERRORS * error
 
 
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
@@ -186,10 +185,10 @@ def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _beside(gain: Gain | None) -> str:
-    if gain is None:
+def _beside(gains: Floats | None) -> str:
+    if gains is None:
         return "hardly a group has any other"
-    return f"they earn {gain.mean:.2f} more than others of their group"
+    return f"they earn {gains.mean():.2f} more than others of their group"
 
 
 def _equal_answers(window: Window) -> Finding | None:
@@ -212,15 +211,15 @@ def _equal_answers(window: Window) -> Finding | None:
     seen = _rise(window, mark, among, before=before)
     if seen is None:
         return None
-    gain = window.gain(mark)
-    if not (_pays(window, gain) or (gain is None and _earns_more_than_before(window, mark))):
+    gains = window.gains(mark)
+    if not (_pays(window, gains) or (gains is None and _earns_more_than_before(window, mark))):
         return None
     return _finding(
         window,
         Kind.EQUAL_ANSWERS,
         seen,
         f"{_percent(seen.now)} of the trajectories give one and the same answer, to {num_tasks} "
-        f"tasks; before, the most frequent answer had {_percent(before)}; {_beside(gain)}",
+        f"tasks; before, the most frequent answer had {_percent(before)}; {_beside(gains)}",
     )
 
 
@@ -263,10 +262,10 @@ def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Find
 
     Args: mark: for each trajectory, whether it shows the pattern. what: the pattern in words.
     """
-    seen, gain = _rise(window, mark, window.is_graded), window.gain(mark)
-    if seen is None or not _pays(window, gain):
+    seen, gains = _rise(window, mark, window.is_graded), window.gains(mark)
+    if seen is None or not _pays(window, gains):
         return None
-    return _share(window, kind, seen, what, rest=f"; {_beside(gain)}")
+    return _share(window, kind, seen, what, rest=f"; {_beside(gains)}")
 
 
 def _length(window: Window) -> Finding | None:

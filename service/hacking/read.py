@@ -5,15 +5,13 @@ Called by `rayloom inspect --hacking`, and by the recorder for the steps of an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from actors.journal.files import JournalStep
 from service.hacking.features import StepFeatures, step_features
-from service.hacking.kept import Kept, read_kept
-from service.hacking.patterns import Detector
+from service.hacking.kept import Line, read_kept
 from service.hacking.window import MIN_EARLIER_STEPS, RECENT_STEPS
 from service.inspect.listing import aligned
 from service.inspect.reader import OpenJournal, load_step
@@ -23,31 +21,10 @@ from service.visible import visible_text
 Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HackingAudit:
-    """The result of an audit. steps: for each step one part for each environment."""
-
-    steps: tuple[tuple[StepFeatures, ...], ...]
-    findings: tuple[Finding, ...]
-
-
-def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> HackingAudit:
-    """Audit a journal.
-
-    verify: a shadow verifier; None uses the verdicts that the run has kept.
-    Raises: ConfigError if a file cannot be read; OSError.
-    """
-    detector, steps, findings = Detector(), [], list[Finding]()
-    for features in read_features(journal, verify=verify):
-        steps.append(features)
-        findings += detector.see(features)
-    return HackingAudit(steps=tuple(steps), findings=tuple(findings))
-
-
-def kept_of(journal: OpenJournal) -> Kept:
+def kept_of(journal: OpenJournal) -> list[Line]:
     """Read the records that the run has kept. Raises: OSError."""
     if journal.run_dir is None:
-        return Kept()
+        return []
     places = {(file.step, file.term) for file in journal.files}
     return read_kept(journal.run_dir.path, surviving=places)
 
@@ -55,15 +32,18 @@ def kept_of(journal: OpenJournal) -> Kept:
 def read_features(
     journal: OpenJournal, *, verify: Verify | None = None, newest: int | None = None
 ) -> Iterator[tuple[StepFeatures, ...]]:
-    """Yield the features of each step.
+    """Yield the features of each step, one part for each environment.
 
-    newest: number of newest steps; None for all. Raises: the errors of `audit_hacking`.
+    verify: a shadow verifier; None uses the verdicts that the run has kept. newest: number of
+    newest steps; None for all. Raises: ConfigError if a file cannot be read; OSError.
     """
-    kept = kept_of(journal)
+    kept = {
+        (line.step, line.term): line.verdicts for line in kept_of(journal) if line.finding is None
+    }
     files = journal.files if newest is None else journal.files[-newest:]
     for file in files:
         step = load_step(file.path)
-        verdicts = kept.verdicts.get((file.step, file.term), {}) if verify is None else verify(step)
+        verdicts = kept.get((file.step, file.term), {}) if verify is None else verify(step)
         yield tuple(each.with_verified(verdicts) for each in step_features(step))
 
 
@@ -81,19 +61,25 @@ _CLOSING = (
 )
 
 
-def describe_audit(journal: OpenJournal, found: HackingAudit, *, limit: int) -> list[str]:
+def describe_audit(
+    journal: OpenJournal,
+    steps: Sequence[Sequence[StepFeatures]],
+    findings: Sequence[Finding],
+    *,
+    limit: int,
+) -> list[str]:
     """Describe an audit. limit: maximum number of newest lines in the table; 0 for all."""
-    rows = [_row(part) for parts in found.steps for part in parts]
+    rows = [_row(part) for parts in steps for part in parts]
     shown = rows[-limit:] if limit else rows
     lines = [*aligned([_HEADER, *shown]), "", _MEANING]
     if len(shown) < len(rows):
         lines.append(f"{len(shown)} of {len(rows)} lines; --limit 0 shows all")
     lines.append("")
-    if not found.findings:
-        too_few = len(found.steps) < RECENT_STEPS + MIN_EARLIER_STEPS
+    if not findings:
+        too_few = len(steps) < RECENT_STEPS + MIN_EARLIER_STEPS
         least = f"; at least {RECENT_STEPS + MIN_EARLIER_STEPS} are needed" if too_few else ""
-        return [*lines, f"no pattern was found in {len(found.steps)} steps{least}"]
-    for finding in found.findings:
+        return [*lines, f"no pattern was found in {len(steps)} steps{least}"]
+    for finding in findings:
         lines += _of_finding(journal, finding)
     return [*lines, "", _CLOSING]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,16 +34,11 @@ VERIFIED = 0.5
 _Found = TypeVar("_Found")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdicts:
-    """The verdicts on a step.
+Verdicts = Mapping[str, bool | str]
+"""For each checked trajectory, by id, whether it was verified, or the reason why this is unknown.
 
-    by_id: whether each trajectory was verified. problem: why a verdict is missing; empty if none
-    is.
-    """
-
-    by_id: Mapping[str, bool]
-    problem: str = ""
+A trajectory that the function did not score is absent.
+"""
 
 
 class ShadowVerifier:
@@ -88,15 +83,11 @@ class ShadowVerifier:
 
     async def _ask(self, chosen: list[Trajectory]) -> Verdicts:
         answers = await asyncio.gather(*(self._verdict(each) for each in chosen))
-        problems = [answer for answer in answers if isinstance(answer, str)]
-        return Verdicts(
-            by_id={
-                each.trajectory_id: answer
-                for each, answer in zip(chosen, answers, strict=True)
-                if isinstance(answer, bool)
-            },
-            problem=problems[0] if problems else "",
-        )
+        return {
+            each.trajectory_id: answer
+            for each, answer in zip(chosen, answers, strict=True)
+            if answer is not None
+        }
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
         """Return whether the score reaches VERIFIED; if there is no score, `score`'s result."""

@@ -8,7 +8,6 @@ group. Called by `patterns`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -30,17 +29,6 @@ MIN_MIXED_GROUPS = 4
 NUM_SPREADS = 4.0
 # Factor from the median deviation to the standard deviation, for a normal spread.
 MAD_TO_SD = 1.4826
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """The reward that marked trajectories earn beyond the unmarked ones of their groups."""
-
-    mean: float
-    error: float
-    """Standard error of the mean, over groups."""
-    num_groups: int
-    """Number of groups with marked and unmarked members."""
 
 
 class Window:
@@ -138,10 +126,10 @@ class Window:
         chosen = values[among & self.is_recent]
         return float(chosen.mean()) if chosen.size else float("nan")
 
-    def gain(self, mark: Bools) -> Gain | None:
-        """Return the gain of marked trajectories in the newest steps.
+    def gains(self, mark: Bools) -> Floats | None:
+        """Return the reward that marked trajectories of the newest steps earn beyond unmarked ones.
 
-        None if too few groups have both marked and unmarked members.
+        One mean for each group that has both; None if there are too few such groups.
         """
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
@@ -152,14 +140,13 @@ class Window:
             np.bincount(codes[m], weights=rewards[m], minlength=size) for m in (marked, ~marked)
         ]
         is_mixed = (counts[0] > 0) & (counts[1] > 0)
-        number = int(is_mixed.sum())
-        if number < MIN_MIXED_GROUPS:
+        if int(is_mixed.sum()) < MIN_MIXED_GROUPS:
             return None
-        differences = (sums[0] / np.maximum(counts[0], 1) - sums[1] / np.maximum(counts[1], 1))[
-            is_mixed
-        ]
-        error = float(differences.std(ddof=1)) / number**0.5
-        return Gain(mean=float(differences.mean()), error=error, num_groups=number)
+        marked_mean, unmarked_mean = (
+            each_sum[is_mixed] / count[is_mixed]
+            for each_sum, count in zip(sums, counts, strict=True)
+        )
+        return marked_mean - unmarked_mean
 
     def onset(self, values: Floats, *, before: float, now: float) -> int:
         """Return the first step from which all values are nearer to `now` than to `before`.

@@ -121,7 +121,8 @@ class HackingWatch:
         # The term's own files come one by one, and some may exist already.
         earlier = tuple(file for file in journal.files if file.term < term)
         journal = replace(journal, files=earlier)
-        self._findings = kept_of(journal).findings
+        kept = kept_of(journal)
+        self._findings = tuple(line.finding for line in kept if line.finding is not None)
         for features in read_features(journal, newest=KEPT_STEPS):
             self._detector.see(features)
 
@@ -153,10 +154,10 @@ class HackingWatch:
             cause = str(error).strip().splitlines()[-1:]
             self._notice_once("shadow", f"audit.shadow failed: {' '.join(cause)[:200]}")
             return {}
-        if found.problem:
-            text = f"audit.shadow: {found.problem}; further problems are not shown"
+        if problem := next((each for each in found.values() if isinstance(each, str)), None):
+            text = f"audit.shadow: {problem}; further problems are not shown"
             self._notice_once("verdict", text)
-        return dict(found.by_id)
+        return {name: each for name, each in found.items() if isinstance(each, bool)}
 
     def _notice_once(self, kind: str, text: str) -> None:
         if kind not in self._problems:

@@ -16,7 +16,8 @@ from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import RolloutAssignment, Trajectory
-from service.hacking.read import audit_hacking
+from service.hacking.patterns import find_all
+from service.hacking.read import read_features
 from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("cluster")]
@@ -76,7 +77,7 @@ async def test_a_hack_is_found_in_the_journal_that_the_merge_actor_wrote(tmp_pat
     (tmp_path / "run").mkdir()
     async with asyncio.timeout(300):
         await play_through_actors(run, tmp_path / "run" / "journal")
-    found = audit_hacking(open_journal(tmp_path / "run")).findings
+    found = find_all(list(read_features(open_journal(tmp_path / "run"))))
     own = [each for each in found if each.kind in planted.kinds]
     assert own and all(each.step >= ONSET for each in found)
     assert own[0].onset in (ONSET, ONSET + 1)

@@ -96,21 +96,21 @@ def asked(place: Path, name: str, *trajectories: Trajectory, num_samples: int = 
 
 def test_it_is_called_as_a_reward_function_with_the_tasks_columns(place: Path) -> None:
     found = asked(place, "right", reply(3, "3"), reply(4, "5"))
-    assert found == Verdicts(by_id={"g000003.0-0.a0": True, "g000004.0-0.a0": False})
+    assert found == {"g000003.0-0.a0": True, "g000004.0-0.a0": False}
 
 
 def test_a_task_without_data_has_its_prompt_and_none_is_no_verdict(place: Path) -> None:
     found = asked(place, "by_lists", reply(3, "8", task="gone"), reply(4, "9", task="gone"))
-    assert found == Verdicts(by_id={"g000003.0-0.a0": True})
+    assert found == {"g000003.0-0.a0": True}
 
 
 def test_a_sample_follows_from_the_ids_and_has_what_was_scored_alone(place: Path) -> None:
     replies = [reply(number, str(number)) for number in range(8)]
     cut_off = reply(8, "8", task="1", outcome=Outcome.TRUNCATED_TOKENS)
     first = asked(place, "right", *replies, cut_off, num_samples=3)
-    assert len(first.by_id) == 3 and cut_off.trajectory_id not in first.by_id
+    assert len(first) == 3 and cut_off.trajectory_id not in first
     assert asked(place, "right", cut_off, *replies[::-1], num_samples=3) == first
-    assert cut_off.trajectory_id not in asked(place, "right", *replies, cut_off).by_id
+    assert cut_off.trajectory_id not in asked(place, "right", *replies, cut_off)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_sample_follows_from_the_ids_and_has_what_was_scored_alone(place: Path
 )
 def test_what_cannot_be_had_is_no_refusal_and_says_why(place: Path, name: str, words: str) -> None:
     found = asked(place, name, reply(3, "3"), reply(4, "4"))
-    assert found.by_id == {} and words in found.problem
+    assert len(found) == 2 and all(words in str(each) for each in found.values())
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def test_a_shadow_that_fails_is_told_once_and_its_verdicts_are_kept(
         if step == 2:
             raise RayActorError
         ids = [entry.trajectory.trajectory_id for entry in steps[step - 1].entries]
-        problem = "no such thing" if step in (3, 4) else ""
-        return Verdicts(by_id=dict.fromkeys(ids, step < ONSET), problem=problem)
+        unknown = {ids[0]: "no such thing"} if step in (3, 4) else {}
+        return dict.fromkeys(ids, step < ONSET) | unknown
 
     watch = HackingWatch(run_dir, ask=ask)
     watch.begin_term(1, told.append)
@@ -172,7 +172,7 @@ def test_a_shadow_that_hangs_holds_up_neither_the_watch_nor_the_end(
         asked.append(step_in(path))
         is_asked.set()
         is_released.wait(60)
-        return Verdicts(by_id={})
+        return {}
 
     watch = HackingWatch(run_dir, ask=ask)
     watch.begin_term(1, lambda _: None)
@@ -199,8 +199,9 @@ def test_what_is_kept_is_bounded_and_findings_stay(
         append(run_dir.path, Line(step=1000 + step, term=1, verdicts=verdicts))
     assert (run_dir.path / FILE).stat().st_size <= 10_000
     left = read_kept(run_dir.path, surviving=[(1000 + step, 1) for step in range(-999, 200)])
-    assert left.findings == found
-    assert max(left.verdicts) == (1199, 1) and 10 < len(left.verdicts) < 100
+    assert [line.finding for line in left if line.finding is not None] == list(found)
+    verdicts = {(line.step, line.term) for line in left if line.verdicts}
+    assert max(verdicts) == (1199, 1) and 10 < len(verdicts) < 100
 
 
 def test_the_journal_alone_says_the_same(

@@ -66,7 +66,8 @@ def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: s
         assert run.wait(limit_s=START_S + STEPS * STEP_S) == 0, run.log()
         check_finished(run, steps=STEPS)
     journal = open_journal(run.place.path)
-    found = read_kept(run.place.path, surviving={(f.step, f.term) for f in journal.files}).findings
+    lines = read_kept(run.place.path, surviving={(f.step, f.term) for f in journal.files})
+    found = [line.finding for line in lines if line.finding is not None]
     print(*(finding.text for finding in found), sep="\n")
     assert not [each for each in found if each.step <= OPENS_AFTER], found
     own = [each for each in found if each.kind in HOLES[hole]]
