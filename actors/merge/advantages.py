@@ -16,7 +16,7 @@ sample, in which it was sampled. Called by `step`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,16 +27,6 @@ from actors.outcomes import are_equal
 from actors.trajectory_queue.ledger import EvictionReason
 
 STD_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAdvantages:
-    """The advantages of one group, computed from its returns."""
-
-    values: Float64s
-    """[G] float64, in the order of the returns."""
-    no_signal: EvictionReason | None = None
-    """The reason why all values are 0 (zero_variance or negative_return); None if they are not."""
 
 
 def credit_group(
@@ -66,7 +56,8 @@ def credit_group(
         pairs = zip(members, of_turns, strict=True)
         return [_credit_turns(member, values) for member, values in pairs], no_signal
     returns = [member.baseline_return for member in members if member.baseline_return is not None]
-    group = group_advantages(returns, baseline=baseline, scale=scale)
+    advantages = group_advantages(returns, baseline=baseline, scale=scale)
+    no_signal = reason_without_signal(returns, baseline=baseline, scale=scale)
     credited = [
         _credit_kl_to_go(member, value)
         if baseline is Baseline.NONE and member.kl_rewards is not None
@@ -74,10 +65,10 @@ def credit_group(
             member,
             advantages=tuple(np.full(sample.num_trained, value) for sample in member.samples),
         )
-        for member, value in zip(members, group.values, strict=True)
+        for member, value in zip(members, advantages, strict=True)
     ]
     if state_credit is None:
-        return credited, group.no_signal
+        return credited, no_signal
     of_states = state_advantages(
         [_turn_rewards(member) if member.trajectory.turns else np.empty(0) for member in members],
         [_state_keys(member) for member in members],
@@ -88,12 +79,23 @@ def credit_group(
     pairs = zip(credited, of_states, strict=True)
     credited = [_add_to_turns(member, state_credit.weight * values) for member, values in pairs]
     has_signal = any(values.any() for values in of_states)
-    return credited, None if has_signal else group.no_signal
+    return credited, None if has_signal else no_signal
+
+
+def reason_without_signal(
+    returns: Sequence[float], *, baseline: Baseline = Baseline.MEAN, scale: Scale = Scale.STD
+) -> EvictionReason | None:
+    """Return the reason why `group_advantages` of these returns are all 0; None if they are not."""
+    if baseline is Baseline.NONE:
+        return None
+    if are_equal(returns):
+        return EvictionReason.ZERO_VARIANCE
+    return EvictionReason.NEGATIVE_RETURN if scale is Scale.MEAN and min(returns) < 0 else None
 
 
 def group_advantages(
     returns: Sequence[float], *, baseline: Baseline = Baseline.MEAN, scale: Scale = Scale.STD
-) -> GroupAdvantages:
+) -> Float64s:
     """Turn the returns of one group into advantages.
 
     A_i = (r_i - b_i) / s, b: mean of the group (mean), mean of the others (leave_one_out), 0
@@ -105,18 +107,15 @@ def group_advantages(
 
     Args: returns: [G] float, finite, of the members in the baseline, G >= 1. scale: must be none
         if the baseline is none.
-    Example: group_advantages([1, 0, 0, 0]).values -> [1.499997, -.499999, -.499999, -.499999]
+    Returns: [G] float64, in the order of the returns.
+    Example: group_advantages([1, 0, 0, 0]) -> [1.499997, -.499999, -.499999, -.499999]
     """
     values = np.asarray(returns, np.float64)
     if baseline is Baseline.NONE:
         assert scale is Scale.NONE, f"advantages: scale {scale} without a group baseline"
-        return GroupAdvantages(values=values)
-    if are_equal(values.tolist()):
-        return GroupAdvantages(values=np.zeros_like(values), no_signal=EvictionReason.ZERO_VARIANCE)
-    if scale is Scale.MEAN and values.min() < 0:
-        return GroupAdvantages(
-            values=np.zeros_like(values), no_signal=EvictionReason.NEGATIVE_RETURN
-        )
+        return values
+    if reason_without_signal(values.tolist(), baseline=baseline, scale=scale) is not None:
+        return np.zeros_like(values)
     mean = float(values.mean())
     match baseline:
         case Baseline.MEAN:
@@ -128,11 +127,11 @@ def group_advantages(
             raise AssertionError("advantages: baseline critic has no group advantages")
     match scale:
         case Scale.NONE:
-            return GroupAdvantages(values=differences)
+            return differences
         case Scale.STD:
-            return GroupAdvantages(values=differences / (float(values.std(ddof=1)) + STD_EPSILON))
+            return differences / (float(values.std(ddof=1)) + STD_EPSILON)
         case Scale.MEAN:
-            return GroupAdvantages(values=differences / mean)
+            return differences / mean
 
 
 def discounted_suffix_sums(values: Float64s, factor: float) -> Float64s:
@@ -178,17 +177,13 @@ def turn_advantages(
     to_go = [discounted_suffix_sums(rewards, discount) for rewards in turn_rewards]
     num_turns = [values.shape[0] for values in to_go]
     columns = [
-        group_advantages(
-            [float(values[min(t, values.shape[0] - 1)]) for values in to_go],
-            baseline=baseline,
-            scale=scale,
-        )
+        [float(values[min(t, values.shape[0] - 1)]) for values in to_go]
         for t in range(max(num_turns))
     ]
     # Columns after a member's last turn are needed only for the other members.
-    table = np.stack([column.values for column in columns])
+    table = np.stack([group_advantages(each, baseline=baseline, scale=scale) for each in columns])
     advantages = [table[:length, i] for i, length in enumerate(num_turns)]
-    reasons = {column.no_signal for column in columns}
+    reasons = {reason_without_signal(each, baseline=baseline, scale=scale) for each in columns}
     for reason in (None, EvictionReason.NEGATIVE_RETURN):
         if reason in reasons:
             return advantages, reason
@@ -225,7 +220,7 @@ def state_advantages(
     advantages = [np.zeros_like(values) for values in to_go]
     for turns in met.values():
         values = [float(to_go[i][t]) for i, t in turns]
-        compared = group_advantages(values, baseline=baseline, scale=scale).values
+        compared = group_advantages(values, baseline=baseline, scale=scale)
         for (i, t), value in zip(turns, compared, strict=True):
             advantages[i][t] = value
     return advantages

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from actors.batch import Float32s, Int64s, MicroBatch, Minibatch, ValueRow
 from actors.merge.prefix_sharing import (
-    Size,
     SortedItems,
     build_flat,
     build_forest,
@@ -369,22 +368,6 @@ def _try_assign(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
-    """A move of one trajectory from a row of the costliest rank to a row of a cheaper one."""
-
-    member: int
-    """The trajectory, as an index into the sorted items."""
-    source: int
-    """Row of the costliest rank."""
-    target: int
-    """Row of the cheaper rank."""
-    removed: Size
-    """The size that the source row loses."""
-    added: Size
-    """The size that the target row gains."""
-
-
 def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> None:
     """Move trajectories, in place, from the costliest rank to the cheapest rank that can take
     them.
@@ -401,44 +384,34 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Make the best move from one rank to another; return False if none lowers the higher cost."""
-    costs = assignment.costs
+    """Move the best trajectory from one rank to another, if that lowers the higher cost.
 
-    def cost_after(move: _Move) -> float:
-        return max(costs[high] - move.removed.cost, costs[low] + move.added.cost)
-
-    moves = _moves(items, assignment, high, low, budget=budget)
-    best = min(moves, key=cost_after, default=None)
-    if best is None or cost_after(best) >= costs[high]:
-        return False
-    assignment.members[high][best.source].remove(best.member)
-    insort(assignment.members[low][best.target], best.member)
-    assignment.tokens[high][best.source] -= best.removed.num_tokens
-    assignment.tokens[low][best.target] += best.added.num_tokens
-    costs[high] -= best.removed.cost
-    costs[low] += best.added.cost
-    return True
-
-
-def _moves(
-    items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
-) -> list[_Move]:
-    """List moves that fit a row, among the candidates nearest to halving the two ranks'
-    difference.
+    Candidates are the trajectories that come nearest to halving the two ranks' difference. Return
+    whether a trajectory was moved.
     """
-    half = (assignment.costs[high] - assignment.costs[low]) / 2
+    costs = assignment.costs
+    half = (costs[high] - costs[low]) / 2
     leaving = [
         (items.added([other for other in row if other != member], member), member, source)
         for source, row in enumerate(assignment.members[high])
         for member in row
     ]
     leaving.sort(key=lambda each: (abs(each[0].cost - half), each[1]))
-    moves = []
+    best, best_cost = None, costs[high]
     for removed, member, source in leaving[:_CANDIDATES]:
         for target, row in enumerate(assignment.members[low]):
             added = items.added(row, member)
-            if not row or assignment.tokens[low][target] + added.num_tokens <= budget:
-                moves.append(
-                    _Move(member=member, source=source, target=target, removed=removed, added=added)
-                )
-    return moves
+            fits = not row or assignment.tokens[low][target] + added.num_tokens <= budget
+            cost = max(costs[high] - removed.cost, costs[low] + added.cost)
+            if fits and cost < best_cost:
+                best, best_cost = (member, source, target, removed, added), cost
+    if best is None:
+        return False
+    member, source, target, removed, added = best
+    assignment.members[high][source].remove(member)
+    insort(assignment.members[low][target], member)
+    assignment.tokens[high][source] -= removed.num_tokens
+    assignment.tokens[low][target] += added.num_tokens
+    costs[high] -= removed.cost
+    costs[low] += added.cost
+    return True

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.algorithm import Aggregation
-from actors.batch import Minibatch, RankShard
+from actors.batch import Float64s, Minibatch, RankShard
 from actors.merge.advantages import credit_group, normalise_members
 from actors.merge.groups import GroupMembers, charge_kl
 from actors.merge.member import Member
@@ -162,12 +162,11 @@ def _normalise(groups: Sequence[GroupMembers]) -> list[GroupMembers]:
     return [tuple(next(new) if takes_part(m) else m for m in group) for group in groups]
 
 
-def _size_of(members: Sequence[Member]) -> UpdateSize:
-    return UpdateSize(
-        num_tokens=sum(member.trajectory.num_trained for member in members),
-        num_trajectories=len(members),
-        num_groups=len({member.trajectory.group_id for member in members}),
-    )
+def _size_of(members: Sequence[Member]) -> Float64s:
+    """Return the numbers of trained tokens, trajectories and groups, [3] float64."""
+    num_tokens = sum(member.trajectory.num_trained for member in members)
+    num_groups = len({member.trajectory.group_id for member in members})
+    return np.array([num_tokens, len(members), num_groups], np.float64)
 
 
 def weigh_updates(
@@ -270,21 +269,12 @@ def _weighted_samples(
             yield weighted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSize:
-    """The size of an update; the counts are floats because they may be shares."""
-
-    num_tokens: float = 0.0
-    num_trajectories: float = 0.0
-    num_groups: float = 0.0
-
-
 def trajectory_weights(
     num_tokens: Sequence[int],
     group_ids: Sequence[str],
     *,
     aggregation: Aggregation,
-    without_signal: UpdateSize,
+    without_signal: Float64s,
     constant_tokens: int,
 ) -> NDArray[np.float64]:
     """Weight each trained token of each trajectory of one update.
@@ -296,16 +286,18 @@ def trajectory_weights(
     appendix A: the generation budget). D, N and G include groups without a signal, and all ranks.
 
     Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
-        without_signal: size of the groups without a signal, which count but are not in the rows.
+        without_signal: [3], the tokens, trajectories and groups without a signal, which count but
+            are not in the rows; floats, because they may be shares.
     Returns: [N] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
     """
     counts = np.array(num_tokens, np.float64)
-    num_trajectories = len(counts) + without_signal.num_trajectories
+    other_tokens, other_trajectories, other_groups = without_signal
+    num_trajectories = len(counts) + other_trajectories
     match aggregation:
         case Aggregation.TOKEN_MEAN:
-            return np.full(len(counts), 1.0 / max(1.0, counts.sum() + without_signal.num_tokens))
+            return np.full(len(counts), 1.0 / max(1.0, counts.sum() + other_tokens))
         case Aggregation.TRAJECTORY_MEAN:
             return 1.0 / (num_trajectories * counts)
         case Aggregation.PROMPT_MEAN:
@@ -313,20 +305,15 @@ def trajectory_weights(
             for group_id, count in zip(group_ids, num_tokens, strict=True):
                 in_group[group_id] += count
             of_group = np.array([in_group[group_id] for group_id in group_ids], np.float64)
-            return 1.0 / ((len(in_group) + without_signal.num_groups) * of_group)
+            return 1.0 / ((len(in_group) + other_groups) * of_group)
         case Aggregation.CONSTANT:
             return np.full(len(counts), 1.0 / (max(1.0, num_trajectories) * constant_tokens))
 
 
-def share_of(size: UpdateSize, *, part: UpdateSize, whole: UpdateSize) -> UpdateSize:
+def share_of(size: Float64s, *, part: Float64s, whole: Float64s) -> Float64s:
     """Return one update's share of a size, in proportion to the part of the whole that it trains.
 
+    Args: [3] float64, all: numbers of tokens, trajectories and groups.
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """
-    return UpdateSize(
-        num_tokens=size.num_tokens * part.num_tokens / max(1, whole.num_tokens),
-        num_trajectories=(
-            size.num_trajectories * part.num_trajectories / max(1, whole.num_trajectories)
-        ),
-        num_groups=size.num_groups * part.num_groups / max(1, whole.num_groups),
-    )
+    return size * part / np.maximum(1, whole)

@@ -309,7 +309,7 @@ def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded
     """
     size = len(returns)
-    values = np.abs(group_advantages(returns, baseline=rule.baseline, scale=rule.scale).values)
+    values = np.abs(group_advantages(returns, baseline=rule.baseline, scale=rule.scale))
     if size < _SMALLEST:
         return np.ones(size)
     smallest = values.copy()
@@ -320,5 +320,5 @@ def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
             baseline=rule.baseline,
             scale=rule.scale,
         )
-        smallest[rest] = np.minimum(smallest[rest], np.abs(of_rest.values))
+        smallest[rest] = np.minimum(smallest[rest], np.abs(of_rest))
     return np.where(values > 0, smallest / np.where(values > 0, values, 1.0), 1.0)

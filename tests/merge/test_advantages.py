@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.algorithm import Baseline, Scale
-from actors.merge.advantages import group_advantages
+from actors.merge.advantages import group_advantages, reason_without_signal
 from actors.trajectory_queue.ledger import EvictionReason
 
 MEAN, LOO, NO_BASELINE = Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE
@@ -36,9 +36,9 @@ MEAN, LOO, NO_BASELINE = Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE
 def test_vectors(
     returns: list[float], baseline: Baseline, scale: Scale, expected: list[float]
 ) -> None:
-    result = group_advantages(returns, baseline=baseline, scale=scale)
-    assert result.no_signal is None
-    np.testing.assert_allclose(result.values, expected, atol=1e-6)
+    values = group_advantages(returns, baseline=baseline, scale=scale)
+    assert reason_without_signal(returns, baseline=baseline, scale=scale) is None
+    np.testing.assert_allclose(values, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", Scale)
@@ -47,8 +47,9 @@ def test_vectors(
 def test_a_group_of_one_and_a_group_of_equal_returns_have_no_signal(
     returns: list[float], baseline: Baseline, scale: Scale
 ) -> None:
-    result = group_advantages(returns, baseline=baseline, scale=scale)
-    assert result.no_signal is EvictionReason.ZERO_VARIANCE and (result.values == 0).all()
+    reason = reason_without_signal(returns, baseline=baseline, scale=scale)
+    assert reason is EvictionReason.ZERO_VARIANCE
+    assert (group_advantages(returns, baseline=baseline, scale=scale) == 0).all()
 
 
 @pytest.mark.parametrize("returns", [[1.0, -1.0], [2.0, -1.0, -1.0], [3.0, -0.5]])
@@ -56,17 +57,17 @@ def test_a_group_of_one_and_a_group_of_equal_returns_have_no_signal(
 def test_under_scale_mean_a_group_with_a_negative_return_has_a_reason_of_its_own(
     returns: list[float], baseline: Baseline
 ) -> None:
-    result = group_advantages(returns, baseline=baseline, scale=Scale.MEAN)
-    assert result.no_signal is EvictionReason.NEGATIVE_RETURN and (result.values == 0).all()
-    others = [
-        group_advantages(returns, baseline=baseline, scale=s) for s in (Scale.NONE, Scale.STD)
-    ]
-    assert all(other.no_signal is None and (other.values != 0).any() for other in others)
+    reason = reason_without_signal(returns, baseline=baseline, scale=Scale.MEAN)
+    assert reason is EvictionReason.NEGATIVE_RETURN
+    assert (group_advantages(returns, baseline=baseline, scale=Scale.MEAN) == 0).all()
+    for scale in (Scale.NONE, Scale.STD):
+        assert reason_without_signal(returns, baseline=baseline, scale=scale) is None
+        assert (group_advantages(returns, baseline=baseline, scale=scale) != 0).any()
 
 
 def test_equal_returns_are_equal_whatever_their_sign() -> None:
-    result = group_advantages([-1, -1], scale=Scale.MEAN)
-    assert result.no_signal is EvictionReason.ZERO_VARIANCE
+    reason = reason_without_signal([-1, -1], scale=Scale.MEAN)
+    assert reason is EvictionReason.ZERO_VARIANCE
 
 
 returns_strategy = st.lists(st.integers(-20, 20).map(lambda x: x / 4), min_size=1, max_size=9)
@@ -76,7 +77,7 @@ returns_strategy = st.lists(st.integers(-20, 20).map(lambda x: x / 4), min_size=
 def test_with_a_group_baseline_advantages_sum_to_zero_and_keep_the_order(
     returns: list[float], baseline: Baseline, scale: Scale
 ) -> None:
-    values = group_advantages(returns, baseline=baseline, scale=scale).values
+    values = group_advantages(returns, baseline=baseline, scale=scale)
     assert abs(values.sum()) < 1e-6 * max(1, np.abs(values).max())
     for i, a in enumerate(returns):
         for j, b in enumerate(returns):
@@ -87,8 +88,8 @@ def test_with_a_group_baseline_advantages_sum_to_zero_and_keep_the_order(
 def test_a_group_baseline_does_not_see_a_shift_of_all_returns(
     returns: list[float], shift: float
 ) -> None:
-    a = group_advantages(returns).values
-    b = group_advantages([value + shift for value in returns]).values
+    a = group_advantages(returns)
+    b = group_advantages([value + shift for value in returns])
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -97,8 +98,8 @@ def test_advantages_follow_their_members(
     returns: list[float], baseline: Baseline, random: Random
 ) -> None:
     order = random.sample(range(len(returns)), len(returns))
-    plain = group_advantages(returns, baseline=baseline).values
-    shuffled = group_advantages([returns[i] for i in order], baseline=baseline).values
+    plain = group_advantages(returns, baseline=baseline)
+    shuffled = group_advantages([returns[i] for i in order], baseline=baseline)
     np.testing.assert_allclose(shuffled, plain[order], atol=1e-9)
 
 
@@ -107,7 +108,7 @@ def test_scale_none_grows_with_the_returns_and_scale_mean_does_not_see_their_uni
     returns: list[float], baseline: Baseline, unit: float
 ) -> None:
     def values(each: list[float], scale: Scale) -> np.ndarray:
-        return group_advantages(each, baseline=baseline, scale=scale).values
+        return group_advantages(each, baseline=baseline, scale=scale)
 
     grown = [unit * value for value in returns]
     np.testing.assert_allclose(values(grown, Scale.NONE), unit * values(returns, Scale.NONE))
@@ -116,6 +117,6 @@ def test_scale_none_grows_with_the_returns_and_scale_mean_does_not_see_their_uni
 
 
 def test_scale_std_does_not_see_the_unit_of_returns_but_for_its_epsilon() -> None:
-    a, b = group_advantages([1, 0, 0, 3]).values, group_advantages([10, 0, 0, 30]).values
+    a, b = group_advantages([1, 0, 0, 3]), group_advantages([10, 0, 0, 30])
     np.testing.assert_allclose(a, b, rtol=1e-5)
     assert not np.array_equal(a, b)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.algorithm import Aggregation
-from actors.merge.step import UpdateSize, share_of, trajectory_weights
+from actors.merge.step import share_of, trajectory_weights
 
-NOTHING = UpdateSize()
+NOTHING = np.zeros(3)
 
 
 # Three trajectories of 1, 3 and 4 tokens, the first two of group a; without a signal: 2 of 8
@@ -25,7 +25,7 @@ NOTHING = UpdateSize()
     ],
 )
 def test_weights_by_hand(aggregation: Aggregation, alone: list[float], among: list[float]) -> None:
-    solved = UpdateSize(num_tokens=8, num_trajectories=2, num_groups=1)
+    solved = np.array([8.0, 2, 1])
     for without_signal, expected in ((NOTHING, alone), (solved, among)):
         weights = trajectory_weights(
             [1, 3, 4],
@@ -73,14 +73,10 @@ def test_an_update_without_trajectories_has_no_weights() -> None:
 
 
 def test_what_has_no_signal_is_shared_out_in_proportion() -> None:
-    whole = UpdateSize(num_tokens=12, num_trajectories=3, num_groups=2)
-    part = UpdateSize(num_tokens=3, num_trajectories=1, num_groups=1)
-    solved = UpdateSize(num_tokens=10, num_trajectories=3, num_groups=2)
-    assert share_of(solved, part=part, whole=whole) == UpdateSize(
-        num_tokens=2.5, num_trajectories=1.0, num_groups=1.0
-    )
-    assert share_of(solved, part=whole, whole=whole) == solved
-    assert share_of(solved, part=NOTHING, whole=NOTHING) == NOTHING
+    whole, part, solved = np.array([12.0, 3, 2]), np.array([3.0, 1, 1]), np.array([10.0, 3, 2])
+    assert share_of(solved, part=part, whole=whole).tolist() == [2.5, 1.0, 1.0]
+    assert share_of(solved, part=whole, whole=whole).tolist() == solved.tolist()
+    assert not share_of(solved, part=NOTHING, whole=NOTHING).any()
 
 
 def test_doubling_the_tokens_of_all_halves_the_token_mean() -> None:
@@ -89,7 +85,7 @@ def test_doubling_the_tokens_of_all_halves_the_token_mean() -> None:
             [2 * scale, 5 * scale],
             "ab",
             aggregation=Aggregation.TOKEN_MEAN,
-            without_signal=UpdateSize(num_tokens=3 * scale),
+            without_signal=np.array([3.0 * scale, 0, 0]),
             constant_tokens=1,
         )
         for scale in (1, 2)

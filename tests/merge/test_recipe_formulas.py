@@ -21,7 +21,7 @@ from worlds.checks.recipe_page import recipes
 from actors.algorithm import Aggregation, RewardSettings
 from actors.batch import RowScores
 from actors.merge.groups import classify_groups
-from actors.merge.step import UpdateSize, build_step, trajectory_weights
+from actors.merge.step import build_step, trajectory_weights
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.model import row_tensors
 from service.config.file import parse_config
@@ -357,7 +357,7 @@ def test_the_token_mean_of_the_equations_is_within_a_prompt_as_the_page_says() -
             [6, 2],
             ["a", "b"],
             aggregation=aggregation,
-            without_signal=UpdateSize(),
+            without_signal=np.zeros(3),
             constant_tokens=1,
         ).tolist()
 

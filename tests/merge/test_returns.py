@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.advantages import group_advantages
+from actors.merge.advantages import reason_without_signal
 from actors.outcomes import are_equal
 
 
@@ -28,4 +28,4 @@ def test_vectors(returns: list[float], expected: bool) -> None:
 
 @given(st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=1, max_size=5))
 def test_a_group_has_a_signal_exactly_when_its_returns_differ(returns: list[float]) -> None:
-    assert (group_advantages(returns).no_signal is not None) is are_equal(returns)
+    assert (reason_without_signal(returns) is not None) is are_equal(returns)

@@ -73,7 +73,7 @@ def expected_estimate(*, meets_by_action: bool) -> np.ndarray:
     chosen = {"baseline": Baseline.LEAVE_ONE_OUT, "scale": Scale.NONE}
     for group in product(episodes(meets_by_action=meets_by_action), repeat=SIZE):
         chance = np.prod([each[0] for each in group])
-        whole = group_advantages([each[3] for each in group], **chosen).values
+        whole = group_advantages([each[3] for each in group], **chosen)
         rewards = [np.array([0.0, each[3]]) for each in group]
         of_states = state_advantages(rewards, [each[1] for each in group], discount=1.0, **chosen)
         for (_, states, actions, _), own, turns in zip(group, whole, of_states, strict=True):

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.algorithm import Baseline, Scale
-from actors.merge.advantages import discounted_suffix_sums, group_advantages, turn_advantages
+from actors.merge.advantages import (
+    discounted_suffix_sums,
+    group_advantages,
+    reason_without_signal,
+    turn_advantages,
+)
 from actors.trajectory_queue.ledger import EvictionReason
 
 quarters = st.integers(-8, 8).map(lambda x: x / 4)
@@ -70,9 +75,10 @@ def test_with_discount_one_and_rewards_at_the_end_every_turn_gets_its_trajectory
     baseline, scale = choice
     rewards = arrays([[0.0] * (turns - 1) + [reward] for turns, reward in members])
     found, no_signal = turn_advantages(rewards, discount=1.0, baseline=baseline, scale=scale)
-    whole = group_advantages([r for _, r in members], baseline=baseline, scale=scale)
-    assert no_signal == whole.no_signal
-    for values, expected in zip(found, whole.values, strict=True):
+    returns = [r for _, r in members]
+    assert no_signal == reason_without_signal(returns, baseline=baseline, scale=scale)
+    whole = group_advantages(returns, baseline=baseline, scale=scale)
+    for values, expected in zip(found, whole, strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-12)
 
 

@@ -20,7 +20,7 @@ from worlds.builders.trajectory_builders import linear_turns, make_trajectory, r
 from actors.algorithm import Aggregation, LossSettings
 from actors.batch import MicroBatch
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
-from actors.merge.step import UpdateSize, trajectory_weights
+from actors.merge.step import trajectory_weights
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.types import Sample, Trajectory
@@ -59,7 +59,7 @@ def weigh(trajectory_samples: Sequence[list[Sample]], aggregation: Aggregation) 
         [sum(sample.num_trained for sample in samples) for samples in trajectory_samples],
         [samples[0].trajectory_id.rpartition("-")[0] for samples in trajectory_samples],
         aggregation=aggregation,
-        without_signal=UpdateSize(num_tokens=30, num_trajectories=2, num_groups=1),
+        without_signal=np.array([30.0, 2, 1]),
         constant_tokens=50,
     )
     advantages = np.random.default_rng(1).normal(size=len(weights))
