@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rayloom.names import check_names
 
 if TYPE_CHECKING:
     from actors.environment.protocol import (
@@ -50,8 +51,10 @@ _MODULES = {
     "service.config.file": ("ConfigError", "load_config"),
     "service.config.tree": ("Config",),
 }  # fmt: skip
-check_names(sys.path)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+_PACKAGES = ("actors", "deploy", "rayloom", "service")
+_ROOT = Path(__file__).resolve().parents[1]
 
 __all__ = [
     "Action",
@@ -78,6 +81,33 @@ __all__ = [
     "sft",
     "train",
 ]
+
+
+def check_names(path: Sequence[str]) -> None:
+    """Check that no module on a search path hides one of Rayloom's packages.
+
+    A folder without `__init__.py`, such as `deploy/` with YAML files, hides no package.
+
+    Args:
+        path: Directories in search order, such as sys.path.
+
+    Raises:
+        ImportError: If a user's module would be imported in place of a package of Rayloom.
+    """
+    for name in _PACKAGES:
+        found = PathFinder.find_spec(name, list(path))
+        if found is None or found.origin is None:
+            continue
+        origin = Path(found.origin).resolve()
+        if not origin.is_relative_to(_ROOT / name):
+            raise ImportError(
+                f"got {origin}, which hides Rayloom's package {name!r} here and in the processes "
+                f"of a run; expected no module of yours that is called {', '.join(_PACKAGES)}: "
+                "rename it, or start from another directory"
+            )
+
+
+check_names(sys.path)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rayloom.names import check_names
+from rayloom import check_names
 
 EXIT_REFUSED = 2
 

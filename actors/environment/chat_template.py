@@ -85,7 +85,7 @@ class ChatTemplate:
         """Return the rendering of a chat without checking it. Raises: RenderError if it fails."""
         calls = any(message.call_texts for message in messages)
         return self._apply(
-            _conversation(messages, self._call_form if calls else _USUAL_CALL_FORM),
+            _conversation(messages, self.call_form if calls else _USUAL_CALL_FORM),
             tools=[tool.for_template() for tool in tools] or None,
             add_generation_prompt=add_generation_prompt,
         )
@@ -99,27 +99,12 @@ class ChatTemplate:
     @cached_property
     def rendered_call(self) -> str:
         """Return the rendering of a chat that ends in a call; empty if the template refuses it."""
-        return self._try_form(self._call_form)
+        return self._try_form(self.call_form)
 
     @cached_property
     def shows_calls(self) -> bool:
         """Whether the template shows an assistant's calls."""
         return _ARGUMENT in self.rendered_call
-
-    @property
-    def needs_null_content(self) -> bool:
-        """Whether the template shows a call only if the content is None."""
-        return self._call_form.null_content
-
-    @property
-    def takes_arguments_as_text(self) -> bool:
-        """Whether the template wants a call's arguments as JSON text."""
-        return self._call_form.arguments_as_text
-
-    @property
-    def splits_calls(self) -> bool:
-        """Whether a message with text and calls must be rendered as two messages to be shown."""
-        return self._call_form.splits
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
         """Return the rendering of a call in this form; empty if the template refuses it."""
@@ -129,7 +114,7 @@ class ChatTemplate:
             return ""
 
     @cached_property
-    def _call_form(self) -> _CallForm:
+    def call_form(self) -> _CallForm:
         """Return the form of a message with calls that the template shows, or the usual form."""
         rendered = {form: self._try_form(form) for form in _CALL_FORMS}
         # A template that expects text shows a mapping in Python's own spelling.

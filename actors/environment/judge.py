@@ -62,10 +62,14 @@ class Judgement:
 
 
 class Judge:
-    """One judge of one process; event loops may use it one after the other."""
+    """One judge of one process; event loops may use it one after the other.
 
-    def __init__(self, settings: JudgeOptions) -> None:
+    `score` and `check` are those of a reward function with a name and a weight.
+    """
+
+    def __init__(self, settings: JudgeOptions, *, name: str = "judge") -> None:
         self.settings = settings
+        self.name, self.weight = name, settings.weight
         self._replies = ReplyCache(settings.cache)
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
@@ -95,6 +99,30 @@ class Judge:
         request.add_done_callback(partial(line.forget, key))
         reply, num_in, num_out = await asyncio.shield(request)
         return self._read(reply, (num_in, num_out))
+
+    def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
+        """Check that the data have the prompt's columns. Raises: ValueError if they do not."""
+        if missing := sorted(self.settings.fields - columns.keys() - extras):
+            raise ValueError(
+                f"judge {self.name}: its prompt needs {', '.join(missing)}, got the columns "
+                f"{', '.join(sorted(columns)) or 'none'}; give the data such a column, or "
+                "correct the prompt"
+            )
+
+    async def score(
+        self,
+        completion: str,
+        columns: Mapping[str, Any],
+        *,
+        extras: Mapping[str, Any] | None = None,
+    ) -> Score:
+        """Return the score, with tokens and cost among its parts.
+
+        Raises: RewardError if there is no judgement.
+        """
+        found = await self.judge(completion, **{**columns, **(extras or {})})
+        parts = {"score": found.score, "tokens": float(found.num_tokens), "cost": found.cost}
+        return Score(value=found.score, parts=parts)
 
     async def _ask_and_keep(
         self, key: str, question: Mapping[str, Any], line: _Line
@@ -199,46 +227,10 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeReward:
-    """A judge that is called as a reward function."""
-
-    name: str
-    weight: float
-    judge: Judge
-
-    def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
-        """Check that the data have the prompt's columns. Raises: ValueError if they do not."""
-        if missing := sorted(self.judge.settings.fields - columns.keys() - extras):
-            raise ValueError(
-                f"judge {self.name}: its prompt needs {', '.join(missing)}, got the columns "
-                f"{', '.join(sorted(columns)) or 'none'}; give the data such a column, or "
-                "correct the prompt"
-            )
-
-    async def score(
-        self,
-        completion: str,
-        columns: Mapping[str, Any],
-        *,
-        extras: Mapping[str, Any] | None = None,
-    ) -> Score:
-        """Return the score, with tokens and cost among its parts.
-
-        Raises: RewardError if there is no judgement.
-        """
-        found = await self.judge.judge(completion, **{**columns, **(extras or {})})
-        parts = {"score": found.score, "tokens": float(found.num_tokens), "cost": found.cost}
-        return Score(value=found.score, parts=parts)
-
-
 @lru_cache(maxsize=64)
-def judge_reward(name: str, options: JudgeOptions) -> JudgeReward:
-    """Return the reward function of a judge with these options.
-
-    The result is cached, because each episode makes an environment.
-    """
-    return JudgeReward(name=name, weight=options.weight, judge=Judge(options))
+def shared_judge(name: str, options: JudgeOptions) -> Judge:
+    """Return a judge with these options, cached because each episode makes an environment."""
+    return Judge(options, name=name)
 
 
 class _Passing(Exception):

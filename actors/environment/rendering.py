@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from actors.environment.chat_template import ChatTemplate, RenderError
-from actors.environment.dummy_chats import DUMMIES, EXTRA_CALL, Ending, ending_of
-from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.settings import History
 from actors.environment.shown_text import (
     Said,
@@ -111,13 +110,106 @@ class Extension:
     """The reason why the whole chat was rendered again; None if the prompt was extended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Delta:
-    """The tokens of new messages, from the end of a reply's content or calls to the next reply."""
+# The tokens of new messages, from the end of a reply's content or calls to the next reply; and the
+# number of tokens at their start that close the reply.
+_Delta = tuple[TokenIds, int]
 
-    token_ids: TokenIds
-    num_closing: int
-    """Number of tokens at the start of `token_ids` that close the reply."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """The parts of a reply that can change how a template renders the messages after it."""
+
+    has_content: bool = True
+    has_reasoning: bool = False
+    calls: tuple[tuple[str, str], ...] = ()
+    """Id and name of each call."""
+
+    def without_ids(self) -> _Ending:
+        if not self.calls:
+            return self
+        return replace(self, calls=tuple(("", name) for _, name in self.calls))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DummyChat:
+    """An invented chat, after which new messages are rendered to find the text that they add.
+
+    None of its texts is contained in another, so each can be found in the rendering.
+    """
+
+    before: tuple[Message, ...]
+    content: str
+    reasoning: str
+    argument: str
+
+    def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> tuple[Message, ...]:
+        """Return the chat up to a reply with this ending.
+
+        Args: called_before: ids of calls that are made and answered at the start of the chat.
+        """
+        values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
+        calls = zip(ending.calls, [*values, self.argument], strict=False)
+        reply = Message(
+            role=Role.ASSISTANT,
+            content=self.content if ending.has_content else "",
+            reasoning=self.reasoning if ending.has_reasoning else None,
+            tool_calls=tuple(
+                ToolCall(id=call_id, name=name, arguments={"argument": value})
+                for (call_id, name), value in calls
+            ),
+        )
+        return (*_answered_calls(called_before), *self.before, reply)
+
+    def mark(self, ending: _Ending) -> str:
+        """Return the last text of a reply with this ending; the text occurs once in the chat."""
+        return self.argument if ending.calls else self.content
+
+
+# They differ in length, in number of turns and in their last letters, so that their deltas differ
+# if a template or a tokenizer looks back.
+_DUMMIES = (
+    _DummyChat(
+        before=(Message(role=Role.USER, content="first dummy question"),),
+        content="first dummy reply",
+        reasoning="first dummy thought",
+        argument="first dummy value",
+    ),
+    _DummyChat(
+        before=(
+            Message(role=Role.USER, content="7"),
+            Message(role=Role.ASSISTANT, content="a b c"),
+            Message(role=Role.USER, content="second dummy question."),
+        ),
+        content="second dummy answer 42",
+        reasoning="second dummy thought, longer.",
+        argument="second dummy argument 21",
+    ),
+)
+
+# Mistral's templates require ids of nine letters.
+_EXTRA_CALL = "dummy0000"
+
+
+def _ending_of(history: Sequence[Message]) -> _Ending:
+    reply = history[-1] if history else None
+    if reply is None or not (reply.call_texts or reply.reasoning):
+        return _Ending()
+    return _Ending(
+        # Without a call the delta begins after the content, even if the content is empty.
+        has_content=bool(reply.content) or not reply.call_texts,
+        has_reasoning=bool(reply.reasoning),
+        calls=tuple((call_id, name) for call_id, name, _ in reply.call_texts),
+    )
+
+
+def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
+    """Yield the beginning of a chat in which these calls are made and answered."""
+    for call_id in call_ids:
+        call = ToolCall(id=call_id, name="dummy", arguments={})
+        yield Message(role=Role.USER, content="call")
+        yield Message(role=Role.ASSISTANT, content="", tool_calls=(call,))
+        yield Message(role=Role.TOOL, content="0", name="dummy", tool_call_id=call_id)
+        yield Message(role=Role.ASSISTANT, content="called")
 
 
 class ChatRenderer:
@@ -235,21 +327,22 @@ class ChatRenderer:
             new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)
-        ending, new = ending_of(history), tuple(new_messages)
+        ending, new = _ending_of(history), tuple(new_messages)
         if not self._knows_ids:
             # Ids differ in every chat, so that no cached delta would ever be found.
             ending, new = ending.without_ids(), tuple(_without_id(each) for each in new)
         render = self._cached_delta if _may_repeat(new) else self._render_delta
         delta = render(new, tuple(tools), ending)
-        if isinstance(delta, _Delta) and ending.calls and not self._is_ended(sampled, delta):
+        if isinstance(delta, tuple) and ending.calls and not self._is_ended(sampled, delta[1]):
             delta = BreakReason.TEMPLATE_LOOKS_BACK
         if isinstance(delta, BreakReason):
             whole = self.first_prompt((*history, *new_messages), tools)
             return Extension(prompt_token_ids=whole, break_reason=delta)
-        num_sampled = _overlap(sampled, delta.token_ids[: delta.num_closing])
+        token_ids, num_closing = delta
+        num_sampled = _overlap(sampled, token_ids[:num_closing])
         return Extension(
-            prompt_token_ids=np.concatenate((previous, sampled, delta.token_ids[num_sampled:])),
-            num_inserted=delta.num_closing - num_sampled,
+            prompt_token_ids=np.concatenate((previous, sampled, token_ids[num_sampled:])),
+            num_inserted=num_closing - num_sampled,
         )
 
     def decode(self, sampled: TokenIds) -> str:
@@ -298,7 +391,7 @@ class ChatRenderer:
         return marks_in(text.rpartition(after)[2] if after else text)
 
     def _render_delta(
-        self, new_messages: _Messages, tools: _Tools, ending: Ending
+        self, new_messages: _Messages, tools: _Tools, ending: _Ending
     ) -> _Delta | BreakReason:
         in_reply = {call_id for call_id, _ in ending.calls}
         answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
@@ -306,9 +399,9 @@ class ChatRenderer:
         called_before = sorted(answered - in_reply)
         if ending.calls or any(message.role is Role.TOOL for message in new_messages):
             # Add one more call with its result, for a template that numbers calls.
-            called_before.append(EXTRA_CALL)
+            called_before.append(_EXTRA_CALL)
         deltas = []
-        for dummy, called in zip(DUMMIES, ((), called_before), strict=True):
+        for dummy, called in zip(_DUMMIES, ((), called_before), strict=True):
             chat = dummy.chat(ending, called_before=called)
             mark = dummy.mark(ending)
             try:
@@ -325,14 +418,12 @@ class ChatRenderer:
             if not _only_loses(_head(closed, question, mark), _head(whole, question, mark)):
                 return BreakReason.TEMPLATE_LOOKS_BACK
             deltas.append(delta)
-        first, second = deltas
-        if first.num_closing != second.num_closing:
-            return BreakReason.TEMPLATE_LOOKS_BACK
-        if not np.array_equal(first.token_ids, second.token_ids):
+        (first_ids, first_closing), (second_ids, second_closing) = deltas
+        if first_closing != second_closing or not np.array_equal(first_ids, second_ids):
             return BreakReason.TEMPLATE_LOOKS_BACK
         if not self._shows_new(whole.rpartition(mark)[2], chat, new_messages, tools, mark=mark):
             return BreakReason.MESSAGE_NOT_SHOWN
-        return first
+        return deltas[0]
 
     def _shows_new(
         self, tail: str, chat: _Messages, new_messages: _Messages, tools: _Tools, *, mark: str
@@ -376,10 +467,8 @@ class ChatRenderer:
         start = self._num_in_call(closed_ids) if is_call else 0
         if whole_ids[:start] != closed_ids[:start]:
             return BreakReason.TEMPLATE_LOOKS_BACK
-        return _Delta(
-            token_ids=_frozen(whole_ids[start:]),
-            num_closing=self._num_closing(whole_ids[start:], closed_ids[start:]),
-        )
+        tail_ids = whole_ids[start:]
+        return _frozen(tail_ids), self._num_closing(tail_ids, closed_ids[start:])
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
         """Return the number of tokens after a call's last argument that belong to the call.
@@ -390,12 +479,12 @@ class ChatRenderer:
         ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
         return next(ends, len(closing_ids))
 
-    def _is_ended(self, sampled: TokenIds, delta: _Delta) -> bool:
+    def _is_ended(self, sampled: TokenIds, num_closing: int) -> bool:
         """Return whether the policy has ended a turn, or tokens that end it can be inserted.
 
         If the turn has not ended, the delta would continue a call that may be cut off.
         """
-        return delta.num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
+        return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
         """Return the number of tokens at the start of the tail that end the reply.

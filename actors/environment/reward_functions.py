@@ -381,15 +381,13 @@ def _sendable(found: Any) -> Any:
         return [_sendable(value) for value in found]
     plain = _plain(found)
     is_known = isinstance(plain, Real | Decimal | str | None)
-    return plain if is_known and not (plain is None and found is not None) else _Other(_kind(found))
+    return plain if is_known and not (plain is None and found is not None) else _Kind(_kind(found))
 
 
-@dataclass(frozen=True, slots=True)
-class _Other:
-    """A substitute for a value that is not a score, because not every value can be pickled."""
+class _Kind(str):
+    """The type of a value that is not a score, sent in its place; some values cannot be pickled."""
 
-    kind: str
-    """Description of the value's type, such as "a list of 3"."""
+    __slots__ = ()
 
 
 def _flat(*values: Any) -> Iterator[workers.Held]:
@@ -590,9 +588,10 @@ def _as_conversation(text: str) -> list[dict[str, str]]:
 
 
 def _format(found: object) -> str:
-    if found is None or isinstance(found, Real | Decimal | str):
-        return f"{found!r:.80}"
-    return found.kind if isinstance(found, _Other) else _kind(found)
+    if isinstance(found, _Kind):
+        return found
+    is_short = found is None or isinstance(found, Real | Decimal | str)
+    return f"{found!r:.80}" if is_short else _kind(found)
 
 
 def _kind(found: object) -> str:

@@ -216,7 +216,7 @@ def _tools(renderer: ChatRenderer) -> str:
 
 
 def _calls(renderer: ChatRenderer) -> str:
-    form = "JSON text" if renderer.template.takes_arguments_as_text else "a mapping"
+    form = "JSON text" if renderer.template.call_form.arguments_as_text else "a mapping"
     found = _shown(renderer, (_user(_QUESTION), _reply("", _CALL)), _CALL.name, _ARGUMENT)
     return f"shown, with arguments as {form}" if found == "shown" else found
 
@@ -224,13 +224,13 @@ def _calls(renderer: ChatRenderer) -> str:
 def _content(renderer: ChatRenderer) -> str:
     if not renderer.template.shows_calls:
         return "calls are not shown"
-    return "none" if renderer.template.needs_null_content else "empty"
+    return "none" if renderer.template.call_form.null_content else "empty"
 
 
 def _beside(renderer: ChatRenderer) -> str:
     messages = (_user(_QUESTION), _reply(_TEXT, _CALL))
     found = _shown(renderer, messages, _TEXT, _ARGUMENT)
-    return f"{found}, as two messages" if renderer.template.splits_calls else found
+    return f"{found}, as two messages" if renderer.template.call_form.splits else found
 
 
 def _read_back(renderer: ChatRenderer) -> str:

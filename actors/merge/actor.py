@@ -23,7 +23,7 @@ from actors.merge.groups import (
     problem_notices,
     read_groups,
 )
-from actors.merge.journal import Journal, JournalSettings
+from actors.merge.journal import Journal
 from actors.merge.report import GroupReturns, StepReport, group_returns
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
@@ -78,10 +78,10 @@ class BuiltStep:
 class MergeActor:
     """The actor that builds batches. It keeps no state between two calls."""
 
-    def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
-        """Create the actor. journal: settings of the journal; None if steps are not recorded."""
+    def __init__(self, settings: StepSettings, journal: Journal | None = None) -> None:
+        """Create the actor. journal: writes the steps; None if they are not recorded."""
         self._settings = settings
-        self._journal = Journal(journal) if journal is not None else None
+        self._journal = journal
 
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
         """Lay out the rows that the trainer must score; return a reference to each rank's shard.

@@ -64,9 +64,9 @@ def members_of(step: JournalStep) -> tuple[Member, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalSettings:
-    """The settings of a run's journal; a run without a journal has none."""
+@dataclass(slots=True, kw_only=True)
+class Journal:
+    """The writer of one term's steps."""
 
     directory: Path
     """The journal's directory in the run directory, as the merge actor's node sees it."""
@@ -80,35 +80,27 @@ class JournalSettings:
     """The rule of the run's advantages; None if they depend on more than a group's returns. Each
     file stores the rule and max_policy_age.
     """
-
-
-class Journal:
-    """The writer of one term's steps."""
-
-    def __init__(self, settings: JournalSettings) -> None:
-        self._settings = settings
-        self._has_warned = False
+    _has_warned: bool = False
 
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
         """Write a step; return a warning the first time it cannot be written, else an empty string.
 
         republished: versions that were published for the same step as the version before them.
         """
-        settings = self._settings
         version = result.report.trainer_version
         step = journal_step(
             result,
-            term=settings.term,
-            max_policy_age=version - oldest_version(version, settings.max_policy_age, republished),
-            group_rule=settings.group_rule,
+            term=self.term,
+            max_policy_age=version - oldest_version(version, self.max_policy_age, republished),
+            group_rule=self.group_rule,
         )
         try:
-            write_file(settings.directory, step)
+            write_file(self.directory, step)
             prune(
-                settings.directory,
+                self.directory,
                 newest=step.step,
-                keep_steps=settings.keep_steps,
-                keep_bytes=settings.keep_bytes,
+                keep_steps=self.keep_steps,
+                keep_bytes=self.keep_bytes,
             )
         except OSError as error:
             return self._warning(step.step, error)
@@ -119,7 +111,7 @@ class Journal:
             return ""
         self._has_warned = True
         return (
-            f"step {step} is not in the journal: {self._settings.directory} cannot be written "
+            f"step {step} is not in the journal: {self.directory} cannot be written "
             f"({error.strerror or error}); training continues, `rayloom inspect` lacks such steps; "
             "free space there, or set run.journal_steps to 0"
         )

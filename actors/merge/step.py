@@ -25,7 +25,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.algorithm import Aggregation
+from actors.algorithm import (
+    Aggregation,
+    AlgorithmSettings,
+    Denominator,
+    LossSettings,
+    Objective,
+)
 from actors.batch import Float64s, Minibatch, RankShard
 from actors.merge.advantages import credit_group, normalise_members
 from actors.merge.groups import GroupMembers, charge_kl
@@ -35,7 +41,12 @@ from actors.merge.report import StepReport, report_step
 from actors.merge.settings import StepSettings
 from actors.policy_age import newest_kept
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcomes
-from actors.types import NO_VERSION
+from actors.types import NO_VERSION, Sample
+
+IMITATION = AlgorithmSettings(
+    loss=LossSettings(objective=Objective.REINFORCE, denominator=Denominator.OLD)
+)
+"""The settings of supervised training: with them the trainer's loss is -log p for each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,3 +328,52 @@ def share_of(size: Float64s, *, part: Float64s, whole: Float64s) -> Float64s:
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """
     return size * part / np.maximum(1, whole)
+
+
+# The steps of supervised training. The loss of a step is the mean of -log p over the trained tokens
+# of its chats, over all ranks and micro-batches. The trainer needs no other loss for it: it uses
+# the objective reinforce with advantage 1 and a ratio against the policy at the step's start, which
+# is 1 because a step has one update. A step depends only on the seed, its number and the chats, so
+# that a resumed run trains the same steps.
+
+
+def steps_per_epoch(num_chats: int, chats_per_step: int) -> int:
+    """Return the number of steps that a pass over the chats takes; the last step may be smaller."""
+    return -(-num_chats // chats_per_step)
+
+
+def chats_of_step(step: int, *, num_chats: int, chats_per_step: int, seed: int) -> list[int]:
+    """Return the numbers of a step's chats. Each epoch contains each chat once, in a new order.
+
+    Args: step: counted from 1.
+    """
+    epoch, part = divmod(step - 1, steps_per_epoch(num_chats, chats_per_step))
+    order = np.random.default_rng([seed, epoch]).permutation(num_chats)
+    chosen: list[int] = order[part * chats_per_step : (part + 1) * chats_per_step].tolist()
+    return chosen
+
+
+def imitation_shards(
+    chats: Sequence[Sequence[Sample]], *, step: int, settings: StepSettings
+) -> tuple[RankShard, ...]:
+    """Pack the chats of a step; every trained token has the same weight.
+
+    Args: chats: the samples of each chat. step: counted from 1; the trainer holds version step - 1.
+    Returns: a shard for each rank.
+    """
+    weight = 1.0 / sum(sample.num_trained for chat in chats for sample in chat)
+    trajectories = [
+        [
+            WeightedSample(sample=_of_version(sample, step - 1), advantage=1.0, loss_weight=weight)
+            for sample in chat
+        ]
+        for chat in chats
+    ]
+    return pack_updates([trajectories], settings, step=step, trainer_version=step - 1)
+
+
+def _of_version(sample: Sample, version: int) -> Sample:
+    """Return the sample with `version` at each trained token, which the trainer requires."""
+    is_trained = sample.versions != NO_VERSION
+    versions = np.where(is_trained, np.int32(version), np.int32(NO_VERSION))
+    return replace(sample, versions=versions)

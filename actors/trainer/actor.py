@@ -31,7 +31,7 @@ from actors.expert_records import ModelShape
 from actors.imports import quick_imports
 from actors.network import LOOPBACK
 from actors.trainer.settings import RankSettings
-from actors.weights.board import Seat, StaleTerm, WeightGroup
+from actors.weights.board import Publication, Seat, StaleTerm, WeightGroup
 
 # Slow imports, such as torch, are not at the top, because processes that start the ranks do not
 # need them: a rank's own process imports them in its constructor and in `join`.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from actors.trainer.rank import TrainerRank
-    from actors.weights.collective import Offer, Sender
+    from actors.weights.collective import Sender
 
 BOARD_TIMEOUT_S = 30.0
 CONCURRENCY = {"watch": 1, "save": 1}
@@ -177,7 +177,7 @@ class TrainerRankActor:
 
         Returns: on rank 0, the packed groups without their bytes; on other ranks, ().
         """
-        from actors.weights.collective import Offer, Sender
+        from actors.weights.collective import Sender
 
         packed = tuple(self._joined.pack_weights())
         if packed:
@@ -186,7 +186,7 @@ class TrainerRankActor:
                 address=ray.util.get_node_ip_address(),
                 device=self._joined.device,
             )
-            self._sender.offer(Offer(term=term, version=version, groups=packed))
+            self._sender.offer(Publication(term=term, version=version, groups=packed))
         return tuple(replace(group, buffer=None) for group in packed)
 
     def close(self) -> None:
@@ -200,10 +200,10 @@ class TrainerRankActor:
         return self._rank
 
 
-def _group_former(board: ActorHandle) -> Callable[[Offer, str, float], Seat | None]:
+def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
     """Return a function for a `Sender`'s thread that calls `WeightBoard.form_group`."""
 
-    def form_group(offer: Offer, store: str, timeout_s: float) -> Seat | None:
+    def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)
         try:
             seat: Seat | None = ray.get(call, timeout=timeout_s + BOARD_TIMEOUT_S)

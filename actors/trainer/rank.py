@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from actors.trainer.checkpoint import Adapter, Progress, check_adapter, read_man
 from actors.trainer.critic import Critic
 from actors.trainer.lora import (
     adapted_layers,
+    adapters_off,
     attach_adapters,
     base_digest,
     freeze_in,
@@ -41,10 +42,15 @@ from actors.trainer.loss.micro_batch import (
     micro_batch_statistics,
     no_statistics,
 )
-from actors.trainer.model import load_policy, row_tensors, scoring_row
+from actors.trainer.model import (
+    PolicyModel,
+    RowTensors,
+    load_policy,
+    row_tensors,
+    scoring_row,
+)
 from actors.trainer.process_group import join_group, join_side_group, rank_device
 from actors.trainer.publish import pack_weights
-from actors.trainer.scoring import Reference, score_minibatches, score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.sharded_model import (
     ShardedModel,
@@ -464,6 +470,64 @@ class TrainerRank:
             totals = combine_rows(torch.stack([totals, statistics]))
             result.loss.backward()
         return totals
+
+
+# Log-probabilities of a step's trained tokens without gradient, by the old policy or a reference.
+# All ranks score minibatches with the same numbers of rows, in the same order.
+Scores = list[list[Tensor]]
+"""By minibatch, then by micro-batch: [M] float32, nats, on the device."""
+
+
+@torch.no_grad()
+def score_row(policy: PolicyModel, row: RowTensors) -> Tensor:
+    """Return the log-probabilities of one row's targets, [M] float32, nats, without gradient.
+
+    Recorded experts are replayed.
+    """
+    logprobs: Tensor = policy(row)[0]
+    return logprobs
+
+
+def score_minibatches(
+    policy: ShardedModel[PolicyModel],
+    minibatches: Sequence[Minibatch],
+    *,
+    check: Callable[[], None],
+) -> Scores:
+    """Score every row of a step, then free the gathered weights.
+
+    check: called before each row; an error that it raises ends the scoring.
+    """
+
+    def score(row: MicroBatch) -> Tensor:
+        check()
+        tensors = row_tensors(row, device=policy.device)
+        return score_row(policy.model, tensors)
+
+    try:
+        return [[score(row) for row in minibatch] for minibatch in minibatches]
+    finally:
+        policy.free_weights()
+
+
+class Reference:
+    """The frozen policy of KL terms, used only for scoring.
+
+    Recorded experts are not replayed in the reference, because another policy chose them. A KL term
+    is measured against the reference with its own routing.
+    """
+
+    def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
+        """Create a reference. policy: the model, whose adapters are off while it scores."""
+        self._policy = policy
+
+    def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
+        """Return log-probabilities of the rows' targets. check: called before each row."""
+        without = [
+            tuple(replace(row, experts=None) for row in minibatch) for minibatch in minibatches
+        ]
+        with adapters_off(self._policy.model):
+            return score_minibatches(self._policy, without, check=check)
 
 
 def save_inputs(scored: ScoredMinibatch, path: Path) -> str:

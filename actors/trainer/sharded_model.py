@@ -13,21 +13,26 @@ import io
 import json
 import logging
 import math
+import os
 import shutil
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -46,10 +51,12 @@ from transformers import PreTrainedModel
 from actors.algorithm import learning_rate_at
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, Progress
-from actors.trainer.checkpoint_files import DigestingWriter
 from actors.trainer.host_moments import HostMomentsAdamW
 from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # Number of attempts to write to a full disk. A number is used instead of a time limit, because
 # each rank has its own clock.
@@ -344,7 +351,7 @@ def _write_once(
     aside = checkpoint.temporary_path(root, progress)
     is_writer = dist.get_rank() == 0
     _together(lambda: checkpoint.begin(root, progress), does_run=is_writer, group=group)
-    writer = DigestingWriter(aside)
+    writer = _DigestingWriter(aside)
     try:
         dcp.save(state, storage_writer=writer, process_group=group, planner=_CountingSave())
     except (CheckpointException, OSError) as error:
@@ -412,6 +419,77 @@ def load_checkpoint(
     if critic is not None:
         critic.load_state(state[_CRITIC], num_updates=progress.critic_updates or 0)
     return progress
+
+
+class _DigestingWriter(FileSystemWriter):
+    """A writer of one rank's files that computes their digests, in the thread that writes.
+
+    A digest is of the bytes that are passed to the file system, not of those that it has stored.
+    digests: SHA-256 of each file that this rank has written, by the file's name. seconds: time
+    spent on computing the digests.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = self._files = _DigestingFiles()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return self._files.digests
+
+    @property
+    def seconds(self) -> float:
+        return self._files.seconds
+
+
+class _DigestingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self.seconds = 0.0
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            digesting = _DigestingStream(stream)
+            yield digesting
+        self.digests[Path(path).name] = digesting.digest.hexdigest()
+        self.seconds += digesting.seconds
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _DigestingStream(io.RawIOBase):
+    """A stream that writes its bytes to another stream and computes their digest."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self.digest = sha256()
+        self.seconds = 0.0
+
+    def write(self, data: Buffer) -> int:
+        began = time.monotonic()
+        self.digest.update(data)
+        self.seconds += time.monotonic() - began
+        return self._raw.write(data)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def flush(self) -> None:
+        if not self._raw.closed:
+            self._raw.flush()
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 class _CountingSave(DefaultSavePlanner):

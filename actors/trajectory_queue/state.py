@@ -17,9 +17,11 @@ from actors.trajectory_queue.groups import (
     FailureCounter,
     Group,
     GroupRequest,
+    ReadyRollouts,
     Refills,
     Rollout,
     RolloutState,
+    WaitingRollouts,
     check_request,
     new_group,
     restore_group,
@@ -40,7 +42,6 @@ from actors.trajectory_queue.messages import (
     QueueStats,
 )
 from actors.trajectory_queue.settings import QueueStateSettings
-from actors.trajectory_queue.waiting import ReadyRollouts, WaitingRollouts
 from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 

@@ -17,14 +17,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from actors.weights.board import Seat, StaleTerm, WeightGroup, WeightManifest
+from actors.weights.board import Publication, Seat, StaleTerm, WeightManifest
 from actors.weights.buffers import buffer_checksum
 
 # Time in seconds within which a member must join the group, and each chunk must reach all members:
@@ -175,41 +174,32 @@ def read_progress(path: Path) -> tuple[int, str | None]:
     return len(received), reason.decode() if failed else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A policy version that a sender broadcasts."""
-
-    term: int
-    version: int
-    groups: tuple[WeightGroup, ...]
-    """The groups with their buffers."""
-
-
 class Sender:
     """A thread of the trainer's rank 0 that broadcasts the current version to engines that ask."""
 
     def __init__(
         self,
-        form_group: Callable[[Offer, str, float], Seat | None],
+        form_group: Callable[[Publication, str, float], Seat | None],
         *,
         address: str,
         device: torch.device,
     ) -> None:
         """Start the thread.
 
-        Args: form_group: calls `WeightBoard.form_group` with the offer, the store's HOST:PORT and a
-        timeout. address: the address at which engines reach this node.
+        Args: form_group: calls `WeightBoard.form_group` with the version, the store's HOST:PORT
+        and a timeout. address: the address at which engines reach this node.
         """
         self._form_group = form_group
         self._address, self._device = address, device
         self._offered = threading.Condition()
-        self._offer: Offer | None = None
+        self._offer: Publication | None = None
         self._ended_by: Exception | None = None
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
-    def offer(self, offer: Offer | None) -> None:
-        """Broadcast this offer from now on, also to engines that start later; if None, stop.
+    def offer(self, offer: Publication | None) -> None:
+        """Broadcast this version from now on, also to engines that start later; if None, stop.
 
+        Args: offer: the buffers of its groups are arrays.
         Raises: RuntimeError if the thread has ended.
         """
         self.check()
@@ -252,7 +242,7 @@ class Sender:
             # A new store for each group, so that its keys do not pile up.
             store = None
 
-    def _send(self, offer: Offer, store: dist.Store, seat: Seat) -> None:
+    def _send(self, offer: Publication, store: dist.Store, seat: Seat) -> None:
         group = meet(store, seat, rank=0, device=self._device, address=self._address)
         for each in offer.groups:
             broadcast(group, torch.from_numpy(each.buffer), device=self._device)

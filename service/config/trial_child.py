@@ -25,7 +25,7 @@ from typing import Any
 from actors.environment import protocol
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.group_scoring import checked_results
-from actors.environment.judge import JudgeReward
+from actors.environment.judge import Judge
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -155,9 +155,9 @@ async def _call_all(
         functions = [
             each
             for each in environment.functions
-            if request.trial.judges or not isinstance(each, JudgeReward)
+            if request.trial.judges or not isinstance(each, Judge)
         ]
-        wanted: list[tuple[RewardFunction | JudgeReward | None, str]]
+        wanted: list[tuple[RewardFunction | Judge | None, str]]
         wanted = [(each, f"reward function {each.name}") for each in functions]
     else:
         wanted = [(None, f"{STEP}{config.tasks.environment}")]
@@ -200,7 +200,7 @@ async def _call_all(
 
 
 def _misspelt(
-    function: RewardFunction | JudgeReward, columns: Collection[str]
+    function: RewardFunction | Judge, columns: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield arguments whose default is used, each with a column whose name is almost the same.
 
@@ -241,7 +241,7 @@ def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[s
 
 
 async def _scored(
-    environment: SingleTurnEnvironment, function: RewardFunction | JudgeReward, text: str
+    environment: SingleTurnEnvironment, function: RewardFunction | Judge, text: str
 ) -> tuple[Fate, str, float]:
     try:
         score = await environment.score_by(function, text)
@@ -306,7 +306,7 @@ async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fat
 
 
 def _fate_of(
-    error: BaseException, function: RewardFunction | JudgeReward | None = None
+    error: BaseException, function: RewardFunction | Judge | None = None
 ) -> tuple[Fate, str, float]:
     root = root_cause(error)
     at = location(root)

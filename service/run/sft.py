@@ -24,8 +24,8 @@ import ray
 
 from actors.batch import RankShard, array_bytes
 from actors.deadline import beside, race
-from actors.merge.imitation import IMITATION, chats_of_step, imitation_shards, steps_per_epoch
 from actors.merge.settings import StepSettings
+from actors.merge.step import IMITATION, chats_of_step, imitation_shards, steps_per_epoch
 from actors.trainer.checkpoint import CLAIM, CheckpointError, claim, read_manifest
 from actors.trainer.group import TrainerGroup
 from actors.trainer.settings import RankSettings

@@ -23,7 +23,7 @@ from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
 from actors.limits import GIB
 from actors.merge.actor import MergeActor
-from actors.merge.journal import JournalSettings
+from actors.merge.journal import Journal
 from actors.metrics import Part
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, claim
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
@@ -482,16 +482,16 @@ class Term:
             num_cpus=0, scheduling_strategy=on_this_node()
         ).remote(
             step_settings(config, shape=self._trainer.shape),
-            self._journal_settings(),
+            self._journal(),
         )
         return actor
 
-    def _journal_settings(self) -> JournalSettings | None:
-        """Return the settings of the journal; None if the run has no journal."""
+    def _journal(self) -> Journal | None:
+        """Return the writer of the run's journal; None if the run has none."""
         config = self._config
         if config.run.journal_steps == 0:
             return None
-        return JournalSettings(
+        return Journal(
             directory=self._run_dir.journal,
             term=self._lease.term,
             keep_steps=config.run.journal_steps,

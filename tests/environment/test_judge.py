@@ -18,7 +18,7 @@ import uvicorn
 
 from actors.environment import judge as judges
 from actors.environment.builtin.single_turn import SingleTurnEnvironment, SingleTurnOptions
-from actors.environment.judge import Judge, JudgeReward
+from actors.environment.judge import Judge
 from actors.environment.judge_options import JudgeOptions, score_of
 from actors.environment.protocol import Action, RewardError
 from actors.environment.registry import BadEnvironmentOptions, resolve
@@ -404,7 +404,7 @@ def test_a_score_is_read_out_of_json(reply: str, field: str, score: float | None
 
 async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
     environment = single_turn(good=options(model, weight=0.5))
-    model.judges += [each.judge for each in environment.functions if isinstance(each, JudgeReward)]
+    model.judges += [each for each in environment.functions if isinstance(each, Judge)]
     data = {"prompt": [{"role": "user", "content": "3+4?"}], "answer": 7}
     await environment.reset(Task(task_id="t", environment="single_turn", seed=0, data=data))
     result = await environment.step(Action(text="7"))

@@ -280,15 +280,15 @@ async def test_a_task_that_cannot_be_answered_is_refused(
 
 async def test_generated_questions_are_answered_by_their_documents() -> None:
     facts = generated_facts(50)
-    assert facts == generated_facts(50) and len({fact.document.text for fact in facts}) == 50
+    assert facts == generated_facts(50) and len({each.text for each in facts}) == 50
     for seed in (0, 7, 49, 2**30 + 3):
-        fact = facts[seed % 50]
+        document, data = list(facts.items())[seed % 50]
         environment = RetrievalQaEnvironment(RetrievalQaOptions(num_generated=50, k=1))
         await environment.reset(Task(task_id="t", environment="e", seed=seed, data={}))
-        search = _call("search", query=fact.data.question)
+        search = _call("search", query=data.question)
         found = await environment.step(Action(text="", calls=(search,)))
-        assert found.messages[0].content == f"[{fact.document.id}] {fact.document.text}"
-        result = await environment.step(Action(text=fact.data.answers))
+        assert found.messages[0].content == f"[{document.id}] {document.text}"
+        result = await environment.step(Action(text=str(data.answers)))
         assert result.reward == result.reward_components["found_support"] == 1.0
 
 

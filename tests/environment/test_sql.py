@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from actors.environment.plugins.sql.environment import (
+    Execution,
+    QueryFailed,
     SqlEnvironment,
     SqlOptions,
     is_correct,
@@ -20,7 +22,6 @@ from actors.environment.plugins.sql.environment import (
     query_of,
     shown_result,
 )
-from actors.environment.plugins.sql.execution import Database, Execution, QueryFailed
 from actors.environment.plugins.sql.generated import LEVELS, make_question
 from actors.environment.protocol import (
     Action,
@@ -35,7 +36,7 @@ from actors.environment.task_data import DataCheck, data_schema_of
 from actors.types import Task
 
 SCRIPT = "CREATE TABLE t (a INTEGER, b TEXT); INSERT INTO t VALUES (1, 'x'), (2, 'y'), (3, NULL);"
-DATABASE = Database(script=SCRIPT)
+DATABASE = {"script": SCRIPT}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from worlds.faults.planted_hacks import planted_hacks
 from worlds.parts.hacking_world import Course, ScriptedRun, Size
 
 from actors.merge.actor import MergeActor
-from actors.merge.journal import JournalSettings
+from actors.merge.journal import Journal
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
@@ -30,7 +30,7 @@ async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
     """As `ScriptedRun.steps`, with Ray between the parts."""
     queue = start_queue(run.queue_settings)
     await queue.open.remote(0, None)
-    journal = JournalSettings(
+    journal = Journal(
         directory=directory,
         term=1,
         keep_steps=200,

@@ -29,7 +29,7 @@ from actors.journal.files import (
     write_step,
 )
 from actors.merge.groups import classify_groups
-from actors.merge.journal import Journal, JournalSettings
+from actors.merge.journal import Journal
 from actors.merge.step import build_step
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome
@@ -148,10 +148,10 @@ def test_a_file_of_another_format_is_refused_in_a_sentence() -> None:
         read_step(io.BytesIO(b"PK\x03\x04" + content))
 
 
-def settings(
+def journal_in(
     directory: Path, *, keep_steps: int = 9, keep_bytes: int = 1 << 30, term: int = 1
-) -> JournalSettings:
-    return JournalSettings(
+) -> Journal:
+    return Journal(
         directory=directory,
         term=term,
         keep_steps=keep_steps,
@@ -169,7 +169,7 @@ def result_of(number: int) -> object:
 def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path: Path) -> None:
     (tmp_path / "step-of-mine.journal").touch()
     for term, number in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3)]:
-        journal = Journal(settings(tmp_path, keep_steps=2, term=term))
+        journal = journal_in(tmp_path, keep_steps=2, term=term)
         assert journal.write(result_of(number)) == ""  # type: ignore[arg-type]
     found = [(file.step, file.term) for file in list_files(tmp_path)]
     assert found == [(3, 1), (3, 2), (4, 1)]
@@ -180,20 +180,20 @@ def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path
 def test_the_oldest_steps_leave_a_journal_that_is_full_and_the_newest_never(
     tmp_path: Path,
 ) -> None:
-    assert Journal(settings(tmp_path)).write(result_of(1)) == ""  # type: ignore[arg-type]
+    assert journal_in(tmp_path).write(result_of(1)) == ""  # type: ignore[arg-type]
     (first,) = list_files(tmp_path)
     num_bytes = first.path.stat().st_size
-    full = Journal(settings(tmp_path, keep_bytes=int(3.5 * num_bytes)))
+    full = journal_in(tmp_path, keep_bytes=int(3.5 * num_bytes))
     for number in range(2, 9):
         assert full.write(result_of(number)) == ""  # type: ignore[arg-type]
         kept = [file.step for file in list_files(tmp_path)]
         assert kept == list(range(max(1, number - 2), number + 1))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3.5 * num_bytes
     # A step that is played again in a later term has two files, and both are kept.
-    again = Journal(settings(tmp_path, keep_bytes=int(2.5 * num_bytes), term=2))
+    again = journal_in(tmp_path, keep_bytes=int(2.5 * num_bytes), term=2)
     assert again.write(result_of(8)) == ""  # type: ignore[arg-type]
     assert [(file.step, file.term) for file in list_files(tmp_path)] == [(8, 1), (8, 2)]
-    small = Journal(settings(tmp_path, keep_bytes=1, term=3))
+    small = journal_in(tmp_path, keep_bytes=1, term=3)
     assert small.write(result_of(9)) == ""  # type: ignore[arg-type]
     (left,) = list_files(tmp_path)
     with left.path.open("rb") as file:
@@ -203,7 +203,7 @@ def test_the_oldest_steps_leave_a_journal_that_is_full_and_the_newest_never(
 def test_the_bound_of_a_step_has_the_versions_that_were_published_once_more(
     tmp_path: Path,
 ) -> None:
-    journal = Journal(replace(settings(tmp_path), max_policy_age=1))
+    journal = replace(journal_in(tmp_path), max_policy_age=1)
     bounds = []
     for number, republished in [(6, ()), (7, (2,)), (8, (7,)), (9, (6, 7))]:
         result = result_of(number)
@@ -215,7 +215,7 @@ def test_the_bound_of_a_step_has_the_versions_that_were_published_once_more(
 
 
 def test_a_journal_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
-    journal = Journal(settings(tmp_path / "no" / "journal"))
+    journal = journal_in(tmp_path / "no" / "journal")
     first, second = journal.write(result_of(1)), journal.write(result_of(2))  # type: ignore[arg-type]
     assert "step 1 is not in the journal" in first and "run.journal_steps" in first
     assert second == "" and not (tmp_path / "no").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from worlds.runs.run_driver import ROOT
 
-from rayloom.names import check_names
+from rayloom import check_names
 
 
 def run(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:

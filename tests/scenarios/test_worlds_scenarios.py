@@ -53,10 +53,10 @@ def _any_query(dice: random.Random, _turn: int) -> str:
 
 
 def _any_search_and_answer(dice: random.Random, turn: int) -> str:
-    fact = dice.choice(generated_facts(FACTS))
+    document, data = dice.choice(list(generated_facts(FACTS).items()))
     if turn:
-        return fact.answer
-    query = json.dumps({"name": "search", "arguments": {"query": fact.document.text.split()[0]}})
+        return str(data.answers)
+    query = json.dumps({"name": "search", "arguments": {"query": document.text.split()[0]}})
     return f"<tool_call>{query}</tool_call>"
 
 

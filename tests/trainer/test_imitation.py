@@ -16,7 +16,7 @@ from worlds.parts.trainer_world import shared_world
 
 from actors.environment.chats import ChatEncoder
 from actors.environment.tokenizer import load_tokenizer
-from actors.merge.imitation import IMITATION, imitation_shards
+from actors.merge.step import IMITATION, imitation_shards
 from actors.types import Sample
 
 SYSTEM = {"role": "system", "content": "Answer with a number."}

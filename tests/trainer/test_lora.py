@@ -21,8 +21,7 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.export import export_checkpoint
 from actors.trainer.lora import adapted_layers, adapters_off, attach_adapters, target_names
 from actors.trainer.model import load_policy, row_tensors, scoring_row
-from actors.trainer.rank import TrainerRank
-from actors.trainer.scoring import score_row
+from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import LoraSettings, RankSettings
 from actors.weights.board import check_tokens
 

@@ -26,8 +26,7 @@ from worlds.parts.trainer_world import (
 
 from actors.trainer.agreement import PolicyTooOld, ShardRefused
 from actors.trainer.model import RowTensors, load_policy, row_tensors
-from actors.trainer.rank import TrainerRank
-from actors.trainer.scoring import score_row
+from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.sharded_model import ShardedModel, Sharding
 from actors.types import Dtype

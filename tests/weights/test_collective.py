@@ -19,8 +19,8 @@ from ray.exceptions import RayActorError
 from worlds.parts.broadcast_member import Member, build_model, group_former, packed, score
 
 from actors.weights.actor import start_board
-from actors.weights.board import BoardStatus
-from actors.weights.collective import BLOCKING_WAIT, Offer, Sender, raising_timeouts
+from actors.weights.board import BoardStatus, Publication
+from actors.weights.collective import BLOCKING_WAIT, Sender, raising_timeouts
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 LIMIT_S = 120.0
@@ -37,7 +37,7 @@ class Trainer:
         """Returns: how the model of this version scores."""
         model = build_model(seed=version)
         groups = packed(model)
-        self.sender.offer(Offer(term=1, version=version, groups=groups))
+        self.sender.offer(Publication(term=1, version=version, groups=groups))
         without = [replace(group, buffer=None) for group in groups]
         await self.board.publish.remote(1, version, without)
         return score(model)

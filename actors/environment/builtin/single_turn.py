@@ -14,7 +14,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from actors.environment.judge import JudgeReward, judge_reward
+from actors.environment.judge import Judge, shared_judge
 from actors.environment.judge_options import JudgeOptions
 from actors.environment.protocol import (
     Action,
@@ -84,9 +84,9 @@ class SingleTurnEnvironment:
         self._group_functions = load_group_functions(group_reward) if group_reward else ()
         is_scored = bool(self._group_functions) or self._has_reward(judges)
         functions = load_functions(options.reward) if options.reward or not is_scored else ()
-        self._functions: tuple[RewardFunction | JudgeReward, ...] = (
+        self._functions: tuple[RewardFunction | Judge, ...] = (
             *functions,
-            *(judge_reward(name, each) for name, each in (judges or {}).items()),
+            *(shared_judge(name, each) for name, each in (judges or {}).items()),
         )
         # Whether an answer has a reward of its own, before group rewards are added.
         self._scores_one = bool(functions) or self._has_reward(judges)
@@ -135,7 +135,7 @@ class SingleTurnEnvironment:
             raise RewardError(str(error), rescore=rescore) from error
 
     @property
-    def functions(self) -> tuple[RewardFunction | JudgeReward, ...]:
+    def functions(self) -> tuple[RewardFunction | Judge, ...]:
         """The functions and judges that score the answer to the current task."""
         return (*self._functions, *self._group_functions)
 
@@ -144,7 +144,7 @@ class SingleTurnEnvironment:
         """The functions that score the rollouts of a group together."""
         return self._group_functions
 
-    async def score_by(self, function: RewardFunction | JudgeReward, completion: str) -> Score:
+    async def score_by(self, function: RewardFunction | Judge, completion: str) -> Score:
         """Score an answer to the current task by one of its `functions`.
 
         A group function is called with a group of two rollouts, which both have this answer.
@@ -251,11 +251,11 @@ class SingleTurnEnvironment:
     async def close(self) -> None: ...
 
 
-_Scores = dict[RewardFunction | JudgeReward, Score]
+_Scores = dict[RewardFunction | Judge, Score]
 
 
 @contextmanager
-def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
+def _as_missing_score(function: RewardFunction | Judge) -> Iterator[None]:
     """Raise a user function's exception as a RewardError, because only the score is missing.
 
     RewardError and WorkerLost are raised unchanged.

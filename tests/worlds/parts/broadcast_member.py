@@ -22,7 +22,7 @@ from actors.weights.board import (
     WeightGroup,
 )
 from actors.weights.buffers import pack_group, unpack_group
-from actors.weights.collective import Offer, Reception, read_progress
+from actors.weights.collective import Reception, read_progress
 
 LAYERS, WIDTH = 4, 1500
 
@@ -42,10 +42,10 @@ def score(model: nn.Module) -> Any:
         return model(torch.ones(WIDTH)).numpy()[:16]
 
 
-def group_former(board: Any) -> Callable[[Offer, str, float], Seat | None]:
+def group_former(board: Any) -> Callable[[Publication, str, float], Seat | None]:
     """As the trainer's rank 0 asks the board."""
 
-    def form_group(offer: Offer, store: str, timeout_s: float) -> Seat | None:
+    def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)
         try:
             seat: Seat | None = ray.get(call, timeout=timeout_s + 30)

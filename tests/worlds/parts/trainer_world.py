@@ -21,8 +21,7 @@ from actors.network import LOOPBACK
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
 from actors.trainer.model import row_tensors, scoring_row
 from actors.trainer.process_group import connect_store, open_store
-from actors.trainer.rank import TrainerRank
-from actors.trainer.scoring import score_row
+from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.trainer.tiny.model import build_tiny_model

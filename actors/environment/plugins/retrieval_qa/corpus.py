@@ -79,14 +79,6 @@ class RetrievalQaData:
     """Ids of the documents with the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """A generated document, with a question about it."""
-
-    document: Document
-    data: RetrievalQaData
-
-
 def import_bm25s() -> ModuleType:
     """Import the optional package. Raises: ImportError with the remedy."""
     try:
@@ -157,7 +149,7 @@ def index_of(settings: CorpusOptions) -> Index:
 @lru_cache(maxsize=_KEPT_INDEXES)
 def _index(settings: CorpusOptions, _stamp: tuple[int, ...], _pid: int) -> Index:
     if settings.corpus is None:
-        documents = [fact.document for fact in generated_facts(settings.num_generated)]
+        documents = list(generated_facts(settings.num_generated))
     else:
         documents = list(_read(Path(settings.corpus).expanduser(), settings))
     return Index(documents, stopwords=settings.stopwords)
@@ -217,21 +209,20 @@ _ASKED = {
 
 
 @lru_cache(maxsize=_KEPT_INDEXES)
-def generated_facts(count: int) -> tuple[Fact, ...]:
-    """Return a fact about each of `count` names; equal on every machine.
+def generated_facts(count: int) -> Mapping[Document, RetrievalQaData]:
+    """Return a document about each of `count` names, with a question; equal on every machine.
 
     Args: count: at most MAX_GENERATED.
     """
     dice = random.Random(count)
     names = ["".join(parts) for parts in product(_STARTS, _MIDDLES, _ENDS)]
-    facts = []
+    facts: dict[Document, RetrievalQaData] = {}
     for number, name in enumerate(dice.sample(names, count)):
         verb = dice.choice(list(_ASKED))
         question, answers = _ASKED[verb]
         answer = dice.choice(answers)
         document = Document(id=f"d{number}", text=f"{name} {verb} {answer}.")
-        data = RetrievalQaData(
+        facts[document] = RetrievalQaData(
             question=question.format(name=name), answers=answer, documents=(document.id,)
         )
-        facts.append(Fact(document=document, data=data))
-    return tuple(facts)
+    return facts

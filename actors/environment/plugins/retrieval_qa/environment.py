@@ -159,8 +159,8 @@ class RetrievalQaEnvironment:
                 f"{self._corpus.corpus} cannot be generated; expected question and answers; set "
                 "tasks.file or tasks.dataset, or leave the corpus out"
             )
-        facts = generated_facts(self._corpus.num_generated)
-        return facts[task.seed % len(facts)].data
+        questions = list(generated_facts(self._corpus.num_generated).values())
+        return questions[task.seed % len(questions)]
 
     def _graded(self, answer: str) -> StepResult:
         components = grade_answer(answer, self._truths)

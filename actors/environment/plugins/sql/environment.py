@@ -19,23 +19,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from actors.environment.plugins.sql.execution import (
-    BadDatabase,
-    Database,
-    Execution,
-    QueryFailed,
-    Result,
-    Table,
-)
+from actors.environment.plugins.code_search.server import RETIRES_AFTER_CPU_S
+from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
 from actors.environment.plugins.sql.generated import LEVELS, MAX_TRUE_ROWS, SqlData, make_question
 from actors.environment.plugins.sql.server import MAX_QUERY_BYTES
 from actors.environment.protocol import (
@@ -48,7 +46,7 @@ from actors.environment.protocol import (
     ToolSchema,
 )
 from actors.environment.tool_calls import visible_text
-from actors.environment.tool_turns import ToolTurns, TurnOptions
+from actors.environment.tool_turns import ToolFailed, ToolTurns, TurnOptions
 from actors.limits import STRICT, Natural, Positive
 from actors.options import DataPath, holding
 from actors.types import Task
@@ -66,6 +64,11 @@ RUN_SQL = ToolSchema(
         "required": ["query"],
     },
 )
+
+MAX_RESULT_BYTES = 2**20
+# Extra time before a process is killed: a query stops itself at its limit, but not during a single
+# step of SQLite.
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,100 @@ class SqlOptions(TurnOptions):
     """Reward for an answer that runs, right or wrong."""
 
 
+class BadDatabase(ValueError):
+    """A task's database cannot be used; the text says why."""
+
+
+class QueryFailed(ToolFailed):
+    """A query failed, so it has no result; the text is for the policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The rows that a query found."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    is_cut: bool
+    """Whether rows beyond the limits were left out."""
+
+
+class Execution:
+    """Confined processes for queries, which all episodes of this process share.
+
+    Get it by `Execution.shared()`, then `close` it. Nothing here blocks the event loop: each
+    process belongs to a thread, which waits for it. A process that does not answer in time is
+    killed, and the next query starts another.
+    """
+
+    _current: ClassVar[Execution | None] = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._num_users = 0
+        self._servers = ServerThreads("sql.server", retires_after_cpu_s=RETIRES_AFTER_CPU_S)
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sql")
+
+    @classmethod
+    def shared(cls) -> Execution:
+        with cls._lock:
+            # A forked child has its parent's memory, but none of its threads.
+            if cls._current is None or cls._current._pid != os.getpid():
+                cls._current = cls()
+            cls._current._num_users += 1
+            return cls._current
+
+    def close(self) -> None:
+        """Release the processes; if no other user is left, end them and wait for their end."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            if type(self)._current is self:
+                type(self)._current = None
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._servers.close()
+
+    async def query(
+        self, database: Mapping[str, str], query: str, *, max_rows: int, limit_s: float
+    ) -> Result:
+        """Run a query on a database, which is the `script` that creates it or its `path`.
+
+        Raises: QueryFailed, BadDatabase; ServerFailed if a confined process cannot be started.
+        """
+        request = {"query": query, "max_rows": max_rows}
+        answer = await self._ask(database, request, limit_s=limit_s)
+        return Result(columns=answer["columns"], rows=answer["rows"], is_cut=answer["is_cut"])
+
+    async def schema(self, database: Mapping[str, str], *, sample_rows: int, limit_s: float) -> str:
+        """Return the statements of the tables and views, each with its first rows as comments.
+
+        Raises: as `query`.
+        """
+        request = {"query": None, "sample_rows": sample_rows, "max_rows": max(1, sample_rows)}
+        answer = await self._ask(database, request, limit_s=limit_s)
+        lines = []
+        for table in answer["tables"]:
+            lines += [f"{table['sql']};", *(f"-- {_format_row(row)}" for row in table["rows"])]
+        return "\n".join(lines)
+
+    async def _ask(
+        self, database: Mapping[str, str], asked: Mapping[str, Any], *, limit_s: float
+    ) -> dict[str, Any]:
+        request = {**database, **asked, "max_bytes": MAX_RESULT_BYTES, "limit_s": limit_s}
+        ask = partial(self._servers.ask, request, limit_s=limit_s + _GRACE_S)
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        except NoAnswer:
+            raise QueryFailed("the query took too long or too much memory") from None
+        if "error" not in answer:
+            return answer
+        if answer["is_database"]:
+            raise BadDatabase(answer["error"])
+        raise QueryFailed(answer["error"])
+
+
 class SqlEnvironment:
     """One question about a database."""
 
@@ -111,7 +208,7 @@ class SqlEnvironment:
             max_chars=options.max_chars,
         )
         self._execution: Execution | None = None
-        self._database = Database(script="")
+        self._database: Mapping[str, str] = {}
         self._truth: Sequence[Sequence[Any]] = ()
         self._is_ordered = False
 
@@ -123,7 +220,7 @@ class SqlEnvironment:
         if self._execution is None:
             self._execution = Execution.shared()
         try:
-            tables = await self._execution.tables(
+            schema = await self._execution.schema(
                 self._database, sample_rows=self._options.sample_rows, limit_s=self._options.limit_s
             )
             self._truth = data.rows if "rows" in task.data else await self._found(data.query)
@@ -132,7 +229,7 @@ class SqlEnvironment:
         is_ordered = data.is_ordered
         self._is_ordered = orders_rows(data.query) if is_ordered is None else is_ordered
         prompt = PROMPT.format(
-            schema="\n".join(map(_format_table, tables)),
+            schema=schema,
             question=data.question,
             instruction=ANSWER_AFTER_LOOKING if self._options.max_queries else ANSWER_AT_ONCE,
         )
@@ -152,10 +249,10 @@ class SqlEnvironment:
             execution, self._execution = self._execution, None
             await asyncio.to_thread(execution.close)
 
-    def _database_of(self, data: SqlData) -> Database:
+    def _database_of(self, data: SqlData) -> dict[str, str]:
         """Return a task's database. Raises: ValueError for a file that is not below the root."""
         if not data.database:
-            return Database(script=data.schema)
+            return {"script": data.schema}
         root = Path(self._options.root or ".").expanduser().resolve()
         template = self._options.database_path
         path = (root / template.replace("{database}", data.database)).resolve()
@@ -164,7 +261,7 @@ class SqlEnvironment:
                 f"sql: data.database: got {data.database!r}, which names no file below {root} "
                 f"by database_path={template!r}; expected a name that does"
             )
-        return Database(path=str(path))
+        return {"path": str(path)}
 
     async def _found(self, query: str) -> Sequence[Sequence[Any]]:
         """Return the rows that the true query finds. Raises: QueryFailed, BadDatabase."""
@@ -210,11 +307,6 @@ class SqlEnvironment:
     async def _call(self, call: ToolCall) -> str:
         result = await self._run(call.arguments["query"], max_rows=self._options.max_rows)
         return _format_result(result)
-
-
-def _format_table(table: Table) -> str:
-    lines = [f"{table.sql};", *(f"-- {_format_row(row)}" for row in table.rows)]
-    return "\n".join(lines)
 
 
 def _format_result(result: Result) -> str:

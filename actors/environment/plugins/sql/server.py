@@ -122,7 +122,7 @@ def _tables(connection: sqlite3.Connection, request: dict[str, Any]) -> list[dic
         quoted = '"' + name.replace('"', '""') + '"'
         query = f"SELECT * FROM {quoted} LIMIT {int(request['sample_rows'])}"
         found = _rows(connection, query, request) if request["sample_rows"] else {"rows": []}
-        tables.append({"name": name, "sql": sql, "rows": found["rows"]})
+        tables.append({"sql": sql, "rows": found["rows"]})
     return tables
 
 
