@@ -129,14 +129,14 @@ class FunctionTool:
             given = {"target": self.target, "arguments": dict(arguments), "instance": self.instance}
             place = self.instance.home
         text, is_refusal = await place.call(
-            f"{__name__}:answer_of", given, limit_s=limit_s, about=self.target
+            f"{__name__}:_answer_of", given, limit_s=limit_s, about=self.target
         )
         if is_refusal:
             raise BadArguments(text)
         return str(text)
 
 
-def answer_of(
+def _answer_of(
     target: str, arguments: Mapping[str, Any], instance: Any = None
 ) -> tuple[str, bool] | Coroutine[Any, Any, tuple[str, bool]]:
     """Call a tool by its name, and return its answer. This function runs in a worker.
@@ -153,7 +153,7 @@ def answer_of(
     return _awaited(found) if inspect.isawaitable(found) else (as_text(found), False)
 
 
-def call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
+def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
     """Call a method of a user's instance with the columns that the method takes; return its answer.
 
     Return None if the instance has no such method.
@@ -236,14 +236,14 @@ class ToolClass:
         """
         if isinstance(instance, workers.Held):
             return await instance.home.call(
-                f"{__name__}:call_if_there",
+                f"{__name__}:_call_if_there",
                 {"instance": instance, "name": name, "columns": columns},
                 limit_s=limit_s,
                 about=f"{self.target}.{name}",
             )
         if inspect.iscoroutinefunction(getattr(instance, name, None)):
-            return await call_if_there(instance, name, columns)
-        return await in_thread(functools.partial(call_if_there, instance, name, columns))
+            return await _call_if_there(instance, name, columns)
+        return await in_thread(functools.partial(_call_if_there, instance, name, columns))
 
     def reward_of(self, instance: Any, *, name: str) -> RewardFunction:
         """Return the method `get_reward` of an instance as a reward function."""
@@ -352,7 +352,7 @@ def _load(name: str) -> FunctionTool | ToolClass:
     except BadName as error:
         raise BadTool(str(error)) from error
     preload(name)
-    preload(f"{__name__}:answer_of")
+    preload(f"{__name__}:_answer_of")
     if inspect.isclass(found):
         return _read_class(name, found, make=found)
     if isinstance(found, functools.partial) and inspect.isclass(found.func):

@@ -259,7 +259,7 @@ class RewardFunction:
         limit_s = rollout_settings.get().reward_limit_s
         try:
             return await place.call(
-                f"{__name__}:answer_of",
+                f"{__name__}:_answer_of",
                 {
                     "target": self.target,
                     "instance": self.instance,
@@ -345,7 +345,7 @@ def _values(found: Any, takes_lists: bool) -> Any:
     return list(found) if is_list else found
 
 
-def answer_of(
+def _answer_of(
     target: str,
     instance: Any,
     arguments: Mapping[str, Any],
@@ -451,7 +451,7 @@ def _load(text: str, weight: object) -> RewardFunction:
         raise BadRewardFunction(str(error)) from error
     function = _read_signature(text, text.partition(":")[2], found, float(weight))
     preload(text)
-    preload(f"{__name__}:answer_of")
+    preload(f"{__name__}:_answer_of")
     return function
 
 

@@ -76,7 +76,7 @@ class WorkerEnvironment:
                     keeps=True,
                 )
             return await self._home.call(
-                f"{__name__}:call_instance",
+                f"{__name__}:_call_instance",
                 {
                     "instance": self._held,
                     "method": method,
@@ -147,7 +147,7 @@ def make_instance(name: str, options: Mapping[str, Any]) -> _Instance:
     return _Instance(_makers[key]())
 
 
-async def call_instance(
+async def _call_instance(
     instance: _Instance, method: str, rollout: str, arguments: Mapping[str, Any]
 ) -> Any:
     """Call a method of an environment, and return its result. This function runs in a worker."""

@@ -1,6 +1,6 @@
 """Adapter for servers of OpenEnv environments. It speaks their protocol without OpenEnv's package.
 
-An episode is one session (`OpenEnvSession`). The reward is the server's (component `score`). An
+An episode is one session of the server. The reward is the server's (component `score`). An
 action that the server's schema refuses is malformed: it costs `malformed_penalty` (component
 `malformed`) and changes nothing; more than `max_malformed` such turns in a row end the episode. Any
 other error or the loss of the server ends the attempt as an environment error; an episode without
@@ -121,7 +121,7 @@ class OpenEnvEnvironment:
             for name, text in (options.headers or {}).items()
         }
         self._options = options
-        self._session = OpenEnvSession(address, headers)
+        self._session = _Session(address, headers)
         self._malformed = MalformedTurns(
             at_most=options.max_malformed, penalty=options.malformed_penalty
         )
@@ -155,7 +155,7 @@ class OpenEnvEnvironment:
             return self._refusal(NO_OBJECT)
         try:
             answer = await self._session.step({**(self._options.action or {}), **said})
-        except Refused as refused:
+        except _Refused as refused:
             if not self._is_policys(refused.faults):
                 raise failed("step", INVALID, refused) from refused
             return self._refusal(NO_ACTION.format(why=refused))
@@ -192,7 +192,7 @@ class OpenEnvEnvironment:
         """Return the environment's tools. Raises: ValueError if there are none."""
         try:
             answer = await self._session.step({"type": "list_tools"})
-        except Refused as refused:
+        except _Refused as refused:
             raise ValueError(NO_TOOLS.format(why=refused)) from refused
         seen = answer.get("observation") or {}
         if not seen.get("tools"):
@@ -262,7 +262,7 @@ class OpenEnvEnvironment:
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether all faults are in the policy's text, and none is in a configured field."""
         return self._options.action_field is None or all(
-            place_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
+            _name_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
         )
 
@@ -310,7 +310,7 @@ INVALID = "VALIDATION_ERROR"
 """The server's code for a message that does not fit its schema."""
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """A message does not fit the server's schema; the text names the fields and the reasons."""
 
     def __init__(self, message: str, faults: Sequence[Mapping[str, Any]]) -> None:
@@ -323,7 +323,7 @@ class _Full(Exception):
     """The server has no free session."""
 
 
-class OpenEnvSession:
+class _Session:
     """A session of a server; `begin` opens one for each episode."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -351,14 +351,14 @@ class OpenEnvSession:
                         " one for each concurrent rollout: raise the server's "
                         "max_concurrent_envs, or lower rollouts.slots_per_actor"
                     ) from full
-            except Refused as refused:
+            except _Refused as refused:
                 raise failed("reset", INVALID, refused) from refused
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send an action and return the next observation, as `begin` does.
 
-        Raises: Refused; ValueError for another error; ConnectionError.
+        Raises: _Refused; ValueError for another error; ConnectionError.
         """
         return await self._ask("step", action)
 
@@ -387,7 +387,7 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message and return the observation that answers it.
 
-        Raises: Refused, _Full; ValueError for another error of the server; ConnectionError.
+        Raises: _Refused, _Full; ValueError for another error of the server; ConnectionError.
         """
         assert self._connection is not None
         # A full server says so before it receives anything, and closes.
@@ -406,12 +406,12 @@ class OpenEnvSession:
             raise _Full(message)
         faults = refusal.get("errors") or ()
         if code == INVALID and faults:
-            message = "; ".join(f"{place_of(fault)}: {fault.get('msg', '')}" for fault in faults)
-            raise Refused(message[:200], faults)
+            message = "; ".join(f"{_name_of(fault)}: {fault.get('msg', '')}" for fault in faults)
+            raise _Refused(message[:200], faults)
         raise failed(kind, code, message)
 
 
-def place_of(fault: Mapping[str, Any]) -> str:
+def _name_of(fault: Mapping[str, Any]) -> str:
     """Return the name of the field that an error of pydantic concerns."""
     return str(next(iter(fault.get("loc") or ()), ""))
 

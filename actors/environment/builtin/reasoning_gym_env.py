@@ -94,7 +94,7 @@ def extract_answer(text: str) -> str:
     return shown[start + len(_ANSWER_OPEN) : end].strip()
 
 
-def make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int) -> Any:
+def _make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int) -> Any:
     """Make the family's data set. Raises: ValueError for an unknown family or a bad config."""
     gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
@@ -247,14 +247,14 @@ def _load(task: Task) -> tuple[Any, Item]:
         item = {"question": data.question, "answer": data.answer, "metadata": data.metadata}
         return _scorer(data.family, json.dumps(data.config, sort_keys=True)), item
     seed = task.seed if data.seed is None else data.seed
-    dataset = make_dataset(data.family, config=data.config, seed=seed, size=data.index + 1)
+    dataset = _make_dataset(data.family, config=data.config, seed=seed, size=data.index + 1)
     return dataset, dataset[data.index]
 
 
 @lru_cache(maxsize=256)
 def _scorer(family: str, config_json: str) -> Any:
     """Return the family's scorer; scores depend on item and configuration, not on a seed."""
-    return make_dataset(family, config=json.loads(config_json), seed=0, size=1)
+    return _make_dataset(family, config=json.loads(config_json), seed=0, size=1)
 
 
 def generate_tasks(
@@ -270,7 +270,7 @@ def generate_tasks(
     if count < 1:
         raise ValueError(f"reasoning-gym tasks: got count={count}, expected 1 or more")
     config = dict(options or {})
-    dataset = make_dataset(family, config=config, seed=seed, size=count)
+    dataset = _make_dataset(family, config=config, seed=seed, size=count)
     return [
         Task(
             task_id=f"{family}-{seed}-{index}",
