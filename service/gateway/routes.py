@@ -78,7 +78,7 @@ ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 UNKNOWN: dict[int | str, dict[str, Any]] = {
     404: {"description": "the run has no such session, or no longer keeps it"}
 }
-ENDING: dict[int | str, dict[str, Any]] = {
+_ENDING: dict[int | str, dict[str, Any]] = {
     **UNKNOWN,
     403: {"description": "the key is the agent's, which cannot give a reward"},
     409: {"description": "it has another end, or another reward, already"},
@@ -230,7 +230,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         ended = await answer_or_problem(port.discard(caller.whole(name), caller.sees))
         return _shown(name, ended, caller)
 
-    @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
+    @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=_ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, with its reward key or its client's key."""
         key = sent_key(request.headers)
@@ -239,7 +239,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         work = port.finish(caller.whole(name), digest_of(key), body.finish(), client)
         return SessionAnswer.of(await answer_or_problem(work), caller)
 
-    @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
+    @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=_ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session its pending reward, with its reward key or its client's key."""
         key = sent_key(request.headers)
@@ -317,7 +317,7 @@ def _add_counting(app: FastAPI, dialect: Dialect, port: Sessions, settings: Http
         )(route)
 
 
-UNKNOWN_MODEL: dict[str, Any] = {
+_UNKNOWN_MODEL: dict[str, Any] = {
     "404": {
         "description": "no model has this name; an error in the client's dialect",
         "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
@@ -360,7 +360,7 @@ def _add_models(app: FastAPI) -> None:
     ):
         extra: dict[str, Any] = {"security": []}
         if "{model" in path:
-            extra["responses"] = UNKNOWN_MODEL
+            extra["responses"] = _UNKNOWN_MODEL
         app.get(path, tags=["agents"], openapi_extra=extra)(route)
 
 

@@ -178,7 +178,7 @@ def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
     where_content = f"{where}.content"
-    check_given(given, "content", where)
+    check_given(given.get("content"), where)
     if role not in ("user", "assistant", "system"):
         raise invalid(
             f"{where}.role", f"got {printable(role)!r}, expected user, assistant or system"

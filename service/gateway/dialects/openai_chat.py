@@ -152,7 +152,7 @@ def _message(tree: Mapping[str, Any], where: str) -> Message:
             f"{where}.role", f"got {printable(name)!r}, expected one of {', '.join(_ROLES)}"
         )
     if _ROLES[name] in (Role.SYSTEM, Role.USER):
-        check_given(given, "content", where)
+        check_given(given.get("content"), where)
     content = read_content(given.get("content"), f"{where}.content", texts={"text"})
     reasoning = given.get("reasoning_content", given.get("reasoning"))
     if reasoning is not None and not isinstance(reasoning, str):

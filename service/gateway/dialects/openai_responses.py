@@ -310,7 +310,7 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[Role, str]:
             f"{where}.role", f"got {printable(name)!r}, expected one of {', '.join(_ROLES)}"
         )
     if _ROLES[name] is not Role.ASSISTANT:
-        check_given(given, "content", where)
+        check_given(given.get("content"), where)
     return _ROLES[name], read_content(given.get("content"), f"{where}.content", texts=_TEXTS)
 
 

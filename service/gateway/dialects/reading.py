@@ -137,7 +137,7 @@ def read_stop(value: object, where: str) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def read_template_options(value: object, where: str) -> dict[str, Any]:
+def _read_template_options(value: object, where: str) -> dict[str, Any]:
     """Read options of the chat template; those that the run decides are refused."""
     if value is None:
         return {}
@@ -231,10 +231,10 @@ def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
     )
 
 
-def check_given(tree: Mapping[str, Any], name: str, where: str) -> None:
-    """Refuse a message without a field, or with null in it, which would be an empty text."""
-    if tree.get(name) is None:
-        raise invalid(f"{where}.{name}", "got null, expected text or a list of parts of text")
+def check_given(content: object, where: str) -> None:
+    """Refuse a message whose content is missing or null, which would be an empty text."""
+    if content is None:
+        raise invalid(f"{where}.content", "got null, expected text or a list of parts of text")
 
 
 def read_text_part(part: Mapping[str, Any], where: str, *, texts: Collection[str]) -> str:
@@ -341,15 +341,15 @@ def make_call(
     """
     return ToolCall(
         name=read_text(name, f"{where}.name"),
-        arguments=read_arguments(arguments, f"{where}.{key}"),
+        arguments=_read_arguments(arguments, f"{where}.{key}"),
         id="" if call_id is None else read_text(call_id, f"{where}.id"),
     )
 
 
-def read_arguments(value: object, where: str) -> dict[str, Any]:
+def _read_arguments(value: object, where: str) -> dict[str, Any]:
     """Read the arguments of a call: JSON text, or the Python literal of it; empty text is {}.
 
-    Example: read_arguments("{'deep': False}", "…") -> {"deep": False}
+    Example: _read_arguments("{'deep': False}", "…") -> {"deep": False}
     """
     found = value
     if value is None or value == "":
@@ -427,7 +427,7 @@ def make_request(
     return ChatRequest(
         messages=tuple(messages),
         tools=tuple(tools),
-        template_options=read_template_options(template_options, "chat_template_kwargs"),
+        template_options=_read_template_options(template_options, "chat_template_kwargs"),
         may_call=may_call,
         max_tokens=max_tokens,
         stop=tuple(stop),
