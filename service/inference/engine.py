@@ -53,14 +53,14 @@ from service.inference.lora import policy_adapter
 from service.inference.parsing import ReplyParser, load_parser
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import ADAPTER_RANKS, EngineSettings
-from service.inference.weight_transfer import StagedBuffer, update_payload
+from service.inference.weight_transfer import StagedBuffer
 
 # Most seconds of a check: enough for a text that fills the context of a model on CPU.
 CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
 # Longer replies are parsed in a thread: at this length vLLM's slower parsers take milliseconds.
 MAX_TOKENS_PARSED_INLINE = 512
-KEEP_TURNS: dict[str, Any] = {"mode": "keep", "clear_cache": False}
+_KEEP_TURNS: dict[str, Any] = {"mode": "keep", "clear_cache": False}
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
@@ -271,7 +271,7 @@ class PolicyEngine:
         """
         staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
         payloads = [
-            update_payload(buffer, group.manifest, group.checksum)
+            {"path": buffer.path, "checksum": group.checksum, "manifest": asdict(group.manifest)}
             for buffer, group in zip(staged, publication.groups, strict=True)
         ]
         try:
@@ -321,7 +321,7 @@ class PolicyEngine:
     ) -> None:
         async def replace_weights() -> None:
             if not self.is_held:
-                await self._engine.pause_generation(**KEEP_TURNS)
+                await self._engine.pause_generation(**_KEEP_TURNS)
             await self._engine.start_weight_update()
             for payload in payloads:
                 await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
@@ -351,7 +351,7 @@ class PolicyEngine:
                 return
             if is_held:
                 self._admission.clear()
-                await self._unless_dead(self._engine.pause_generation(**KEEP_TURNS))
+                await self._unless_dead(self._engine.pause_generation(**_KEEP_TURNS))
             else:
                 await self._unless_dead(self._engine.resume_generation())
                 self._admission.set()
@@ -370,7 +370,7 @@ class PolicyEngine:
             finally:
                 # If the engine is dead, the block has raised the error to report.
                 with suppress(EngineDeadError):
-                    await self._unless_dead(self._engine.pause_generation(**KEEP_TURNS))
+                    await self._unless_dead(self._engine.pause_generation(**_KEEP_TURNS))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, None]) -> None:
         """Await a call to the engine process. Raises: EngineDeadError if the process dies."""

@@ -258,11 +258,6 @@ def engine_args_problems(given: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def is_quantising(given: Mapping[str, Any]) -> bool:
-    """Return whether arguments give weights or cache fewer bits than `model.dtype` has."""
-    return any(given.get(name) not in (None, "auto") for name in QUANTISING)
-
-
 def _is_a(value: Any, expected: type) -> bool:
     if isinstance(value, bool):
         return expected is bool

@@ -13,7 +13,7 @@ from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Sha
 from actors.network import LOOPBACK, gloo_interface
 from actors.trainer.settings import LoraSettings, WeightBackend
 from actors.types import Dtype
-from service.inference.engine_args import is_quantising
+from service.inference.engine_args import QUANTISING
 
 # Special values of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"
@@ -81,7 +81,7 @@ class InferenceSettings:
     @property
     def is_quantised(self) -> bool:
         """Whether the engine holds weights or cache with fewer bits than model.dtype."""
-        return is_quantising(self.engine_args)
+        return any(self.engine_args.get(name) not in (None, "auto") for name in QUANTISING)
 
     @property
     def names_parser(self) -> bool:

@@ -17,7 +17,7 @@ import mmap
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,11 +97,6 @@ class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
     checksum: str
     manifest: dict[str, Any]
     """The fields of the group's `WeightManifest`; vLLM's serializer turns tuples into lists."""
-
-
-def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str) -> dict[str, Any]:
-    """Return the keyword arguments of `ObjectStoreUpdateInfo` as plain data."""
-    return {"path": staged.path, "checksum": checksum, "manifest": asdict(manifest)}
 
 
 @dataclass
