@@ -17,8 +17,10 @@ from typing import Any
 import typer
 from typer.cli import get_docs_for_click
 
+from actors.options import schema_of
 from service.cli.main import app
-from service.config.file import config_schema, sft_schema
+from service.config.file import config_schema
+from service.config.sft import SftConfig
 
 Schema = Mapping[str, Any]
 _ROOT = Path(__file__).parents[1]
@@ -36,7 +38,7 @@ and `sft`; the other commands read all sections but `sft`.
 
 def configuration_page() -> str:
     """Return a page with a table for each section of the configuration tree."""
-    tree, of_sft = config_schema(), sft_schema()
+    tree, of_sft = config_schema(), schema_of(SftConfig)
     sections = {**of_sft["properties"], **tree["properties"]}
     definitions = {**of_sft["$defs"], **tree["$defs"]}
     lines = [_INTRODUCTION]

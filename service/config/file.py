@@ -196,11 +196,6 @@ def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     return adapter_of(Config).json_schema(ref_template=ref_template)
 
 
-def sft_schema() -> dict[str, Any]:
-    """Return the JSON schema of the configuration of `rayloom sft`."""
-    return adapter_of(SftConfig).json_schema()
-
-
 def _described(
     values: Mapping[str, Any], section: Mapping[str, Any], sections: Mapping[str, Any]
 ) -> Iterator[str]:
