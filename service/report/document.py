@@ -24,7 +24,7 @@ from service.telemetry.summary import HistoryLike, RunSummary, write_aside
 from service.telemetry.totals import RunTotals
 
 
-def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
+def _statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
     """Return the values from which the known statistics are computed, each with its explanation."""
     found = {
         (words(each.values), each.help): each.name
@@ -34,7 +34,7 @@ def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
     return tuple((values, help_of(name)) for (values, _), name in found.items())
 
 
-def definitions() -> tuple[tuple[str, str], ...]:
+def _definitions() -> tuple[tuple[str, str], ...]:
     """Return the name and the explanation of each number on the run's page."""
     return (
         (
@@ -194,8 +194,8 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
             )
         ],
         "loss_tables": [_plain(each) for each in tables.statistic_tables(totals)],
-        "loss_definitions": statistic_definitions(totals),
-        "definitions": definitions(),
+        "loss_definitions": _statistic_definitions(totals),
+        "definitions": _definitions(),
         "statistics": {
             each.name: {"group": each.group, "unit": each.unit, "help": each.help}
             for each in STATISTICS

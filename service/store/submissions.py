@@ -35,7 +35,7 @@ from service.store.run_store import RunStore
 from service.store.sessions import end_sessions_of
 from service.store.uploads import forget_contents, forget_groups
 
-NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
+_NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
 _AS_STORED = tables.AsJson(RolloutRequest)
 _POSITION = tables.submissions.c.position
 # Statements that are built once, because building takes as long as storing a few tasks.
@@ -78,7 +78,7 @@ class SubmissionStore:
         requests: Sequence[PackedRequest],
         *,
         term: int,
-        request_keys: Mapping[str, tuple[str, str]] = NO_KEYS,
+        request_keys: Mapping[str, tuple[str, str]] = _NO_KEYS,
     ) -> list[Submission]:
         """Accept all requests in one transaction, and return the durable submissions.
 

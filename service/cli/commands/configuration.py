@@ -73,7 +73,7 @@ def sft_configuration(
             "sft: got no data set, expected --dataset DATA with a column messages, a CONFIG, or "
             "--resume RUN_DIR"
         )
-    tree = sft_tree(model=model, has_gpu=Path("/dev/nvidia0").exists())
+    tree = _sft_tree(model=model, has_gpu=Path("/dev/nvidia0").exists())
     return parse_sft(tree, source="for --dataset", overrides=[*given, *overrides])
 
 
@@ -165,7 +165,7 @@ _TINY: dict[str, Any] = {
 }
 
 
-def sft_tree(*, model: str | None, has_gpu: bool) -> dict[str, Any]:
+def _sft_tree(*, model: str | None, has_gpu: bool) -> dict[str, Any]:
     """Return the sections `model` and `trainer` of a configuration of `rayloom sft`.
 
     model: a directory or hub name; None for the tiny model.
