@@ -25,8 +25,8 @@ from actors.environment.policy import GenerateReply, GenerateRequest, ParsedRepl
 from actors.types import FinishReason, VersionSpan
 from benchmarks.serve_router import free_port
 from benchmarks.session_world import NAME, World, world
+from service.access.keys import AGENT, session_key
 from service.gateway.ends import samples_of
-from service.gateway.keys import AGENT, session_key
 from service.gateway.tree import SessionTree
 from service.intake.session import session_id
 from service.store.run_store import RunStore

@@ -31,7 +31,7 @@ from benchmarks.http_connection import HttpConnection
 from benchmarks.line_process import LineProcess
 from benchmarks.serve_router import free_port
 from benchmarks.session_world import NAME, history, scripted_world
-from service.gateway.keys import AGENT, session_key
+from service.access.keys import AGENT, session_key
 from service.intake.session import session_id
 
 NUM_TOKENS = 128

@@ -27,16 +27,16 @@ from actors.environment.policy import GenerateReply, GenerateRequest, ParsedRepl
 from actors.environment.settings import RolloutSettings
 from actors.trainer.tiny.model import build_tiny_model
 from actors.types import SESSION, FinishReason, RolloutAssignment, Task, VersionSpan
+from service.access.keys import AGENT, session_key
 from service.api.app import create_app
 from service.api.settings import HttpSettings
 from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
 from service.gateway.client import GatewayClient
-from service.gateway.keys import AGENT, key_digests, session_key
 from service.gateway.routes import add_sessions
 from service.gateway.sampling import GatewaySettings
 from service.gateway.sessions import Gateway
-from service.intake.session import SessionRequest, SessionSpec, session_id
+from service.intake.session import SessionKeys, SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.launch.cluster import start_ray
 from service.store.run_store import RunStore
@@ -182,7 +182,7 @@ def _request(num_sessions: int) -> RolloutRequest:
         idle_s=36_000,
         reward_deadline_s=3600,
     )
-    keys = tuple(key_digests("", session_id(NAME, member)) for member in range(num_sessions))
+    keys = tuple(SessionKeys.of("", session_id(NAME, member)) for member in range(num_sessions))
     return RolloutRequest.of(
         Task(task_id=NAME, environment=SESSION, seed=1),
         asked_samples=num_sessions,

@@ -1,13 +1,14 @@
-"""Named keys of a run's API: their permissions and their tenants. Plain values, no HTTP, no Ray.
+"""Keys of a run's API: named keys with their permissions and tenants, and the keys of sessions.
 
-Invariant: a raw key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random
-bits, so that a plain digest is as safe as a slow one, and a look-up in a dict as safe as a
-comparison in constant time: its duration depends only on digests, and an attacker who does not know
-a key cannot choose a digest.
+Plain values, no HTTP, no Ray. Invariant: a raw named key is shown once, to its creator; only its
+SHA-256 is stored. A key has 256 random bits, so that a plain digest is as safe as a slow one, and a
+look-up in a dict as safe as a comparison in constant time: its duration depends only on digests,
+and an attacker who does not know a key cannot choose a digest.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
 import re
 import secrets
@@ -54,7 +55,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 class Scope(StrEnum):
-    """The permissions of a named key. The keys of a session are in `service.gateway.keys`."""
+    """The permissions of a named key; a session's keys (`session_key`) have their own."""
 
     CLIENT = "client"
     """Submit tasks, read those of its tenant, create and reward sessions, sample, and upload."""
@@ -168,6 +169,33 @@ def new_key() -> str:
 def digest_of(key: str) -> str:
     """Return the SHA-256 of a key, hexadecimal: the key itself is not stored."""
     return sha256(key.encode()).hexdigest()
+
+
+# The two keys of a session: one for its agent, one for its judge, who rewards it. Each names its
+# session, so that an agent needs only the key.
+#
+# Both are derived from the key of the client that creates the session: the same request gets the
+# same keys, and only digests of the keys are stored. An API on loopback may require no key. Session
+# keys are then derived from a random secret of the run (`service.launch.run_dir`): an agent knows
+# its session's name, and must not be able to compute the judge's key from it.
+AGENT, REWARD = "agent", "reward"
+
+
+def session_key(client_key: str, session_id: str, scope: str) -> str:
+    """Return a session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
+
+    Args: client_key: the run's secret if the API requires no key. scope: agent or reward.
+    """
+    text = f"rayloom session\n{scope}\n{session_id}"
+    mark = hmac.new(client_key.encode(), text.encode(), sha256).hexdigest()
+    return f"rl.{scope}.{session_id}.{mark}"
+
+
+def session_of_key(key: str) -> str:
+    """Return the session that a key names, or ''. Example: rl.agent.task-9-3.f00… -> task-9-3"""
+    kind, _, rest = key.partition(".")
+    _, _, rest = rest.partition(".")
+    return rest.rpartition(".")[0] if kind == "rl" else ""
 
 
 def check_key(name: str, scope: Scope, tenant: str) -> None:

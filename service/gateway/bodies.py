@@ -18,12 +18,18 @@ from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.limits import MAX_REWARD
 from actors.types import SESSION, LeftOutReason, Outcome, Task
-from service.access.keys import Caller, own_id
+from service.access.keys import AGENT, REWARD, Caller, own_id, session_key
 from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
 from service.config.sessions import SessionSettings
-from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.intake.listing import SessionPage, SessionView
-from service.intake.session import Finish, SessionRequest, SessionSpec, SessionStatus, session_id
+from service.intake.session import (
+    Finish,
+    SessionKeys,
+    SessionRequest,
+    SessionSpec,
+    SessionStatus,
+    session_id,
+)
 from service.intake.submission import RolloutRequest
 
 # Shorter than other ids may be: the member's number is appended to it.
@@ -193,7 +199,7 @@ class SessionsBody(StrictBody):
             sessions=SessionRequest(
                 spec=self._spec(rollouts, sessions),
                 keys=tuple(
-                    key_digests(caller.secret, session_id(task.task_id, member))
+                    SessionKeys.of(caller.secret, session_id(task.task_id, member))
                     for member in range(num_sessions)
                 ),
                 asked=asked,

@@ -14,7 +14,14 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from service.access.keys import MAX_KEY_CHARACTERS, Caller, Scope, digest_of, tenant_of
+from service.access.keys import (
+    MAX_KEY_CHARACTERS,
+    Caller,
+    Scope,
+    digest_of,
+    session_of_key,
+    tenant_of,
+)
 from service.api.bodies import announced_bytes, is_large
 from service.api.callers import Callers
 from service.api.problems import Problem, problem_response
@@ -22,7 +29,6 @@ from service.api.settings import bearer_of
 from service.gateway.chat import RefusalCode, Refused
 from service.gateway.dialects import dialect_at
 from service.gateway.dialects.dialect import error_headers
-from service.gateway.keys import session_of_key
 
 SESSION_HEADER = "x-rayloom-session"
 _BOUND = re.compile(r"/sessions/([^/]+)/")

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.access.keys import WHOLE_PATTERN, Caller, digest_of
+from service.access.keys import WHOLE_PATTERN, Caller, digest_of, session_of_key
 from service.api.bodies import THREAD_BYTES, repeated_key
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
@@ -62,7 +62,6 @@ from service.gateway.key_check import (
     no_key,
     sent_key,
 )
-from service.gateway.keys import session_of_key
 from service.intake.listing import SessionFilter, SessionView
 from service.intake.session import SessionStatus, session_id
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from hashlib import sha256
 
 from actors.types import LeftOutReason, Outcome
-from service.access.keys import tenant_of
+from service.access.keys import AGENT, REWARD, digest_of, session_key, tenant_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,14 @@ class SessionKeys:
 
     agent: str
     reward: str
+
+    @classmethod
+    def of(cls, client_key: str, session_id: str) -> SessionKeys:
+        """Digest the keys that are derived from a client's key."""
+        return cls(
+            agent=digest_of(session_key(client_key, session_id, AGENT)),
+            reward=digest_of(session_key(client_key, session_id, REWARD)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,12 @@ from worlds.parts.gateway_world import NAME, Gateway
 from worlds.parts.session_app import SessionRun
 
 from actors.metrics import ApiMetrics
+from service.access.keys import AGENT, REWARD, session_key
 from service.api import door
 from service.api.app import CountedRequests
 from service.api.bodies import ASKS_HEADER, LARGE_BYTES, BodyRoom
 from service.api.door import Door, limit_heads
 from service.config.file import ConfigError
-from service.gateway.keys import AGENT, REWARD, session_key
 from service.launch.run_dir import RunDir, check_new, session_secret
 
 CHAT = f"/sessions/{NAME}/v1/chat/completions"

@@ -16,9 +16,9 @@ from actors.environment.policy import GenerateReply, PolicyUnavailable
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import ChatRenderer, TokenIds
 from actors.types import FinishReason, Outcome
+from service.access.keys import AGENT, REWARD
 from service.config.sessions import SessionSettings
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
-from service.gateway.keys import AGENT, REWARD
 from service.gateway.sessions import NO_KEY
 from service.intake.session import Finish, SessionStatus
 from service.store.submissions import SubmissionStore

@@ -17,7 +17,7 @@ from worlds.runs.run_driver import START_S, STEP_S, running
 from worlds.runs.stored_run import BEFORE, unpack_run
 
 from service import VERSION
-from service.gateway.keys import REWARD, session_key
+from service.access.keys import REWARD, session_key
 from service.store import tables
 from service.store.migrations import FIRST_FORMAT, STEPS
 

@@ -14,8 +14,7 @@ from actors.journal.files import list_files, read_step
 from actors.trainer.checkpoint import read_manifest
 from actors.types import Outcome
 from service import VERSION
-from service.access.keys import digest_of
-from service.gateway.keys import REWARD, session_key
+from service.access.keys import REWARD, digest_of, session_key
 from service.gateway.tree import SessionTree
 from service.inspect.reader import config_beside
 from service.intake.session import SessionStatus, status_of

@@ -16,15 +16,14 @@ from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
-from service.access.keys import digest_of
+from service.access.keys import AGENT, REWARD, digest_of, session_key
 from service.config.sessions import SessionSettings
 from service.gateway.chat import ChatCall, ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit
-from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.gateway.sampling import GatewaySettings
 from service.gateway.sessions import Sessions
 from service.intake.listing import SessionView
-from service.intake.session import Finish, SessionRequest, SessionSpec, session_id
+from service.intake.session import Finish, SessionKeys, SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
@@ -104,7 +103,7 @@ class Gateway:
 
     def create(self, name: str = "task", *, spec: SessionSpec = SPEC, members: int = 2) -> None:
         task = Task(task_id=name, environment=SESSION, seed=1)
-        keys = tuple(key_digests("", session_id(name, member)) for member in range(members))
+        keys = tuple(SessionKeys.of("", session_id(name, member)) for member in range(members))
         wanted = RolloutRequest.of(
             task,
             asked_samples=members,
