@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import jinja2
@@ -191,6 +193,26 @@ def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
         return tuple(messages)
     front = Message(role=Role.SYSTEM, content="\n\n".join(texts))
     return (front, *(each for each in messages if each.role is not Role.SYSTEM))
+
+
+def in_call_order(
+    messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()
+) -> tuple[Message, ...]:
+    """Return the messages with the results of parallel calls in the order of the calls.
+
+    Many templates show no ids, so that only the order says which call a result answers.
+    Args: calls: id and name of each call in the message before these.
+    """
+    found: list[Message] = []
+    order = {call_id: number for number, (call_id, _) in enumerate(calls)}
+    for is_result, group in groupby(messages, key=lambda message: message.role is Role.TOOL):
+        run = list(group)
+        places = [order.get(each.tool_call_id or "", -1) for each in run]
+        if is_result and -1 not in places and len({*places}) == len(places):
+            run = [each for _, each in sorted(zip(places, run, strict=True), key=itemgetter(0))]
+        found += run
+        order = {call_id: number for number, (call_id, _, _) in enumerate(run[-1].call_texts)}
+    return tuple(found)
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:

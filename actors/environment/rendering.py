@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment.chat_template import ChatTemplate, RenderError
+from actors.environment.chat_template import ChatTemplate, RenderError, in_call_order
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.settings import History
 from actors.environment.shown_text import (
@@ -274,7 +274,7 @@ class ChatRenderer:
         Returns: [P] int32, read-only.
         Raises: RenderError, also if the rendering does not show the text of a message.
         """
-        chat = tuple(messages)
+        chat = in_call_order(messages)
         render = self._cached_prompt if _may_repeat(chat) else self._render_prompt
         return render(chat, tuple(tools))
 
@@ -327,7 +327,8 @@ class ChatRenderer:
             new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)
-        ending, new = _ending_of(history), tuple(new_messages)
+        ending = _ending_of(history)
+        new = in_call_order(new_messages, ending.calls)
         if not self._knows_ids:
             # Ids differ in every chat, so that no cached delta would ever be found.
             ending, new = ending.without_ids(), tuple(_without_id(each) for each in new)

@@ -14,7 +14,7 @@ from worlds.models.tool_families import FAMILIES, Family
 from worlds.models.trait_templates import TEMPLATES, tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
-from actors.environment.chat_template import RenderError
+from actors.environment.chat_template import RenderError, in_call_order
 from actors.environment.protocol import Message, Role, ToolCall
 from actors.environment.rendering import BreakReason, ChatRenderer, Extension
 from actors.environment.settings import History
@@ -161,6 +161,22 @@ def test_consecutive_results_share_the_turn_that_the_template_makes_of_them() ->
         "\n<|im_start|>user\n<tool_response>\n7\n</tool_response>"
         "\n<tool_response>\nsun\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_results_are_shown_in_the_order_of_their_calls() -> None:
+    """The template shows no ids, so that only the order says what a result answers."""
+    said = reply("both", *CALLS)
+    results = [result(call, text) for call, text in zip(CALLS, "789", strict=True)]
+    history = [user("hi"), said]
+    in_order, _ = extend(QWEN3, QWEN3.say(said), history, *results)
+    late, _ = extend(QWEN3, QWEN3.say(said), history, results[2], results[0], results[1])
+    np.testing.assert_array_equal(late.prompt_token_ids, in_order.prompt_token_ids)
+    whole = QWEN3.renderer.first_prompt([*history, *results[::-1]], (CALCULATOR,))
+    np.testing.assert_array_equal(whole, in_order.prompt_token_ids)
+    # Results that answer no call, or the same call, stay where they are.
+    other = replace(results[1], tool_call_id="unknown00")
+    for kept in ([other, results[0]], [results[0], user("and"), results[1]], [results[1]] * 2):
+        assert in_call_order(kept, [(call.id, call.name) for call in CALLS]) == tuple(kept)
 
 
 def test_a_call_that_was_written_in_other_words_stays_as_it_was_sampled() -> None:

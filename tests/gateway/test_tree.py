@@ -109,8 +109,8 @@ def test_results_that_follow_each_other_share_the_templates_turn_case_6() -> Non
     player.ask([HI, back, result("y", "two"), result("x", "one")], says("3"))
     (shown,) = player.shown()
     assert shown.endswith(
-        "</tool_call><|im_end|>]\n<|im_start|>user\n<tool_response>\ntwo\n</tool_response>"
-        "\n<tool_response>\none\n</tool_response><|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]"
+        "</tool_call><|im_end|>]\n<|im_start|>user\n<tool_response>\none\n</tool_response>"
+        "\n<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]"
     )
     assert [each.tool_call_id for each in player.places[1].new_messages] == ["b", "a"]
     # A template may ask which tool answers.
