@@ -36,29 +36,8 @@ class Scale(StrEnum):
     MEAN = "mean"
 
 
-class Truncation(StrEnum):
-    """The treatment of a trajectory that was cut off, if the baseline is a critic.
-
-    With bootstrap it is trained, and the value after its last token is V(s_T), the critic's value
-    of its last state. With terminal it is trained, and that value is 0. With mask it is not in the
-    loss. With penalty it is trained as with terminal, and an amount is subtracted from its return.
-    With drop it is in neither the loss nor the baseline.
-    """
-
-    BOOTSTRAP = "bootstrap"
-    TERMINAL = "terminal"
-    MASK = "mask"
-    PENALTY = "penalty"
-    DROP = "drop"
-
-
-class ScheduleKind(StrEnum):
-    """The shape of a learning rate's decay after the warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-    WSD = "wsd"
+Truncation = Literal["bootstrap", "terminal", "mask", "penalty", "drop"]
+ScheduleKind = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +46,7 @@ class ScheduleSettings:
 
     __pydantic_config__ = STRICT
 
-    kind: ScheduleKind = ScheduleKind.CONSTANT
+    kind: ScheduleKind = "constant"
     """constant: no decay; linear, cosine: decay from the end of the warm-up; wsd: constant, then
     linear decay over the last decay_updates."""
     updates: Positive | None = None
@@ -106,11 +85,11 @@ def learning_rate_at(
     """
     if num_updates < warmup_updates:
         return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
-    if schedule.kind is ScheduleKind.CONSTANT:
+    if schedule.kind == "constant":
         return learning_rate
     end, begin = schedule.updates, warmup_updates
     assert end is not None, "a schedule that decays has an end"
-    if schedule.kind is ScheduleKind.WSD:
+    if schedule.kind == "wsd":
         assert schedule.decay_updates is not None, "wsd has the length of its decay"
         begin = end - schedule.decay_updates
     if num_updates >= end:
@@ -119,7 +98,7 @@ def learning_rate_at(
         factor = 1.0
     else:
         progress = (num_updates - begin) / (end - begin)
-        is_cosine = schedule.kind is ScheduleKind.COSINE
+        is_cosine = schedule.kind == "cosine"
         factor = 0.5 * (1.0 + math.cos(math.pi * progress)) if is_cosine else 1.0 - progress
     return learning_rate * (factor * (1.0 - schedule.min_ratio) + schedule.min_ratio)
 
@@ -141,7 +120,7 @@ class CriticSettings:
     """Discount (gamma) from one sampled token to the next."""
     decay: Fraction = 1.0
     """Lambda of GAE, from one sampled token to the next."""
-    truncation: Truncation = Truncation.BOOTSTRAP
+    truncation: Truncation = "bootstrap"
     """How a trajectory that was cut off is treated. bootstrap: the value after its last token is
     V(s_T), the critic's value of its last state. terminal: that value is 0. mask: the trajectory is
     not in the loss. penalty: as terminal, and truncation_penalty is subtracted from its return.
@@ -163,14 +142,14 @@ class CriticSettings:
     def truncation_rule(self) -> OutcomeRule:
         """The outcome rule of a trajectory that was cut off."""
         match self.truncation:
-            case Truncation.BOOTSTRAP | Truncation.TERMINAL:
+            case "bootstrap" | "terminal":
                 return OutcomeRule(disposition=Disposition.TRAIN)
-            case Truncation.MASK:
+            case "mask":
                 return OutcomeRule(disposition=Disposition.MASK)
-            case Truncation.PENALTY:
+            case "penalty":
                 penalised = Disposition.TRAIN_PENALISED
                 return OutcomeRule(disposition=penalised, penalty=self.truncation_penalty)
-            case Truncation.DROP:
+            case "drop":
                 return OutcomeRule(disposition=Disposition.DROP)
 
 
@@ -199,43 +178,12 @@ class Objective(StrEnum):
     DPPO_KL = "dppo_kl"
 
 
-class Ratio(StrEnum):
-    """Whether a ratio is computed for each token or for each trajectory
-    (`actors.trainer.loss.corrections`).
-    """
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-
-
-class Denominator(StrEnum):
-    """The policy in the ratio's denominator.
-
-    With behaviour it is the sampler's policy; with old it is the trainer's at the step's start.
-    """
-
-    BEHAVIOUR = "behaviour"
-    OLD = "old"
-
-
-class Correction(StrEnum):
-    """The importance weight old / behaviour, used if the ratio's denominator is old
-    (`actors.trainer.loss.corrections`).
-    """
-
-    NONE = "none"
-    TRUNCATE_TOKEN = "truncate_token"
-    TRUNCATE_SEQUENCE = "truncate_sequence"
-
-
-class KlEstimator(StrEnum):
-    """Schulman's three estimators of KL(q || p) from samples of q
-    (`actors.trainer.loss.divergence`).
-    """
-
-    K1 = "k1"
-    K2 = "k2"
-    K3 = "k3"
+Denominator = Literal["behaviour", "old"]
+"""The policy in the ratio's denominator: the sampler's, or the trainer's at the step's start."""
+KlEstimator = Literal["k1", "k2", "k3"]
+"""Schulman's three estimators of KL(q || p) from samples of q
+(`actors.trainer.loss.divergence`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +194,7 @@ class KlSettings:
 
     coefficient: NotNegative = 0.0
     """Weight of the term; if 0, no reference model is loaded for it."""
-    estimator: KlEstimator = KlEstimator.K3
+    estimator: KlEstimator = "k3"
     """Estimator of the KL at each token."""
     corrected: bool = False
     """Whether the estimate at each token is multiplied by the ratio policy / sampler, which k1
@@ -266,9 +214,9 @@ class LossSettings:
 
     objective: Objective = Objective.PPO_CLIP
     """Policy objective, which limits how far a token's probability moves."""
-    ratio: Ratio = Ratio.TOKEN
+    ratio: Literal["token", "sequence"] = "token"
     """Level of the importance ratio: each token, or the geometric mean of a trajectory (GSPO)."""
-    denominator: Denominator = Denominator.BEHAVIOUR
+    denominator: Denominator = "behaviour"
     """Policy in the ratio's denominator: the sampler's, or the trainer's at the step's start."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     """Unit that has equal weight in the update."""
@@ -292,7 +240,7 @@ class LossSettings:
     """Size of the trust region of dppo_tv and dppo_kl; 0.05 suits dppo_kl."""
     negative_weight: NotNegative = 1.0
     """Factor of negative advantages; 0: only positive advantages are trained."""
-    correction: Correction = Correction.NONE
+    correction: Literal["none", "truncate_token", "truncate_sequence"] = "none"
     """Importance weight old / behaviour; only with denominator old."""
     correction_cap: Rate = 2.0
     """Upper limit of the importance weight (`correction`)."""
@@ -310,7 +258,7 @@ class LossSettings:
     @property
     def needs_old(self) -> bool:
         """Whether the trainer's log-probabilities at the step's start are needed."""
-        return self.denominator is Denominator.OLD
+        return self.denominator == "old"
 
     @property
     def needs_reference(self) -> bool:
@@ -343,7 +291,7 @@ class KlRewardSettings:
 
     coefficient: Rate
     """Amount subtracted from the return for each nat; beta."""
-    estimator: Literal[KlEstimator.K1, KlEstimator.K3] = KlEstimator.K1
+    estimator: Literal["k1", "k3"] = "k1"
     """Estimator of the KL at each token."""
 
 
@@ -429,7 +377,7 @@ class AlgorithmSettings:
     @property
     def bootstraps(self) -> bool:
         """Whether a truncated trajectory's last state has the critic's value instead of 0."""
-        return self.has_critic and self.critic.truncation is Truncation.BOOTSTRAP
+        return self.has_critic and self.critic.truncation == "bootstrap"
 
     @property
     def has_group_baseline(self) -> bool:

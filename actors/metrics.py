@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge, Metric
 
@@ -44,15 +44,13 @@ class Part(StrEnum):
     TERM = "term"
 
 
-class PublishPhase(StrEnum):
-    """A phase of a new version on its way to the engines, in this order."""
+PublishPhase = Literal["send", "check", "load"]
+"""A phase of a new version on its way to the engines, in this order.
 
-    SEND = "send"
-    """The trainer's ranks send the weights to the weight board, or offer a broadcast."""
-    CHECK = "check"
-    """The trainer scores the text of the log-probability check."""
-    LOAD = "load"
-    """The engines load the version; the phase ends when every engine holds it."""
+send: the trainer's ranks send the weights to the weight board, or offer a broadcast. check: the
+trainer scores the text of the log-probability check. load: the engines load the version, until
+every engine holds it.
+"""
 
 
 def secret_failures(gained: AtomicRegistry, secret: Literal["api_key", "database"]) -> Counter:
@@ -247,8 +245,8 @@ class WaitMetrics:
             "step's groups.",
             "side",
         )
-        for side in Side:
-            self.blocked.labels(side=side.value)
+        for side in get_args(Side):
+            self.blocked.labels(side=side)
 
 
 # The name and help of each counter, by the field of a step's record whose values it adds up.
@@ -396,8 +394,8 @@ class PartMetrics:
             "phase",
             buckets=SECONDS_BUCKETS,
         )
-        for phase in PublishPhase:
-            self.publish_seconds.labels(phase=phase.value)
+        for phase in get_args(PublishPhase):
+            self.publish_seconds.labels(phase=phase)
         self.publish_failures = gained.counter(
             "rayloom_publish_failures", "Publishes that failed because a part was lost."
         )

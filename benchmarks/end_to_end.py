@@ -32,7 +32,6 @@ from typing import Any
 
 from actors.environment.protocol import Message, Role
 from actors.environment.rendering import load_renderer
-from actors.environment.settings import History
 from benchmarks.end_to_end_inputs import FAMILIES, TASKS, Family, build_model
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import Spread
@@ -195,7 +194,7 @@ def train_trl(
 
 def check_prompts(model: Path, dataset: Path, theirs: Sequence[Sequence[int]]) -> None:
     """Check that both sides have the same prompts. Raises: SystemExit at the first difference."""
-    renderer = load_renderer(str(model), template_options={}, history=History.APPENDED)
+    renderer = load_renderer(str(model), template_options={}, history="appended")
     rows = [json.loads(line) for line in dataset.read_text().splitlines()]
     for row, prompt in zip(rows, theirs, strict=True):
         messages = [

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from actors.algorithm import AlgorithmSettings, Denominator, LossSettings
 from actors.batch import RankShard
@@ -22,7 +23,7 @@ from actors.merge.packing import WeightedSample, pack_minibatch
 from actors.network import LOOPBACK
 from actors.trainer.process_group import keep_freed_memory, open_store
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import LoraSettings, RankSettings, TrainerSettings, WeightBackend
+from actors.trainer.settings import LoraSettings, RankSettings, TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.types import Dtype
 from benchmarks.pairs import time_once
@@ -78,7 +79,7 @@ def start_rank(
         algorithm=AlgorithmSettings(loss=loss or LossSettings(), max_lag=10_000),
         model=model,
         checkpoint_dir=directory,
-        weight_backend=WeightBackend.OBJECT_STORE,
+        weight_backend="object_store",
         chat_template=None,
         max_context_tokens=4096,
         seed=0,
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("shape", help="of the update, as JSON")
     parser.add_argument("--dtype", type=Dtype, default=Dtype.FLOAT32)
-    parser.add_argument("--denominator", type=Denominator, default=Denominator.BEHAVIOUR)
+    parser.add_argument("--denominator", choices=get_args(Denominator), default="behaviour")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

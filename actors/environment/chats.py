@@ -24,7 +24,6 @@ from actors.environment.data_sets import read_data_set
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
-from actors.environment.settings import History
 from actors.environment.shown_text import holds, said
 from actors.environment.task_data import CHAT_DATA, DataCheck
 from actors.environment.tasks import BadTaskFile
@@ -56,7 +55,7 @@ class ChatEncoder:
         """
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(
-            tokenizer, template_options=template_options, history=History.AS_RENDERED
+            tokenizer, template_options=template_options, history="as_rendered"
         )
         self._raw = RawPrompts(tokenizer) if is_raw(tokenizer) else None
         self._end_ids = frozenset(stop_token_ids)

@@ -90,7 +90,7 @@ class BreakReason(StrEnum):
     SYSTEM_MERGED = "system_merged"
     """A new message's system text was moved to the front; the template accepts it only there."""
     HISTORY_RENDERED = "history_rendered"
-    """With `History.AS_RENDERED`: the rendered history differs from the sampled tokens."""
+    """With history as_rendered: the rendered history differs from the sampled tokens."""
 
     @property
     def branch_reason(self) -> BranchReason:
@@ -123,11 +123,6 @@ class _Ending:
     has_reasoning: bool = False
     calls: tuple[tuple[str, str], ...] = ()
     """Id and name of each call."""
-
-    def without_ids(self) -> _Ending:
-        if not self.calls:
-            return self
-        return replace(self, calls=tuple(("", name) for _, name in self.calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +221,7 @@ class ChatRenderer:
         *,
         template_options: Mapping[str, Any] | None = None,
         stop_token_ids: Iterable[int] = (),
-        history: History = History.APPENDED,
+        history: History = "appended",
     ) -> None:
         self._tokenizer = tokenizer
         self._history = history
@@ -234,7 +229,9 @@ class ChatRenderer:
         self.template = ChatTemplate(tokenizer, options=self._template_options)
         self._end_ids = frozenset((tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids))
         self._raw = RawPrompts(tokenizer) if is_raw(tokenizer) else None
-        self._knows_ids = _may_know_ids(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        # A template may use the ids of calls; this is not known of anything but a Jinja text.
+        self._knows_ids = not isinstance(template, str) or _ID.search(template) is not None
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
         self._cached_delta = lru_cache(_CACHE_ENTRIES)(self._render_delta)
         self._cached_marks = lru_cache(_CACHE_ENTRIES)(self._render_marks)
@@ -315,7 +312,7 @@ class ChatRenderer:
         empty.
         Raises: RenderError if the history has to be rendered and the template refuses it.
         """
-        if self._history is History.AS_RENDERED:
+        if self._history == "as_rendered":
             whole = self.first_prompt((*history, *new_messages), tools)
             known = previous.shape[0] + sampled.shape[0]
             is_kept = np.array_equal(whole[:known], np.concatenate((previous, sampled)))
@@ -331,7 +328,8 @@ class ChatRenderer:
         new = in_call_order(new_messages, ending.calls)
         if not self._knows_ids:
             # Ids differ in every chat, so that no cached delta would ever be found.
-            ending, new = ending.without_ids(), tuple(_without_id(each) for each in new)
+            ending = replace(ending, calls=tuple(("", name) for _, name in ending.calls))
+            new = tuple(m if m.tool_call_id is None else replace(m, tool_call_id=None) for m in new)
         render = self._cached_delta if _may_repeat(new) else self._render_delta
         delta = render(new, tuple(tools), ending)
         if isinstance(delta, tuple) and ending.calls and not self._is_ended(sampled, delta[1]):
@@ -523,15 +521,6 @@ def _only_loses(before: str, after: str) -> bool:
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
     return start + end == len(after)
-
-
-def _may_know_ids(template: object) -> bool:
-    """Return whether a template may use the ids of calls; True for anything but a Jinja text."""
-    return not isinstance(template, str) or _ID.search(template) is not None
-
-
-def _without_id(message: Message) -> Message:
-    return message if message.tool_call_id is None else replace(message, tool_call_id=None)
 
 
 def _may_repeat(messages: _Messages) -> bool:

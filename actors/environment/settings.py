@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
 
@@ -21,15 +20,9 @@ GROUP_REWARD = "group_reward"
 MIXTURE_PERIOD = 1000
 StopStrings = Annotated[tuple[Annotated[str, MinLen(1), MaxLen(256)], ...], MaxLen(16)]
 Choices = Annotated[tuple[str, ...], MinLen(1)]
-
-
-class History(StrEnum):
-    """The form of earlier turns in a prompt."""
-
-    APPENDED = "appended"
-    """The sampled tokens, unchanged."""
-    AS_RENDERED = "as_rendered"
-    """The chat template's rendering, as later applications of the model use it."""
+History = Literal["appended", "as_rendered"]
+"""The form of earlier turns in a prompt: the sampled tokens, unchanged, or the chat template's
+rendering, as later applications of the model use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +79,7 @@ class RolloutSettings:
     still run one after the other."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Options of the chat template, such as enable_thinking: false."""
-    history: History = History.APPENDED
+    history: History = "appended"
     """appended: earlier replies stay as sampled; as_rendered: as the template shows them, with a
     new sample for each turn whose history the template changes."""
 

@@ -299,7 +299,7 @@ def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation)
     Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if no
     observation followed. is_truncated: read from the recorded outcome, not guessed from token ids.
     """
-    is_open = is_truncated and truncation is Truncation.BOOTSTRAP
+    is_open = is_truncated and truncation == "bootstrap"
     return final_value if is_open else 0.0
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.algorithm import KlEstimator, KlRewardSettings, RewardSettings
+from actors.algorithm import KlRewardSettings, RewardSettings
 from actors.limits import MAX_LOG_RATIO, MAX_REWARD
 from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.merge.settings import StepSettings
@@ -349,9 +349,9 @@ def kl_rewards(
     """
     delta = reference_logprobs.astype(np.float64) - logprobs.astype(np.float64)
     match kl.estimator:
-        case KlEstimator.K1:
+        case "k1":
             estimate = -delta
-        case KlEstimator.K3:
+        case "k3":
             bounded = np.minimum(delta, MAX_LOG_RATIO)
             estimate = np.expm1(bounded) - bounded
     return -kl.coefficient * estimate

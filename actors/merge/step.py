@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from actors.algorithm import (
     Aggregation,
     AlgorithmSettings,
-    Denominator,
     LossSettings,
     Objective,
 )
@@ -43,9 +42,7 @@ from actors.policy_age import newest_kept
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcomes
 from actors.types import NO_VERSION, Sample
 
-IMITATION = AlgorithmSettings(
-    loss=LossSettings(objective=Objective.REINFORCE, denominator=Denominator.OLD)
-)
+IMITATION = AlgorithmSettings(loss=LossSettings(objective=Objective.REINFORCE, denominator="old"))
 """The settings of supervised training: with them the trainer's loss is -log p for each token."""
 
 

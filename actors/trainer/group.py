@@ -38,7 +38,7 @@ from actors.expert_records import ModelShape
 from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
 from actors.trainer.agreement import PolicyTooOld, ShardRefused, StepAbandoned
 from actors.trainer.checkpoint import CheckpointError, Progress
-from actors.trainer.settings import RankSettings, WeightBackend
+from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
 
@@ -209,7 +209,7 @@ class TrainerGroup:
     @property
     def serves_engines(self) -> bool:
         """Whether engines receive the current version directly from the ranks, by a broadcast."""
-        return self.settings.weight_backend is WeightBackend.COLLECTIVE
+        return self.settings.weight_backend == "collective"
 
     async def check_alive(self) -> tuple[int, ...]:
         """Check that every rank is alive; a rank also answers while it works on another call.
@@ -268,7 +268,7 @@ class TrainerGroup:
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
         groups: tuple[WeightGroup, ...]
-        if self.settings.weight_backend is WeightBackend.COLLECTIVE:
+        if self.settings.weight_backend == "collective":
             packed = await self._on_all("keep_weights", board, term, version)
         else:
             packed = await self._on_all("put_weights")

@@ -36,9 +36,6 @@ from actors.trainer.rope import fix_rope
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
 from actors.trainer.weights_check import check_loaded
 
-# transformers reports weights that do not fit instead of raising an error of its own.
-_REPORTED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTensors:
@@ -226,27 +223,13 @@ def load_policy(
     Raises: NotImplementedError if the architecture cannot be trained packed; OSError (transformers)
         if there is no such model.
     """
-    longest = _check_configuration(model, max_context_tokens)
-    name = register_packed_attention()
+    causal_lm = _load(AutoModelForCausalLM, model, max_context_tokens)
     with refusing(model):
-        causal_lm, loading = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=name, **_REPORTED
-        )
-        _check_files(model, causal_lm, loading)
-        _prepare(causal_lm, max_context_tokens=longest)
         check_output_head(causal_lm)
     policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk).eval()
     if gradient_checkpointing:
         checkpoint_layers(causal_lm)
     return policy
-
-
-def _check_files(name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
-    """Raise NotImplementedError, with the model's name, if its files do not fit its settings."""
-    try:
-        check_loaded(model, loading)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"model {name}: {error}") from error
 
 
 def load_value_model(
@@ -259,37 +242,41 @@ def load_value_model(
     Raises: NotImplementedError if the architecture cannot be trained packed; OSError (transformers)
         if there is no such model.
     """
-    longest = _check_configuration(model, max_context_tokens)
-    name = register_packed_attention()
-    with refusing(model):
-        body, loading = AutoModel.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=name, **_REPORTED
-        )
-        _check_files(model, body, loading)
-        _prepare(body, max_context_tokens=longest)
+    body = _load(AutoModel, model, max_context_tokens)
     critic = ValueModel(body).eval()
     if gradient_checkpointing:
         checkpoint_layers(body)
     return critic
 
 
-def _check_configuration(model: str, max_context_tokens: int | None) -> int:
-    """Check that an architecture can be trained packed; return the longest context."""
-    config = AutoConfig.from_pretrained(model)
-    check_architecture(config, max_context_tokens=max_context_tokens)
-    return max_context_tokens or longest_context(config)
-
-
-def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
-    """Make a model compute the same in training, in scoring and in the engine, and check it.
+def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedModel:
+    """Load a model that computes the same in training, in scoring and in the engine, and check it.
 
     The model is never in training mode, in which some layers apply dropout and some routers add
-    noise.
+    noise. Args: kind: the class of transformers that loads it.
     """
-    model.config.use_cache = False
-    model.eval()
-    fix_rope(model, max_context_tokens=max_context_tokens)
-    check_packing(model.base_model)
+    config = AutoConfig.from_pretrained(name)
+    check_architecture(config, max_context_tokens=max_context_tokens)
+    attention = register_packed_attention()
+    with refusing(name):
+        # transformers reports weights that do not fit instead of raising an error of its own.
+        model, loading = kind.from_pretrained(
+            name,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        try:
+            check_loaded(model, loading)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"model {name}: {error}") from error
+        model.config.use_cache = False
+        model.eval()
+        fix_rope(model, max_context_tokens=max_context_tokens or longest_context(config))
+        check_packing(model.base_model)
+    found: PreTrainedModel = model
+    return found
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -61,7 +61,7 @@ def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
     Raises: RuntimeError if the device is CUDA and no GPU is visible.
     Example: rank 3 on CUDA with 2 visible -> cuda:1
     """
-    if device == Device.CPU:
+    if device == "cpu":
         return torch.device("cpu")
     if not num_visible:
         raise RuntimeError(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MinLen
 
@@ -14,24 +13,14 @@ from actors.limits import STRICT, Decay, ModelName, Natural, NotNegative, Positi
 from actors.types import Dtype
 
 LOGPROB_CHUNK = 256
+Device = Literal["cpu", "cuda"]
+"""The device of the ranks: with gloo on CPU, with NCCL on CUDA."""
+WeightBackend = Literal["object_store", "collective"]
+"""The transport of published weights to the engines.
 
-
-class Device(StrEnum):
-    """The device of the ranks: with gloo on CPU, with NCCL on CUDA."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class WeightBackend(StrEnum):
-    """The transport of published weights to the engines.
-
-    object_store: Ray's object store transfers them and keeps the current ones. collective: the
-    trainer's rank 0 broadcasts them, by gloo on CPU and by NCCL between GPUs.
-    """
-
-    OBJECT_STORE = "object_store"
-    COLLECTIVE = "collective"
+object_store: Ray's object store transfers them and keeps the current ones. collective: the
+trainer's rank 0 broadcasts them, by gloo on CPU and by NCCL between GPUs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +56,7 @@ class TrainerSettings:
 
     num_ranks: Positive = 2
     """Number of FSDP ranks, one process each."""
-    device: Device = Device.CPU
+    device: Device = "cpu"
     """Device that the ranks run on."""
     dtype: Dtype = Dtype.FLOAT32
     """Type of forward and backward computations; weights and optimiser state stay float32."""

@@ -424,7 +424,7 @@ def load_checkpoint(
 class _DigestingWriter(FileSystemWriter):
     """A writer of one rank's files that computes their digests, in the thread that writes.
 
-    A digest is of the bytes that are passed to the file system, not of those that it has stored.
+    A digest is of the bytes that are passed to the file system, not of the stored bytes.
     digests: SHA-256 of each file that this rank has written, by the file's name. seconds: time
     spent on computing the digests.
     """

@@ -58,7 +58,7 @@ class TrajectoryQueue:
         """The snapshot of the newest cut that contained one."""
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
-        self._blocked_s = dict.fromkeys(Side, 0.0)
+        self._blocked_s: dict[Side, float] = {"producer": 0.0, "consumer": 0.0}
         # Store blocks one after the other, so that an actor's puts keep their order.
         self._storing = asyncio.Lock()
 
@@ -106,7 +106,7 @@ class TrajectoryQueue:
 
         def note(waited_s: float) -> None:
             if self._state.holds_back(environments):
-                self._blocked_s[Side.PRODUCER] += waited_s
+                self._blocked_s["producer"] += waited_s
 
         return await self._until(take, timeout_s, note_wait=note) or []
 
@@ -182,7 +182,7 @@ class TrajectoryQueue:
         await self._opened.wait()
 
         def note(waited_s: float) -> None:
-            self._blocked_s[Side.CONSUMER] += waited_s
+            self._blocked_s["consumer"] += waited_s
 
         taken = await self._until(self._state.take_step, timeout_s, note_wait=note)
         return None if taken is None else _step_input(*taken), self._cut()

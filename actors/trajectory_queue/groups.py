@@ -312,10 +312,9 @@ class WaitingRollouts:
         """Return their ids, in the order in which they finished."""
         return list(self._payloads)
 
-    @property
-    def oldest(self) -> float | None:
-        """The smallest `BlockRow.arrived_at`; None if no rollout waits."""
-        return min((row.arrived_at for row in self._payloads.values()), default=None)
+    def oldest_s(self, now: float) -> float | None:
+        """Return the seconds that the oldest rollout has waited; None if none waits."""
+        return max((now - row.arrived_at for row in self._payloads.values()), default=None)
 
     def add(self, rollout: Rollout) -> None:
         assert rollout.payload is not None

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from actors.trajectory_queue.groups import FailedGroups, GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
 from actors.trajectory_queue.window import WindowSnapshot
 from actors.types import Task, TrajectorySummary
 
-
-class Side(StrEnum):
-    """A side of the queue: environment actors produce, the training loop consumes."""
-
-    PRODUCER = "producer"
-    CONSUMER = "consumer"
+Side = Literal["producer", "consumer"]
+"""A side of the queue: environment actors produce, the training loop consumes."""
 
 
 class ActorReleased(ValueError):

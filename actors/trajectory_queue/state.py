@@ -398,7 +398,6 @@ class QueueState:
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
         """Return the statistics. now: the current time by the clock of `BlockRow.arrived_at`."""
-        arrived_at = self._waiting.oldest
         return QueueStats(
             num_handed_out=len(self._handed_out),
             num_waiting=len(self._waiting),
@@ -408,7 +407,7 @@ class QueueState:
             num_retries=self._num_retries,
             loaded_version=self._window.loaded_version,
             ledger=self._ledger.counts(),
-            oldest_s=None if arrived_at is None else now - arrived_at,
+            oldest_s=self._waiting.oldest_s(now),
         )
 
     def snapshot(self) -> QueueSnapshot:

@@ -29,7 +29,7 @@ from actors.deadline import ActorLost
 from actors.environment.evaluation import EvaluationSet, Played, plays_of
 from actors.environment.policy import PolicyUnavailable
 from actors.trainer.publish import pack_weights
-from actors.trainer.settings import TrainerSettings, WeightBackend
+from actors.trainer.settings import TrainerSettings
 from actors.weights.board import WeightError, WeightGroup
 from service import units
 from service.cli.artifacts import checkpoint_of, export_to
@@ -141,7 +141,7 @@ def _without_trainer(config: Config) -> Config:
         config,
         trainer=replace(TrainerSettings(), num_ranks=0),
         algorithm=AlgorithmSettings(),
-        inference=replace(config.inference, weight_backend=WeightBackend.OBJECT_STORE),
+        inference=replace(config.inference, weight_backend="object_store"),
         metrics=MetricsSettings(),
     )
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from actors.expert_records import routed_layers
 from actors.limits import GIB, MIB
-from actors.trainer.settings import WeightBackend
 from actors.types import SESSION, Dtype
 from service.config.file import ConfigError
 from service.config.tree import Config
@@ -206,7 +205,7 @@ def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need
                 f"{gradients:,.0f} gradients; 0 with trainer.reshard_between_micro_batches",
             )
         )
-    if config.inference.weight_backend is WeightBackend.OBJECT_STORE:
+    if config.inference.weight_backend == "object_store":
         of_adapters = num_adapted if trainer.published_lora is not None else None
         published = num if of_adapters is None else of_adapters
         found.append(

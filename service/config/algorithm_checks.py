@@ -6,17 +6,11 @@ from collections.abc import Iterator
 
 from actors.algorithm import (
     Aggregation,
-    Correction,
     CriticSettings,
-    Denominator,
-    KlEstimator,
     LossSettings,
     Objective,
-    Ratio,
     Scale,
-    ScheduleKind,
     ScheduleSettings,
-    Truncation,
 )
 from actors.outcomes import Disposition
 from actors.types import TRUNCATIONS, Outcome
@@ -199,7 +193,7 @@ def _check_critic(config: Config) -> Iterator[str]:
             f"algorithm.critic is set with algorithm.baseline {algorithm.baseline}: no critic "
             "would be trained; set algorithm.baseline to critic, or leave algorithm.critic out"
         )
-    if (critic.truncation is Truncation.PENALTY) != (critic.truncation_penalty > 0):
+    if (critic.truncation == "penalty") != (critic.truncation_penalty > 0):
         yield (
             f"algorithm.critic.truncation_penalty is {critic.truncation_penalty:g} with "
             f"truncation {critic.truncation}; expected more than 0 with penalty and 0 with every "
@@ -224,13 +218,13 @@ def check_schedules(config: Config) -> Iterator[str]:
 
 def _check_loss(config: Config) -> Iterator[str]:
     loss = config.algorithm.loss
-    is_over_old = loss.denominator is Denominator.OLD
+    is_over_old = loss.denominator == "old"
     if loss.objective is Objective.DPPO_TV and loss.divergence_bound >= 1:
         yield (
             f"algorithm.loss.divergence_bound is {loss.divergence_bound:g} for dppo_tv, expected "
             "less than 1, the largest total variation; the paper has 0.15"
         )
-    if loss.ratio is Ratio.SEQUENCE and loss.objective in _BY_TOKEN:
+    if loss.ratio == "sequence" and loss.objective in _BY_TOKEN:
         yield (
             f"algorithm.loss.ratio is sequence with objective {loss.objective}, whose gate is of "
             "single tokens; expected ratio token, or one of ppo_clip, dual_clip, cispo, reinforce"
@@ -240,13 +234,13 @@ def _check_loss(config: Config) -> Iterator[str]:
             f"algorithm.loss.denominator is old with objective {loss.objective}, whose trust "
             "region is around the behaviour policy; expected denominator behaviour"
         )
-    if loss.correction is not Correction.NONE and not is_over_old:
+    if loss.correction != "none" and not is_over_old:
         yield (
             f"algorithm.loss.correction is {loss.correction} with denominator behaviour: the ratio "
             "already corrects for the sampler and would count twice; set denominator to old, or "
             "correction to none"
         )
-    if loss.needs_reference and loss.kl.estimator is KlEstimator.K1 and not loss.kl.corrected:
+    if loss.needs_reference and loss.kl.estimator == "k1" and not loss.kl.corrected:
         yield (
             "algorithm.loss.kl.estimator is k1 without importance correction: its gradient is 0 in "
             "expectation; weigh it by the ratio (kl.corrected), or choose k2 or k3"
@@ -275,7 +269,7 @@ def _check_unread_loss(config: Config) -> Iterator[str]:
         "sapo_tau_positive": (loss.objective is Objective.SAPO, "objective sapo"),
         "sapo_tau_negative": (loss.objective is Objective.SAPO, "objective sapo"),
         "divergence_bound": (loss.objective in _DPPO, "objective dppo_tv or _kl"),
-        "correction_cap": (loss.correction is not Correction.NONE, "a correction"),
+        "correction_cap": (loss.correction != "none", "a correction"),
         "constant_tokens": (loss.aggregation is Aggregation.CONSTANT, "aggregation constant"),
         "kl": (loss.kl.coefficient > 0, "kl.coefficient above 0"),
     }
@@ -300,8 +294,8 @@ def _check_reference(config: Config) -> Iterator[str]:
 def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
     """Yield the contradictions among the settings of one schedule."""
     key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
-    is_wsd = kind is ScheduleKind.WSD
-    if kind is ScheduleKind.CONSTANT:
+    is_wsd = kind == "wsd"
+    if kind == "constant":
         for name in ("updates", "min_ratio"):
             if getattr(schedule, name) != getattr(default, name):
                 yield (
@@ -327,10 +321,10 @@ def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -
 
     planned: the schedule with its number of updates filled in.
     """
-    if planned.kind is ScheduleKind.CONSTANT:
+    if planned.kind == "constant":
         return
     assert planned.updates is not None
-    decay = planned.decay_updates if planned.kind is ScheduleKind.WSD else None
+    decay = planned.decay_updates if planned.kind == "wsd" else None
     if warmup_updates + (decay or 1) > planned.updates:
         asked = f"{section}.warmup_updates is {warmup_updates}"
         if decay is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD, KeptTokens, StructuredOutputs
-from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, UPLOADED, Dtype
 from actors.user_code import type_of
 from service.config.algorithm_checks import ALGORITHM_CHECKS, check_schedules
@@ -118,9 +117,9 @@ def _check_budgets(config: Config) -> Iterator[str]:
 
 def _check_weights(config: Config) -> Iterator[str]:
     inference = config.inference
-    if inference.weight_backend is not WeightBackend.COLLECTIVE:
+    if inference.weight_backend != "collective":
         return
-    if (config.trainer.device is Device.CPU) is not inference.is_on_cpu:
+    if (config.trainer.device == "cpu") is not inference.is_on_cpu:
         yield (
             f"inference.weight_backend is collective with a trainer on {config.trainer.device} and "
             f"inference.gpus_per_replica {inference.gpus_per_replica:g}; expected both on CPU or "
@@ -174,7 +173,7 @@ def _check_engine_args(config: Config) -> Iterator[str]:
 def _check_gpus(config: Config) -> Iterator[str]:
     """Yield a sentence for each kind of process that lacks GPUs, or does not use its GPUs."""
     inference, trainer = config.inference, config.trainer
-    if (trainer.device is Device.CUDA) != (trainer.gpus_per_rank > 0):
+    if (trainer.device == "cuda") != (trainer.gpus_per_rank > 0):
         yield (
             f"trainer.device is {trainer.device} with trainer.gpus_per_rank "
             f"{trainer.gpus_per_rank:g}; expected more than 0 with cuda and 0 with cpu; a rank "

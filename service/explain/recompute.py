@@ -30,7 +30,7 @@ from actors.trainer.attribution import GradientPart, SplitGradient
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.process_group import open_store
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import Device, RankSettings
+from actors.trainer.settings import RankSettings
 from actors.types import Trajectory
 from service.config.file import ConfigError
 from service.config.parts import rank_settings, step_settings
@@ -135,11 +135,11 @@ def _one_rank(config: Config, model: str) -> RankSettings:
     Models that only help to compute advantages are left out, because the journal has the
     advantages.
     """
-    has_gpu = config.trainer.device is Device.CUDA and torch.cuda.is_available()
+    has_gpu = config.trainer.device == "cuda" and torch.cuda.is_available()
     trainer = replace(
         config.trainer,
         num_ranks=1,
-        device=Device.CUDA if has_gpu else Device.CPU,
+        device="cuda" if has_gpu else "cpu",
     )
     algorithm = replace(
         config.algorithm,

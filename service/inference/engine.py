@@ -461,7 +461,7 @@ def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEngineArgs:
-    backend = settings.inference.weight_backend.value
+    backend = settings.inference.weight_backend
     return AsyncEngineArgs(
         **engine_options(settings),
         enable_return_routed_experts=records_experts,

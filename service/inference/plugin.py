@@ -15,11 +15,9 @@ from importlib.metadata import entry_points
 
 from tqdm import tqdm
 
-from actors.trainer.settings import WeightBackend
-
 BACKENDS = {
-    WeightBackend.OBJECT_STORE: "ObjectStoreWeightTransferEngine",
-    WeightBackend.COLLECTIVE: "CollectiveWeightTransferEngine",
+    "object_store": "ObjectStoreWeightTransferEngine",
+    "collective": "CollectiveWeightTransferEngine",
 }
 ENTRY_POINT_NAME = "rayloom"
 _ONE_ADAPTER = "service.inference.lora.OneAdapter"
@@ -42,7 +40,7 @@ def register() -> None:
     for backend, class_name in BACKENDS.items():
         # By module path, so that only the worker imports it, when the engine is created.
         WeightTransferEngineFactory.register_engine(
-            backend.value, "service.inference.weight_transfer", class_name
+            backend, "service.inference.weight_transfer", class_name
         )
     if current_platform.is_cpu():
         # vLLM resolves the class by its name when an engine with LoRA starts.

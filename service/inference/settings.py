@@ -31,7 +31,7 @@ class InferenceSettings:
 
     num_replicas: Positive = 1
     """Number of engines, each a replica of one deployment."""
-    weight_backend: WeightBackend = WeightBackend.OBJECT_STORE
+    weight_backend: WeightBackend = "object_store"
     """Transport of published weights to the engines."""
     max_num_seqs: Positive = 128
     """Largest number of sequences that an engine runs at a time."""

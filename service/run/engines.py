@@ -346,14 +346,14 @@ class Publisher:
         """
         if self._later_text is not None:
             self._choose(self._next_text(self._later_text))
-        with self._measure(PublishPhase.SEND):
+        with self._measure("send"):
             if not self._is_text_sent:
                 await board_handle(self._board, deadline_s=RPC_DEADLINE_S).set_check(self._text)
                 self._is_text_sent = True
             await self._trainer.publish(self._board, self._term, version)
         if self._text is NO_TEXT:
             return
-        with self._measure(PublishPhase.CHECK):
+        with self._measure("check"):
             began = self._clock()
             self._own_logprobs = await self._trainer.check_logprobs(self._rows())
             self._own_s = self._clock() - began
@@ -390,7 +390,7 @@ class Publisher:
         Returns: the comparison; None if no engine answered.
         Raises: the errors of `wait_until_loaded`.
         """
-        with self._measure(PublishPhase.LOAD):
+        with self._measure("load"):
             status = await self._until_loaded(version)
         replicas = [each for each in status.replicas if each.check_logprobs is not None]
         check = self._compared(replicas)
@@ -399,7 +399,7 @@ class Publisher:
             self._long_s = check.seconds
             # The same text is used for the whole term, whatever the engines sample later.
             self._later_text = published_text(self._text, samples, most=self._most_tokens)
-            with self._measure(PublishPhase.CHECK):
+            with self._measure("check"):
                 own = await self._trainer.check_logprobs([sampled_row(self._text, samples)])
             check = replace(
                 check,
@@ -424,7 +424,7 @@ class Publisher:
             `check_start`.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
-        with self._measure(PublishPhase.LOAD):
+        with self._measure("load"):
             status = await self._until_loaded(version)
         check = self._compared(status.replicas)
         if check is None:

@@ -419,7 +419,7 @@ class RunRecorder:
         except ActorLost:
             parts.publish_failures.inc()
             raise
-        parts.publish_seconds.labels(phase=phase.value).observe(time.monotonic() - started)
+        parts.publish_seconds.labels(phase=phase).observe(time.monotonic() - started)
 
     async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
         """Remove the rows that nothing needs any more. kept: see `retention.forget`."""
@@ -484,7 +484,7 @@ class RunRecorder:
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)
             gained_s = seconds - counted_s if seconds >= counted_s else seconds
-            self._metrics.waits.blocked.labels(side=side.value).inc(gained_s)
+            self._metrics.waits.blocked.labels(side=side).inc(gained_s)
         self._blocked_s = blocked_s
 
     def _take_pending(self) -> tuple[list[LedgerEvent], list[RolloutResult]]:

@@ -24,7 +24,6 @@ from worlds.builders.synthetic_run import (
 from worlds.servers.prometheus_server import fill
 from worlds.servers.promtool import run_test
 
-from actors.metrics import PublishPhase
 from deploy.dashboards.grafana import load_dashboards
 from deploy.rules.source import PLACE_LABELS
 from service.report.document import Phase
@@ -37,7 +36,7 @@ PLANNED_STEPS = 100_000
 # Seconds of a trajectory.
 PHASES = {"reset": 2.0, "generate": 30.0, "step": 8.0}
 # Seconds of a publish.
-PUBLISH = {PublishPhase.SEND: 3.0, PublishPhase.CHECK: 1.0, PublishPhase.LOAD: 6.0}
+PUBLISH = {"send": 3.0, "check": 1.0, "load": 6.0}
 OUTCOMES = {"completed": 12, "environment_error": 3, "max_turns": 1}
 
 PLACE = {"cluster": "eu", "namespace": "rl", "release": "small"}

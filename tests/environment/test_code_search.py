@@ -254,24 +254,24 @@ def test_questions_come_from_a_repositorys_commits_and_docstrings(tmp_path: Path
         "tests: hold the cart's total": ["tests/test_cart.py"],
         "prices: tax what is sold": ["shop/prices.py"],
     }
-    assert written(QuestionSource.COMMITS) == commits
-    assert len(written(QuestionSource.COMMITS, count=1)) == 1
-    assert written(QuestionSource.DOCSTRINGS) == {
+    assert written("commits") == commits
+    assert len(written("commits", count=1)) == 1
+    assert written("docstrings") == {
         "What is chosen by a customer.": ["shop/cart.py"],
         "One of a kind.": ["tests/test_cart.py"],
     }
     for place, word in ((tmp_path / "sets", "git archive: "), (tmp_path / "none", "git archive: ")):
         with pytest.raises(ConfigError, match=word):
-            write_code_search(place, out, source=QuestionSource.COMMITS, count=1, max_files=1)
+            write_code_search(place, out, source="commits", count=1, max_files=1)
     empty = git_repository(tmp_path / "empty", ("first", {"a": "x"}))
     with pytest.raises(ConfigError, match="got no commits that make a question"):
-        write_code_search(empty, out, source=QuestionSource.COMMITS, count=1, max_files=1)
+        write_code_search(empty, out, source="commits", count=1, max_files=1)
 
 
 async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
     repository = git_repository(tmp_path / "repository", ("shop: add a cart", FILES))
     out = tmp_path / "own.parquet"
-    write_code_search(repository, out, source=QuestionSource.COMMITS, count=1, max_files=len(FILES))
+    write_code_search(repository, out, source="commits", count=1, max_files=len(FILES))
     (task,) = read_tasks(out)
     environment = CodeSearchEnvironment(CodeSearchOptions(root=str(tmp_path)))
     await environment.reset(task)

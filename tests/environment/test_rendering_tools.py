@@ -17,7 +17,6 @@ from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError, in_call_order
 from actors.environment.protocol import Message, Role, ToolCall
 from actors.environment.rendering import BreakReason, ChatRenderer, Extension
-from actors.environment.settings import History
 from actors.types import TokenIds
 
 QWEN3 = FAMILIES["qwen3"]
@@ -197,7 +196,7 @@ def test_an_earlier_thought_that_the_template_strips_makes_no_fork() -> None:
 
 
 def test_history_as_rendered_is_what_the_template_shows() -> None:
-    renderer = ChatRenderer(QWEN3.tokenizer, history=History.AS_RENDERED)
+    renderer = ChatRenderer(QWEN3.tokenizer, history="as_rendered")
     for said, reason in (
         (reply("4", reasoning="well"), BreakReason.HISTORY_RENDERED),
         (reply("4"), None),

@@ -10,7 +10,6 @@ import pytest
 from transformers import GenerationConfig
 
 from actors.environment.rendering import load_renderer
-from actors.environment.settings import History
 from actors.environment.tokenizer import stop_token_ids
 from actors.trainer.tiny.tokenizer import build_tokenizer
 
@@ -57,7 +56,7 @@ def test_a_model_that_names_none_is_refused(model: Path) -> None:
 
 def test_a_models_renderer_knows_all_that_ends_a_turn(model: Path) -> None:
     GenerationConfig(eos_token_id=[OWN, 7]).save_pretrained(model)
-    renderer = load_renderer(str(model), template_options={}, history=History.APPENDED)
+    renderer = load_renderer(str(model), template_options={}, history="appended")
     word = build_tokenizer().encode("higher")
     assert renderer.decode(np.array([*word, 7, OWN], dtype=np.int32)) == "higher"
     assert renderer.decode(np.array([*word, 8, OWN], dtype=np.int32)) != "higher"

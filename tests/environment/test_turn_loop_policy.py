@@ -23,7 +23,6 @@ from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.environment.rendering import ChatRenderer
-from actors.environment.settings import History
 from actors.types import BranchReason, FinishReason, Outcome, VersionSpan
 
 
@@ -139,7 +138,7 @@ async def test_history_as_rendered_begins_a_sample_for_each_turn_whose_history_c
         "{% for m in messages %}{{ m.role }}: {{ m.content.split(' ')[-1] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    chat = ChatRenderer(tokenizer, history=History.AS_RENDERED)
+    chat = ChatRenderer(tokenizer, history="as_rendered")
     policy = FakePolicy(*(reply(f"{words}<|im_end|>") for words in ("7", "hm 5", "4")))
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy, chat=chat)
     assert trajectory.render_breaks == {"history_rendered": 1}

@@ -19,7 +19,6 @@ from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
-from actors.environment.settings import History
 from actors.types import BranchReason, FinishReason, LeftOutReason
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.ends import left_out, samples_of, totals_of, trained
@@ -487,7 +486,7 @@ def test_a_prompt_that_had_to_be_rendered_anew_is_a_branch_with_its_reason() -> 
     counts_messages = like_tiny(
         "{% for m in messages %}{{ loop.index }}{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     )
-    stripped = ChatRenderer(SessionPlayer("qwen3").family.tokenizer, history=History.AS_RENDERED)
+    stripped = ChatRenderer(SessionPlayer("qwen3").family.tokenizer, history="as_rendered")
     makers: list[Callable[[], SessionPlayer]] = [
         lambda: SessionPlayer(renderer=counts_messages),
         lambda: SessionPlayer("qwen3", renderer=stripped),

@@ -22,7 +22,6 @@ from worlds.builders.trajectory_builders import (
 from actors.algorithm import (
     Baseline,
     CriticSettings,
-    KlEstimator,
     KlRewardSettings,
     LossSettings,
     RewardSettings,
@@ -40,7 +39,7 @@ from actors.types import Outcome, Trajectory
 
 # By trajectory id, the scores of its samples in their order.
 Scores = dict[str, tuple[RowScores, ...]]
-KL_IN_REWARD = KlRewardSettings(estimator=KlEstimator.K1, coefficient=0.5)
+KL_IN_REWARD = KlRewardSettings(estimator="k1", coefficient=0.5)
 KL = RewardSettings(kl=KL_IN_REWARD)
 TRAIN_TRUNCATED = {
     "game": OutcomePolicy(
@@ -340,9 +339,7 @@ def test_a_reward_by_token_stands_at_its_token(
         assert found[float(np.float32(logprob))] == pytest.approx(value, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("truncation", "expected"), [(Truncation.BOOTSTRAP, 0.7), (Truncation.TERMINAL, -0.1)]
-)
+@pytest.mark.parametrize(("truncation", "expected"), [("bootstrap", 0.7), ("terminal", -0.1)])
 def test_a_truncated_trajectory_bootstraps_from_the_value_at_its_end(
     truncation: Truncation, expected: float
 ) -> None:

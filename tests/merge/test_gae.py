@@ -18,10 +18,10 @@ ZEROS, VALUES = np.zeros(3), np.array([0.5, 0.6, 0.7])
     ("is_truncated", "truncation", "expected"),
     [
         # docs/semantics.md: V(s_T) = .8 behind what was cut off; 0 behind what ended.
-        (True, Truncation.BOOTSTRAP, [0.3, 0.2, 0.1]),
-        (True, Truncation.TERMINAL, [-0.5, -0.6, -0.7]),
-        (True, Truncation.PENALTY, [-0.5, -0.6, -0.7]),
-        (False, Truncation.BOOTSTRAP, [-0.5, -0.6, -0.7]),
+        (True, "bootstrap", [0.3, 0.2, 0.1]),
+        (True, "terminal", [-0.5, -0.6, -0.7]),
+        (True, "penalty", [-0.5, -0.6, -0.7]),
+        (False, "bootstrap", [-0.5, -0.6, -0.7]),
     ],
 )
 def test_truncated_is_not_terminated(
@@ -74,11 +74,11 @@ def test_with_discount_and_decay_one_the_value_target_is_the_return_to_go(
 @pytest.mark.parametrize(
     ("truncation", "disposition"),
     [
-        (Truncation.BOOTSTRAP, Disposition.TRAIN),
-        (Truncation.TERMINAL, Disposition.TRAIN),
-        (Truncation.MASK, Disposition.MASK),
-        (Truncation.PENALTY, Disposition.TRAIN_PENALISED),
-        (Truncation.DROP, Disposition.DROP),
+        ("bootstrap", Disposition.TRAIN),
+        ("terminal", Disposition.TRAIN),
+        ("mask", Disposition.MASK),
+        ("penalty", Disposition.TRAIN_PENALISED),
+        ("drop", Disposition.DROP),
     ],
 )
 def test_each_way_of_truncation_has_its_outcome_rule(
@@ -86,4 +86,4 @@ def test_each_way_of_truncation_has_its_outcome_rule(
 ) -> None:
     settings = CriticSettings(truncation=truncation, truncation_penalty=0.5)
     assert settings.truncation_rule.disposition is disposition
-    assert settings.truncation_rule.penalty == (0.5 if truncation is Truncation.PENALTY else 0)
+    assert settings.truncation_rule.penalty == (0.5 if truncation == "penalty" else 0)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from worlds.checks.metric_expectations import differences, of_events, of_newest, of_steps
@@ -34,10 +35,10 @@ LABEL_VALUES = {
     "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
     "fate": {fate.value for fate in (LedgerEventKind.TRAINED, *EvictionReason, *LeftOutReason)},
     "part": {part.value for part in (*Part, *Pausable)},
-    "side": {"before", "after"} | {side.value for side in Side},
+    "side": {"before", "after"} | set(get_args(Side)),
     "stage": set(StageSeconds().by_name()),
     "kind": {kind.value for kind in LedgerEventKind} | {"sampled", "trained"},
-    "phase": {phase.value for phase in (*Phase, *PublishPhase)}
+    "phase": {*(phase.value for phase in Phase), *get_args(PublishPhase)}
     | Timings(reset_s=1.0, generate_s=1.0, step_s=1.0).by_phase().keys(),
     "rank": {"0"},
     "secret": {"api_key", "database"},

@@ -19,7 +19,6 @@ from worlds.checks.recipe_page import recipes
 from worlds.models.code_search_warmup import MODULES, warmed_up
 from worlds.runs.run_driver import ROOT, Run, running
 
-from actors.environment.plugins.code_search.from_git import QuestionSource
 from service.cli.artifacts import write_code_search, write_reasoning_gym
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(3600)]
@@ -111,9 +110,7 @@ def test_code_search_is_played_and_trained_from_a_repository(tmp_path: Path) -> 
     files = {name: f'"""{told}"""\n' for name, told in MODULES.items()}
     repository = git_repository(tmp_path / "repository", ("first", files))
     tasks = tmp_path / "tasks.jsonl"
-    write_code_search(
-        repository, tasks, source=QuestionSource.DOCSTRINGS, count=len(MODULES), max_files=1
-    )
+    write_code_search(repository, tasks, source="docstrings", count=len(MODULES), max_files=1)
     model = warmed_up(tmp_path / "model")
     config = vetted(
         "code-search-cpu",

@@ -22,10 +22,9 @@ from worlds.checks.metric_names import declared
 from worlds.servers.prometheus_server import Series, series
 
 from actors.deadline import ActorLost
-from actors.metrics import Metrics, PublishPhase
+from actors.metrics import Metrics
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
-from actors.trajectory_queue.messages import Side
 from actors.trajectory_queue.state import QueueState
 from actors.types import BranchReason, Outcome, Timings
 from service.report.document import Phase
@@ -190,7 +189,7 @@ async def test_waits_add_up_over_queues_that_each_begin_at_zero(tmp_path: Path) 
     stats = queue_stats(LedgerCounts())
 
     def see(producer: float, consumer: float) -> None:
-        blocked_s = {Side.PRODUCER: producer, Side.CONSUMER: consumer}
+        blocked_s = {"producer": producer, "consumer": consumer}
         recorder.queue(replace(stats, blocked_s=blocked_s))
 
     see(1.0, 2.0)
@@ -218,11 +217,11 @@ async def test_a_phase_tells_since_when_it_lasts(tmp_path: Path) -> None:
 
 async def test_a_publish_counts_its_seconds_or_its_failure(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
-    with recorder.publishing(PublishPhase.SEND):
+    with recorder.publishing("send"):
         time.sleep(0.05)
-    with suppress(ActorLost), recorder.publishing(PublishPhase.LOAD):
+    with suppress(ActorLost), recorder.publishing("load"):
         raise ActorLost("no engine gets on")
-    with suppress(WeightsMoved), recorder.publishing(PublishPhase.CHECK):
+    with suppress(WeightsMoved), recorder.publishing("check"):
         raise WeightsMoved(3)
     seconds = "rayloom_publish_seconds"
     assert 0.05 <= (value(metrics, f"{seconds}_sum", phase="send") or 0.0) < 60.0

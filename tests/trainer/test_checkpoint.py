@@ -24,7 +24,7 @@ from worlds.parts.trainer_world import (
     random_samples,
 )
 
-from actors.algorithm import ScheduleKind, ScheduleSettings, learning_rate_at
+from actors.algorithm import ScheduleSettings, learning_rate_at
 from actors.environment.tokenizer import (
     load_tokenizer,
     stop_token_ids,
@@ -54,7 +54,7 @@ def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
         tiny_models[True],
         tmp_path / "run",
         warmup_updates=3,
-        schedule=ScheduleSettings(kind=ScheduleKind.COSINE, updates=8, min_ratio=0.1),
+        schedule=ScheduleSettings(kind="cosine", updates=8, min_ratio=0.1),
         weight_decay=0.01,
     )
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_goes_on_at_its_number_of_updates_in_whatever_schedule_it_
     one_rank.start(settings)
     train(one_rank, range(2))
     path = save(one_rank, 2)
-    wsd = ScheduleSettings(kind=ScheduleKind.WSD, updates=7, decay_updates=4)
+    wsd = ScheduleSettings(kind="wsd", updates=7, decay_updates=4)
     for schedule in (settings.trainer.schedule, wsd, ScheduleSettings()):
         one_rank.start(changed(settings, schedule=schedule)).call("load", path=path)
         trainer = settings.trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.algorithm import Denominator, KlSettings, LossSettings
+from actors.algorithm import KlSettings, LossSettings
 from actors.trainer.loss.corrections import (
     keep_sequence_band,
     keep_token_band,
@@ -64,5 +64,5 @@ def test_what_a_loss_needs_follows_from_its_settings() -> None:
     plain = LossSettings()
     assert not (plain.needs_old or plain.needs_reference or plain.needs_entropy_gradient)
     kl = KlSettings(coefficient=0.1)
-    rich = LossSettings(denominator=Denominator.OLD, kl=kl, entropy_coefficient=0.01)
+    rich = LossSettings(denominator="old", kl=kl, entropy_coefficient=0.01)
     assert rich.needs_old and rich.needs_reference and rich.needs_entropy_gradient

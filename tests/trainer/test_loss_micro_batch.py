@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.builders.loss_terms import EVERY_LOSS, Tokens, random_tokens, terms_of
 
-from actors.algorithm import Correction, Denominator, KlSettings, LossSettings, Objective
+from actors.algorithm import KlSettings, LossSettings, Objective
 from actors.trainer.loss.micro_batch import (
     MicroBatchTerms,
     combine_rows,
@@ -119,9 +119,9 @@ def test_the_default_loss_by_hand() -> None:
 def test_decoupled_ppo_clips_around_old_and_weighs_by_old_over_behaviour() -> None:
     # current / old = 1.5, clipped at 1.28; old / behaviour = 2, truncated at 1.6.
     tokens = tokens_of(current=[0.6], old=[0.4], behaviour=[0.2], advantage=[1.0])
-    settings = LossSettings(denominator=Denominator.OLD, clip_high=0.28)
+    settings = LossSettings(denominator="old", clip_high=0.28)
     assert loss_and_gradients(terms_of(tokens), settings)[0] == pytest.approx(-1.28)
-    settings = replace(settings, correction=Correction.TRUNCATE_TOKEN, correction_cap=1.6)
+    settings = replace(settings, correction="truncate_token", correction_cap=1.6)
     assert loss_and_gradients(terms_of(tokens), settings)[0] == pytest.approx(-1.28 * 1.6)
 
 
@@ -220,7 +220,7 @@ def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:
 @pytest.mark.parametrize(
     ("settings", "missing"),
     [
-        (LossSettings(denominator=Denominator.OLD), "old_logprobs"),
+        (LossSettings(denominator="old"), "old_logprobs"),
         (LossSettings(kl=KlSettings(coefficient=0.1)), "reference_logprobs"),
     ],
 )
@@ -315,7 +315,7 @@ def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> N
     )  # fmt: skip
     settings = LossSettings(
         kl=KlSettings(coefficient=1.0),
-        denominator=Denominator.OLD,
+        denominator="old",
         outlier_below=0.01,
         token_band=(0.1, 10.0),
     )

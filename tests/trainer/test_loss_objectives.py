@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -229,9 +230,9 @@ def test_k3_is_never_negative(delta: float) -> None:
 @pytest.mark.parametrize(
     ("estimator", "value", "gradient"),
     [
-        (KlEstimator.K1, LN2, 1.0),
-        (KlEstimator.K2, LN2**2 / 2, LN2),
-        (KlEstimator.K3, LN2 - 0.5, 0.5),
+        ("k1", LN2, 1.0),
+        ("k2", LN2**2 / 2, LN2),
+        ("k3", LN2 - 0.5, 0.5),
     ],
 )
 def test_the_kl_of_current_against_reference(
@@ -243,12 +244,12 @@ def test_the_kl_of_current_against_reference(
     assert gradient_of(kl, current) == pytest.approx([gradient])
     # Behaviour .25: ratio 2. With k1 and k3 the ratio's own gradient is added, r k.
     corrected = corrected_reference_kl(current, logs(0.25), logs(0.25), estimator=estimator)
-    through_ratio = 0.0 if estimator is KlEstimator.K2 else value
+    through_ratio = 0.0 if estimator == "k2" else value
     assert corrected.item() == pytest.approx(2 * value)
     assert gradient_of(corrected, current) == pytest.approx([2 * (gradient + through_ratio)])
 
 
-@pytest.mark.parametrize("estimator", list(KlEstimator))
+@pytest.mark.parametrize("estimator", get_args(KlEstimator))
 def test_the_corrected_kl_has_the_gradient_of_the_exact_one(estimator: KlEstimator) -> None:
     """Over a whole vocabulary the expectation under the sampler is a sum: no sampling noise."""
     torch.manual_seed(0)
@@ -259,14 +260,12 @@ def test_the_corrected_kl_has_the_gradient_of_the_exact_one(estimator: KlEstimat
     exact = (current.exp() * (current - reference)).sum()
     terms = corrected_reference_kl(current, reference, behaviour, estimator=estimator)
     estimate = (behaviour.exp() * terms).sum()
-    if estimator is not KlEstimator.K2:
+    if estimator != "k2":
         assert estimate.item() == pytest.approx(exact.item())
     assert gradient_of(estimate, logits) == pytest.approx(gradient_of(exact, logits))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "is_forward"), [(KlEstimator.K2, False), (KlEstimator.K3, True)]
-)
+@pytest.mark.parametrize(("estimator", "is_forward"), [("k2", False), ("k3", True)])
 def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_a_stated_direction(
     estimator: KlEstimator, is_forward: bool
 ) -> None:
@@ -282,16 +281,6 @@ def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_a_stated_direction(
     else:
         exact = (current.exp() * (current - reference)).sum()
     assert gradient_of(estimate, logits) == pytest.approx(gradient_of(exact, logits))
-
-
-@pytest.mark.parametrize("estimator", list(KlEstimator))
-def test_an_estimators_word_gives_the_gradient_of_its_enum(estimator: KlEstimator) -> None:
-    current = logs(0.5, 0.2).requires_grad_()
-    named, worded = (
-        corrected_reference_kl(current, logs(0.25, 0.6), logs(0.3, 0.1), estimator=each)
-        for each in (estimator, estimator.value)  # type: ignore[arg-type]
-    )
-    assert gradient_of(worded, current) == gradient_of(named, current)
 
 
 @pytest.mark.parametrize(("divergence", "is_far"), [(binary_tv, True), (binary_kl, False)])

@@ -6,21 +6,20 @@ import pytest
 import torch
 
 from actors.trainer.process_group import rank_device
-from actors.trainer.settings import Device
 
 
 def test_a_cuda_rank_has_a_device_that_can_be_made_current() -> None:
     # torch.cuda.set_device refuses a device without an index.
-    alone = [rank_device(Device.CUDA, rank=rank, num_visible=1) for rank in range(3)]
+    alone = [rank_device("cuda", rank=rank, num_visible=1) for rank in range(3)]
     assert alone == [torch.device("cuda:0")] * 3
-    shared = [rank_device(Device.CUDA, rank=rank, num_visible=2) for rank in range(3)]
+    shared = [rank_device("cuda", rank=rank, num_visible=2) for rank in range(3)]
     assert [device.index for device in shared] == [0, 1, 0]
 
 
 def test_a_cuda_rank_without_a_gpu_says_so() -> None:
     with pytest.raises(RuntimeError, match="rank 1 sees no GPU, expected one for device cuda"):
-        rank_device(Device.CUDA, rank=1, num_visible=0)
+        rank_device("cuda", rank=1, num_visible=0)
 
 
 def test_a_rank_on_the_cpu_asks_for_no_gpu() -> None:
-    assert rank_device(Device.CPU, rank=1, num_visible=0) == torch.device("cpu")
+    assert rank_device("cpu", rank=1, num_visible=0) == torch.device("cpu")

@@ -25,7 +25,6 @@ from actors.algorithm import (
     KlRewardSettings,
     RewardSettings,
     Scale,
-    ScheduleKind,
     ScheduleSettings,
 )
 from actors.merge.groups import classify_groups
@@ -146,7 +145,7 @@ def test_two_ranks_score_and_train_as_one_does(
 def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_learning_rate(
     two_ranks: World, settings: RankSettings
 ) -> None:
-    decay = ScheduleSettings(kind=ScheduleKind.LINEAR, updates=4)
+    decay = ScheduleSettings(kind="linear", updates=4)
     critic = CriticSettings(learning_rate=1e-3, warmup_updates=0, schedule=decay)
     settings = changed(settings, critic=critic)
     two_ranks.start(settings)

@@ -29,7 +29,7 @@ from actors.trainer.group import (
     remove_reservations,
     reservation_name,
 )
-from actors.trainer.settings import RankSettings, WeightBackend
+from actors.trainer.settings import RankSettings
 from actors.weights.actor import start_board
 from actors.weights.board import NUM_CHECK_TOKENS, Publication
 from actors.weights.buffers import buffer_checksum, unpack_group
@@ -282,7 +282,7 @@ async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_i
 async def test_a_rank_whose_weights_are_not_broadcast_any_more_is_lost(
     settings: RankSettings,
 ) -> None:
-    collective = changed(settings, num_ranks=1, weight_backend=WeightBackend.COLLECTIVE)
+    collective = changed(settings, num_ranks=1, weight_backend="collective")
     group = await start_group(collective)
     await group.publish(SlowBoard.remote(), 0, 0)
     reason = "RuntimeError: weights: the broadcasting thread has ended after LookupError: no seats"

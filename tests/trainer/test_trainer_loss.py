@@ -10,7 +10,7 @@ import pytest
 from worlds.builders.settings import changed, rank_settings
 from worlds.parts.trainer_world import World, largest_difference, random_samples
 
-from actors.algorithm import Correction, Denominator, KlSettings, LossSettings, Ratio
+from actors.algorithm import KlSettings, LossSettings
 from actors.trainer.settings import RankSettings
 
 LOSS_TOLERANCE = 1e-6
@@ -26,8 +26,8 @@ def test_a_loss_of_every_part_is_the_same_on_one_rank_and_two(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     loss = LossSettings(
-        ratio=Ratio.SEQUENCE, denominator=Denominator.OLD, clip_low=0.1, clip_high=0.1,
-        correction=Correction.TRUNCATE_SEQUENCE, outlier_below=0.45,
+        ratio="sequence", denominator="old", clip_low=0.1, clip_high=0.1,
+        correction="truncate_sequence", outlier_below=0.45,
         kl=KlSettings(coefficient=0.1, corrected=True), entropy_coefficient=0.01,
     )  # fmt: skip
     settings = changed(settings, loss=loss, epochs=2)
@@ -54,7 +54,7 @@ def logprobs(statistics: Mapping[str, float], policy: str) -> list[float]:
 def test_the_old_policy_is_the_trainer_at_the_steps_start_in_every_update(
     one_rank: World, settings: RankSettings
 ) -> None:
-    settings = changed(settings, loss=LossSettings(denominator=Denominator.OLD))
+    settings = changed(settings, loss=LossSettings(denominator="old"))
     samples = random_samples(32, 5)
     once = one_rank.start(settings).step([samples]).statistics
     # A single update starts where the old policy is: no ratio but 1.

@@ -23,7 +23,7 @@ from worlds.models.mixture_world import (
 )
 from worlds.parts.trainer_world import World, largest_difference
 
-from actors.algorithm import Denominator, KlSettings, LossSettings
+from actors.algorithm import KlSettings, LossSettings
 from actors.batch import MicroBatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.export import export_checkpoint
@@ -124,7 +124,7 @@ def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
 def test_the_old_policy_replays_and_the_reference_routes_by_itself(
     models: dict[str, str], two_ranks: World, tmp_path: Path
 ) -> None:
-    loss = LossSettings(denominator=Denominator.OLD, kl=KlSettings(coefficient=0.01))
+    loss = LossSettings(denominator="old", kl=KlSettings(coefficient=0.01))
     settings = changed(
         settings_for(models["qwen3"], tmp_path), loss=loss, epochs=2, learning_rate=1e-4
     )

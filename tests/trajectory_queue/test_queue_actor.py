@@ -26,7 +26,7 @@ from actors.trajectory_queue import actor as queue_actor
 from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import TokenCounts
-from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot, Side, StepInput
+from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot, StepInput
 from actors.types import Outcome
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
@@ -159,15 +159,15 @@ def test_it_counts_how_long_each_side_waited_for_the_other() -> None:
     player = Player.remote(queue, "player")
     assert take_step(queue, limit_s=1.0) is None
     waited = get(queue.stats.remote()).blocked_s
-    assert 1.0 <= waited[Side.CONSUMER] < LIMIT_S and waited[Side.PRODUCER] == 0.0
+    assert 1.0 <= waited["consumer"] < LIMIT_S and waited["producer"] == 0.0
     assert len(get(player.take.remote(4, LIMIT_S))) == 4
     get(player.hand_in.remote(4, 2))
     # As many as the bound wait for a step; the next groups are there, and are held back.
     assert get(player.take.remote(4, 1.5)) == []
     stats = get(queue.stats.remote())
-    assert 1.5 <= stats.blocked_s[Side.PRODUCER] < LIMIT_S
+    assert 1.5 <= stats.blocked_s["producer"] < LIMIT_S
     assert stats.oldest_s is not None and 1.5 <= stats.oldest_s < LIMIT_S
-    assert stats.blocked_s[Side.CONSUMER] == waited[Side.CONSUMER]
+    assert stats.blocked_s["consumer"] == waited["consumer"]
 
 
 def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:

@@ -63,11 +63,11 @@ def reference_kl(
     """
     delta = reference_logprobs - current_logprobs
     match estimator:
-        case KlEstimator.K1:
+        case "k1":
             return kl_k1(delta)
-        case KlEstimator.K2:
+        case "k2":
             return kl_k2(delta)
-        case KlEstimator.K3:
+        case "k3":
             return kl_k3(delta)
         case unknown:
             assert_never(unknown)
@@ -91,7 +91,7 @@ def corrected_reference_kl(
     Example: current ln .5, reference ln .25, behaviour ln .25, k1 -> 2 ln 2
     """
     ratio = bounded_ratio((current_logprobs - behaviour_logprobs).double())
-    if estimator == KlEstimator.K2:
+    if estimator == "k2":
         ratio = ratio.detach()
     return ratio * reference_kl(current_logprobs, reference_logprobs, estimator=estimator)
 

@@ -22,7 +22,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from actors.algorithm import Correction, LossSettings, Ratio
+from actors.algorithm import LossSettings
 from actors.trainer.loss import corrections
 from actors.trainer.loss.corrections import (
     bounded_ratio,
@@ -99,7 +99,8 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
     Example: current ln .6, behaviour ln .4, advantage 1, weight .25, defaults: ratio 1.5, clipped
         at 1.28, loss -.32
     """
-    denominator = _denominator(terms, settings)
+    denominator = terms.old_logprobs if settings.needs_old else terms.behaviour_logprobs
+    assert denominator is not None
     trainer = denominator if settings.needs_old else terms.current_logprobs
     drift = (trainer - terms.behaviour_logprobs).detach()
     rejected = _rejected(drift, terms.trajectory_index, settings)
@@ -137,21 +138,10 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
     )
 
 
-def _denominator(terms: MicroBatchTerms, settings: LossSettings) -> Tensor:
-    if not settings.needs_old:
-        return terms.behaviour_logprobs
-    assert terms.old_logprobs is not None
-    return terms.old_logprobs
-
-
 def _log_ratio(terms: MicroBatchTerms, denominator: Tensor, settings: LossSettings) -> Tensor:
-    match settings.ratio:
-        case Ratio.TOKEN:
-            return token_log_ratio(terms.current_logprobs, denominator)
-        case Ratio.SEQUENCE:
-            return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
-        case unknown:
-            assert_never(unknown)
+    if settings.ratio == "token":
+        return token_log_ratio(terms.current_logprobs, denominator)
+    return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
 
 
 def _rejected(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -> dict[str, Tensor]:
@@ -173,11 +163,11 @@ def _rejected(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -
 def _importance_weights(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -> Tensor:
     cap = settings.correction_cap
     match settings.correction:
-        case Correction.NONE:
+        case "none":
             return torch.ones_like(drift)
-        case Correction.TRUNCATE_TOKEN:
+        case "truncate_token":
             return corrections.truncated_token_weight(drift, cap=cap)
-        case Correction.TRUNCATE_SEQUENCE:
+        case "truncate_sequence":
             return corrections.truncated_sequence_weight(drift, trajectory_index, cap=cap)
         case unknown:
             assert_never(unknown)

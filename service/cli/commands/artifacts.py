@@ -79,7 +79,7 @@ def tasks_code_search(
     out: TaskFile,
     source: Annotated[
         QuestionSource, typer.Option("--from", help="source of the questions")
-    ] = QuestionSource.COMMITS,
+    ] = "commits",
     count: Count = 1000,
     max_files: Annotated[int, typer.Option(min=1, help="maximum number of files in an answer")] = 5,
 ) -> None:

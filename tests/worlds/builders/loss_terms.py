@@ -9,17 +9,13 @@ import numpy as np
 import torch
 
 from actors.algorithm import (
-    Correction,
-    Denominator,
-    KlEstimator,
     KlSettings,
     LossSettings,
     Objective,
-    Ratio,
 )
 from actors.trainer.loss.micro_batch import MicroBatchTerms
 
-_OLD = LossSettings(denominator=Denominator.OLD)
+_OLD = LossSettings(denominator="old")
 # Every objective, ratio, correction, mask and term at least once.
 EVERY_LOSS: dict[str, LossSettings] = {
     "ppo": LossSettings(),
@@ -30,20 +26,18 @@ EVERY_LOSS: dict[str, LossSettings] = {
     "dppo_tv": LossSettings(objective=Objective.DPPO_TV, divergence_bound=0.02),
     "dppo_kl": LossSettings(objective=Objective.DPPO_KL, divergence_bound=0.005),
     "positive_only": LossSettings(negative_weight=0.0),
-    "gspo": LossSettings(ratio=Ratio.SEQUENCE, clip_low=0.05, clip_high=0.05),
-    "gspo_dual": LossSettings(ratio=Ratio.SEQUENCE, objective=Objective.DUAL_CLIP, dual_clip=1.01),
-    "sequence_reinforce": LossSettings(ratio=Ratio.SEQUENCE, objective=Objective.REINFORCE),
+    "gspo": LossSettings(ratio="sequence", clip_low=0.05, clip_high=0.05),
+    "gspo_dual": LossSettings(ratio="sequence", objective=Objective.DUAL_CLIP, dual_clip=1.01),
+    "sequence_reinforce": LossSettings(ratio="sequence", objective=Objective.REINFORCE),
     "decoupled": _OLD,
-    "decoupled_token": replace(_OLD, correction=Correction.TRUNCATE_TOKEN, correction_cap=1.1),
-    "decoupled_sequence": replace(_OLD, correction=Correction.TRUNCATE_SEQUENCE),
+    "decoupled_token": replace(_OLD, correction="truncate_token", correction_cap=1.1),
+    "decoupled_sequence": replace(_OLD, correction="truncate_sequence"),
     "token_band": LossSettings(token_band=(0.8, 1.3)),
     "sequence_band": replace(_OLD, sequence_band=(0.95, 1.1)),
     "outlier": LossSettings(outlier_below=0.7),
-    "k2": LossSettings(kl=KlSettings(coefficient=0.1, estimator=KlEstimator.K2)),
+    "k2": LossSettings(kl=KlSettings(coefficient=0.1, estimator="k2")),
     "k3": LossSettings(kl=KlSettings(coefficient=0.1)),
-    "k1_corrected": LossSettings(
-        kl=KlSettings(coefficient=0.1, estimator=KlEstimator.K1, corrected=True)
-    ),
+    "k1_corrected": LossSettings(kl=KlSettings(coefficient=0.1, estimator="k1", corrected=True)),
     "k3_corrected": LossSettings(
         kl=KlSettings(coefficient=0.1, corrected=True), token_band=(0.8, 1.3)
     ),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from actors.algorithm import AlgorithmSettings
 from actors.merge.settings import StepSettings
-from actors.trainer.settings import RankSettings, TrainerSettings, WeightBackend
+from actors.trainer.settings import RankSettings, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings, QueueStateSettings
 
 Composed = TypeVar("Composed", StepSettings, RankSettings, QueueStateSettings)
@@ -35,7 +35,7 @@ def rank_settings(model: str, checkpoint_dir: Path, **named: Any) -> RankSetting
         trainer=TrainerSettings(warmup_updates=0),
         model=model,
         checkpoint_dir=checkpoint_dir,
-        weight_backend=WeightBackend.OBJECT_STORE,
+        weight_backend="object_store",
         chat_template=None,
         max_context_tokens=1024,
         seed=0,

@@ -20,9 +20,9 @@ import subprocess
 import tarfile
 import warnings
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
+from typing import Literal, get_args
 
 from actors.types import Task
 
@@ -31,13 +31,8 @@ MIN_WORDS = 3
 BY_THE_WAY = ("CHANGELOG*", "*.lock", "package-lock.json")
 _NO_QUESTION = re.compile(r"(merge|revert|fixup!|squash!|wip)\b", re.IGNORECASE)
 _GIT_LIMIT_S = 300.0
-
-
-class QuestionSource(StrEnum):
-    """The part of a repository from which questions are made."""
-
-    COMMITS = "commits"
-    DOCSTRINGS = "docstrings"
+QuestionSource = Literal["commits", "docstrings"]
+"""The part of a repository from which questions are made."""
 
 
 class GitFailed(ValueError):
@@ -59,14 +54,14 @@ def tasks_of_repository(
         there = frozenset(member.name for member in packed if member.isreg())
     found = (
         _of_commits(repository, archive.name, there, max_files=max_files)
-        if source is QuestionSource.COMMITS
+        if source == "commits"
         else _of_docstrings(archive)
     )
     tasks = list(islice(found, count))
     if not tasks:
         raise ValueError(
             f"{repository}: got no {source} that make a question, expected one or more; try the "
-            f"other source ({' or '.join(QuestionSource)}), or allow more files to change"
+            f"other source ({' or '.join(get_args(QuestionSource))}), or allow more files to change"
         )
     return tasks
 
