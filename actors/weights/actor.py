@@ -37,7 +37,6 @@ from actors.deaths import ACTOR_DEATHS
 from actors.weights.board import (
     Board,
     BoardStatus,
-    HoldOrder,
     NotPublished,
     Publication,
     Seat,
@@ -231,12 +230,13 @@ class WeightBoard:
         timeout_s: float,
         num_workers: int = 1,
         is_held: bool = False,
-    ) -> Publication | HoldOrder | None:
+    ) -> Publication | bool | None:
         """Record that a replica is alive and has (term, version), and return its next work.
 
         Args: num_workers: number of its engine's processes that take part in a broadcast. is_held:
             whether it holds its turns. timeout_s: longest time to wait for work.
-        Returns: a publication to load, or an order; None if there was neither in time.
+        Returns: a publication to load, or an order (`Board.next_for`); None if there was neither in
+            time.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s

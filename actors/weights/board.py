@@ -142,13 +142,6 @@ class ReplicaReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldOrder:
-    """An order to an engine to hold its turns, so that it samples nothing, or to resume them."""
-
-    is_held: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BoardStatus:
     """The current publication, and the live replicas."""
 
@@ -311,19 +304,18 @@ class Board:
         """Order all current and later replicas to hold their turns, or to resume them."""
         self._is_held = is_held
 
-    def next_for(self, replica_id: str) -> Publication | HoldOrder | None:
-        """Return the next work of a replica: the current publication, an order to hold, or None.
+    def next_for(self, replica_id: str) -> Publication | bool | None:
+        """Return the next work of a replica: the current publication, an order, or None.
 
-        It is the publication if the replica lacks it, otherwise an order if the replica must hold
-        or resume its turns, otherwise None.
+        It is the publication if the replica lacks it. Otherwise it is an order if the replica must
+        hold its turns, so that it samples nothing (True), or resume them (False); otherwise None.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
         if not self._holds(replica):
             return self._current
-        is_as_asked = replica.is_held == self._is_held
-        return None if is_as_asked else HoldOrder(is_held=self._is_held)
+        return None if replica.is_held == self._is_held else self._is_held
 
     def report(
         self,

@@ -40,7 +40,7 @@ from actors.environment.policy import (
 )
 from actors.imports import quick_imports
 from actors.limits import MIB
-from actors.weights.board import MAX_FAILED_BROADCASTS, POLL_GRACE_S, HoldOrder, Publication
+from actors.weights.board import MAX_FAILED_BROADCASTS, POLL_GRACE_S, Publication
 from actors.weights.logprob_check import EngineScores
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
@@ -317,8 +317,8 @@ class InferenceReplica:
             return
         if publication is None:
             return
-        if isinstance(publication, HoldOrder):
-            await self._engine.hold(publication.is_held)
+        if isinstance(publication, bool):
+            await self._engine.hold(publication)
             return
         # The board waits for this replica while it loads.
         self._is_loading, self._progress_at = True, time.monotonic()
@@ -328,15 +328,13 @@ class InferenceReplica:
         finally:
             self._is_loading = False
 
-    async def _poll(self) -> Publication | HoldOrder | None:
+    async def _poll(self) -> Publication | bool | None:
         engine = self._engine
         reference = self._board.poll.remote(
             self._name, engine.term, engine.version, POLL_S, engine.num_workers, engine.is_held
         )
         sent_at = time.monotonic()
-        publication: Publication | HoldOrder | None = await within(
-            POLL_S + RPC_TIMEOUT_S, reference
-        )
+        publication: Publication | bool | None = await within(POLL_S + RPC_TIMEOUT_S, reference)
         self._heard_at = sent_at
         return publication
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.trainer.tiny.built import MARKER, WARMUP_STEPS, TinyModelReport, build_name, copy_built
+from actors.trainer.tiny.built import MARKER, WARMUP_STEPS, build_name, copy_built, read_marker
 from service.config.file import ConfigError
 from service.config.tree import TinyModelSettings
 from service.launch.gguf_models import models_directory
@@ -24,9 +24,10 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
     )
     try:
         if not (cached / MARKER).is_file() and not _is_built(cached, settings, warmup_steps):
-            report = _built(directory, settings, warmup_steps)
+            was_reused = _built(directory, settings, warmup_steps)
         else:
-            report = copy_built(cached, directory)
+            was_reused = copy_built(cached, directory)
+        built = read_marker(directory)
     except FileExistsError as error:
         raise ConfigError(f"model tiny: {error}") from error
     except OSError as error:
@@ -34,10 +35,11 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
             f"model tiny: {directory} cannot be written ({error}); expected a directory that can "
             "be made; choose another"
         ) from error
-    verb = "is already" if report.was_reused else "built"
+    assert built is not None, "the directory has the model"
+    report, verb = built["report"], "is already" if was_reused else "built"
     return (
-        f"{verb} in {report.directory}: {report.num_parameters / 1e6:.2f} M parameters, "
-        f"{report.vocab_size} tokens, {report.warmup_steps} warm-up steps"
+        f"{verb} in {directory}: {report['num_parameters'] / 1e6:.2f} M parameters, "
+        f"{report['vocab_size']} tokens, {report['warmup_steps']} warm-up steps"
     )
 
 
@@ -51,8 +53,8 @@ def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> b
     return True
 
 
-def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> TinyModelReport:
-    """Build the tiny model, and return its report.
+def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
+    """Build the tiny model, and return whether the directory held it already.
 
     Raises: FileExistsError if the directory has other files; OSError.
     """

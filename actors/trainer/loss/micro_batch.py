@@ -139,9 +139,13 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
 
 
 def _log_ratio(terms: MicroBatchTerms, denominator: Tensor, settings: LossSettings) -> Tensor:
-    if settings.ratio == "token":
-        return token_log_ratio(terms.current_logprobs, denominator)
-    return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
+    match settings.ratio:
+        case "token":
+            return token_log_ratio(terms.current_logprobs, denominator)
+        case "sequence":
+            return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
+        case unknown:
+            assert_never(unknown)
 
 
 def _rejected(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -> dict[str, Tensor]:

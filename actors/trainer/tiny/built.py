@@ -11,7 +11,6 @@ import inspect
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,6 @@ WARMUP_STEPS = 60
 MARKER = "tiny_model.json"
 # The weights depend on the settings, on these packages and on the sources of the build.
 _PACKAGES = ("torch", "transformers", "tokenizers")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinyModelReport:
-    """A tiny model that was built, or found already built."""
-
-    directory: Path
-    num_parameters: int
-    vocab_size: int
-    warmup_steps: int
-    first_loss: float | None
-    """Mean loss of the first five warm-up steps, in nats per token; None without a warm-up."""
-    last_loss: float | None
-    """Mean loss of the last five warm-up steps, in nats per token; None without a warm-up."""
-    was_reused: bool
-    """Whether the directory already held this model."""
 
 
 def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> str:
@@ -78,22 +61,21 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
     return found
 
 
-def copy_built(source: Path, directory: Path) -> TinyModelReport:
+def copy_built(source: Path, directory: Path) -> bool:
     """Copy a built model. The directory appears complete or not at all.
 
-    Returns: the report of the build.
+    Returns: whether the directory held this model already.
     Raises: FileExistsError if the directory holds anything but a tiny model; OSError.
     """
     built = read_marker(source)
     assert built is not None, "the source has been built"
-    found = read_marker(directory)
-    if found == built:
-        return TinyModelReport(directory=directory, was_reused=True, **built["report"])
+    if read_marker(directory) == built:
+        return True
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as name:
         shutil.copytree(source, Path(name) / "new")
         put_in_place(Path(name) / "new", directory, scratch=Path(name))
-    return TinyModelReport(directory=directory, was_reused=False, **built["report"])
+    return False
 
 
 def put_in_place(made: Path, directory: Path, *, scratch: Path) -> None:

@@ -26,7 +26,6 @@ from transformers import (
 from actors.trainer.tiny.built import (
     MARKER,
     WARMUP_STEPS,
-    TinyModelReport,
     put_in_place,
     read_marker,
 )
@@ -59,7 +58,7 @@ def build_tiny_model(
     tie_word_embeddings: bool = True,
     warmup_steps: int = WARMUP_STEPS,
     on_step: Callable[[int, float], None] | None = None,
-) -> TinyModelReport:
+) -> bool:
     """Write a Hugging Face directory that transformers and vLLM can load.
 
     A directory that already holds the same model is left as it is; one that holds another tiny
@@ -68,6 +67,7 @@ def build_tiny_model(
     Args: seed: of the initialisation and of the warm-up's conversations. warmup_steps: 0 keeps the
     random initialisation, whose answers are noise. on_step: called with the number of each warm-up
     step, from 0, and its loss.
+    Returns: whether the directory held this model already.
     Raises: FileExistsError if the directory holds anything but a tiny model.
     """
     if warmup_steps < 0:
@@ -87,7 +87,7 @@ def build_tiny_model(
     }
     found = read_marker(directory)
     if found is not None and found["settings"] == settings:
-        return TinyModelReport(directory=directory, was_reused=True, **found["report"])
+        return True
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{directory.name}.", dir=directory.parent
@@ -107,7 +107,7 @@ def build_tiny_model(
         marker = {"settings": settings, "report": report}
         (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
         put_in_place(made, directory, scratch=scratch)
-    return TinyModelReport(directory=directory, was_reused=False, **report)
+    return False
 
 
 def tiny_config(
@@ -139,7 +139,7 @@ def _write_model(
     tie_word_embeddings: bool,
     on_step: Callable[[int, float], None] | None,
 ) -> dict[str, Any]:
-    """Create, warm up and save the model; return the report's fields except the directory's."""
+    """Create, warm up and save the model; return the report in its marker."""
     tokenizer = build_tokenizer()
     config = tiny_config(tokenizer, tie_word_embeddings=tie_word_embeddings)
     model = Qwen3ForCausalLM(config)
@@ -157,6 +157,7 @@ def _write_model(
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocab_size": len(tokenizer),
         "warmup_steps": warmup_steps,
+        # Nats per token; None without a warm-up.
         "first_loss": _mean(losses[:5]),
         "last_loss": _mean(losses[-5:]),
     }
