@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -386,6 +387,7 @@ async def test_headers_may_hold_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
             {"url": "ws://h", "malformed_penalty": -1},
             "malformed_penalty: got -1, expected 0",
         ),
+        ({"url": "ws://h", "reset": {"size": math.inf}}, "reset: got a value that cannot be sent"),
         ({"url": "ws://h", "headers": {"A": "$NOT_SET_ANYWHERE"}}, "NOT_SET_ANYWHERE is not set"),
     ],
 )

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from pydantic import JsonValue
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
@@ -40,7 +41,7 @@ from actors.environment.tool_calls import visible_text
 from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ERROR, MalformedTurns, TurnOptions
 from actors.limits import STRICT, NotNegative
-from actors.options import expanded, holding
+from actors.options import JsonObject, expanded, holding
 from actors.types import Task
 from actors.user_code import describe
 
@@ -69,7 +70,7 @@ class OpenEnvOptions(TurnOptions):
     """Address of the server: http://, https://, ws:// or wss://."""
     action_field: str | None = ACTION_FIELD
     """Field of the action for the policy's text; null: the text is the action, as JSON."""
-    action: Mapping[str, Any] | None = None
+    action: JsonObject | None = None
     """Other fields of the action."""
     tools: bool = False
     """Whether the policy calls the environment's MCP tools instead of writing an action."""
@@ -79,7 +80,7 @@ class OpenEnvOptions(TurnOptions):
     """Text of the first message, with {observation}, which is optional with tools."""
     step_prompt: Annotated[str, holding("{observation}")] = "{observation}"
     """Text of later messages."""
-    reset: Mapping[str, Any] | None = None
+    reset: JsonObject | None = None
     """Arguments of the environment's reset, besides the seed and a task's data."""
     headers: Mapping[str, str] | None = None
     """HTTP headers for the server; $NAME is an environment variable."""
@@ -108,7 +109,7 @@ class OpenEnvOptions(TurnOptions):
 class OpenEnvEnvironment:
     """An environment whose episode is one session of an OpenEnv server."""
 
-    data_schema: Mapping[str, Any] = {
+    data_schema: Mapping[str, JsonValue] = {
         "type": "object",
         "description": "arguments of the environment's reset, besides the seed",
     }
