@@ -23,6 +23,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    JsonValue,
     PydanticUndefinedAnnotation,
     PydanticUserError,
     TypeAdapter,
@@ -111,6 +112,8 @@ DataPath = Annotated[str, _DATA]
 """Path of a file or a directory that the environment reads, relative to the working directory."""
 JsonObject = Annotated[Mapping[str, Any], BeforeValidator(_as_json)]
 """A map that can be sent as JSON."""
+JsonSchema = Mapping[str, JsonValue]
+"""A JSON schema of an object."""
 
 
 class BadOptions(ValueError):

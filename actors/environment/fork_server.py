@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from actors.environment import worker_process
 
@@ -73,7 +72,7 @@ class ForkServer:
         with suppress(ConnectionError):
             self.control.send(json.dumps({"kill": process}).encode())
 
-    def read(self) -> dict[str, Any] | None:
+    def read(self) -> dict[str, int] | None:
         """Return the next report of a worker's start or end; None if the fork server has ended.
 
         Raises: BlockingIOError if there is no report.

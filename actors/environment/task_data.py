@@ -20,15 +20,15 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from actors.environment.protocol import Role
-from actors.options import BadOptions, schema_of
+from actors.options import BadOptions, JsonSchema, schema_of
 from actors.types import Task
 from actors.user_code import type_of
 
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
 """Columns that are searched for a reference answer, in this order, unless one is named."""
-ANY_DATA: Mapping[str, Any] = {"type": "object"}
+ANY_DATA: JsonSchema = {"type": "object"}
 """The schema of an environment that declares none."""
-NO_DATA: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
+NO_DATA: JsonSchema = {"type": "object", "additionalProperties": False}
 """The schema of an environment that makes its tasks only from their seeds."""
 _TEXT_PARTS = {
     "type": "array",
@@ -70,7 +70,7 @@ _MESSAGE: dict[str, Any] = {
     # A message without text has calls.
     "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
-PROMPT_DATA: Mapping[str, Any] = {
+PROMPT_DATA: JsonSchema = {
     "type": "object",
     "properties": {
         "prompt": {
@@ -84,7 +84,7 @@ PROMPT_DATA: Mapping[str, Any] = {
 }
 """The schema of tasks with a prompt, which is a text or a chat's messages, and any other data."""
 _WEIGHTED = {**_MESSAGE, "properties": {**_MESSAGE["properties"], "weight": {"enum": [0, 1, None]}}}
-CHAT_DATA: Mapping[str, Any] = {
+CHAT_DATA: JsonSchema = {
     "type": "object",
     "properties": {
         "messages": {"type": "array", "items": _WEIGHTED, "minItems": 1},

@@ -11,11 +11,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.network import is_loopback
+from actors.options import JsonSchema
 from service.access.keys import digest_of
 from service.access.secret_files import read_secret
 from service.config.file import ConfigError
@@ -40,7 +40,7 @@ class HttpSettings:
     sessions: SessionSettings = field(default_factory=SessionSettings)
     environments: tuple[str, ...]
     """Environments whose tasks are accepted."""
-    data_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    data_schemas: Mapping[str, JsonSchema] = field(default_factory=dict)
     """JSON schemas of tasks' data, by environment. An environment without a schema accepts any
     object."""
     key_digest: str | None = None

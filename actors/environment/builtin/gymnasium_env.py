@@ -25,7 +25,7 @@ from actors.environment.builtin.reasoning_gym_env import extract_answer
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.tool_turns import MalformedTurns, TurnOptions
 from actors.limits import STRICT
-from actors.options import UserCode, holding
+from actors.options import JsonObject, UserCode, holding
 from actors.types import Task
 from actors.user_code import in_thread
 
@@ -84,9 +84,9 @@ class GymnasiumData:
 
     __pydantic_config__ = STRICT
 
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: JsonObject = field(default_factory=dict)
     """More kwargs of gymnasium.make."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     """Options of the environment's reset."""
 
 

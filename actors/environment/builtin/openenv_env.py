@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import JsonValue
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
@@ -109,7 +108,7 @@ class OpenEnvOptions(TurnOptions):
 class OpenEnvEnvironment:
     """An environment whose episode is one session of an OpenEnv server."""
 
-    data_schema: Mapping[str, JsonValue] = {
+    data_schema: Mapping[str, Any] = {
         "type": "object",
         "description": "arguments of the environment's reset, besides the seed",
     }

@@ -36,6 +36,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.tool_calls import visible_text
 from actors.limits import STRICT, Positive
+from actors.options import JsonObject
 from actors.types import Task
 from actors.user_code import describe
 
@@ -132,7 +133,7 @@ class ReasoningGymData:
 
     family: str
     """The family, such as chain_sum."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     """Options of the family's generator."""
     index: Annotated[int, Ge(0)] = 0
     """Number of the item among the family's items."""
