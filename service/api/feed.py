@@ -27,7 +27,7 @@ EVENT_SCHEMA = {
     "description": "one event of the stream",
     "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
 }
-GONE: dict[int | str, dict[str, Any]] = {
+_GONE: dict[int | str, dict[str, Any]] = {
     410: {"description": "entries after the cursor are no longer kept"}
 }
 
@@ -37,7 +37,7 @@ After = Annotated[Natural | None, Query(description="`next` of the page before")
 def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
     """Add the routes of the feed. stream_s: time after which a stream ends."""
 
-    @app.get(f"{PREFIX}/feed", tags=["feed"], responses=GONE)
+    @app.get(f"{PREFIX}/feed", tags=["feed"], responses=_GONE)
     async def feed(
         request: Request,
         response: Response,
@@ -68,7 +68,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
                 "entry as in the feed; comments in between keep the connection open",
                 "content": {"text/event-stream": {"schema": EVENT_SCHEMA}},
             },
-            **GONE,
+            **_GONE,
         },
     )
     async def events(

@@ -74,11 +74,11 @@ FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
 MODEL = "policy"
 ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-UNKNOWN: dict[int | str, dict[str, Any]] = {
+_UNKNOWN: dict[int | str, dict[str, Any]] = {
     404: {"description": "the run has no such session, or no longer keeps it"}
 }
 _ENDING: dict[int | str, dict[str, Any]] = {
-    **UNKNOWN,
+    **_UNKNOWN,
     403: {"description": "the key is the agent's, which cannot give a reward"},
     409: {"description": "it has another end, or another reward, already"},
 }
@@ -204,7 +204,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         after = (int(position), int(member)) if cursor else None
         return SessionListAnswer.of(await run.sessions(wanted, after=after, limit=limit), caller)
 
-    @app.get(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
+    @app.get(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=_UNKNOWN)
     async def show(
         request: Request, response: Response, name: SessionName, prefer: Prefer = None
     ) -> SessionAnswer:
@@ -222,7 +222,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
             )
         return _shown(name, before, caller)
 
-    @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
+    @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=_UNKNOWN)
     async def discard(request: Request, name: SessionName) -> SessionAnswer:
         """End a session untrained; one that has ended stays as it is."""
         caller = caller_of(request)

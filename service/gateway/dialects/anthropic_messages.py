@@ -365,7 +365,7 @@ def error_event(refusal: Refused) -> bytes:
     return event(error(refusal), name="error")
 
 
-def counted(num_tokens: int) -> dict[str, Any]:
+def counted(num_tokens: int) -> dict[str, int]:
     """See `Dialect.counted`."""
     return {"input_tokens": num_tokens}
 

@@ -72,7 +72,7 @@ class Dialect:
     """The error that ends a stream after its heartbeats."""
     count_path: str = ""
     """Path of the POST route that counts a prompt's tokens; empty: the dialect has none."""
-    counted: Callable[[int], dict[str, Any]] | None = None
+    counted: Callable[[int], Mapping[str, int | str]] | None = None
     """Maps a prompt's number of tokens to the answer of the route `count_path`, as JSON."""
 
 
@@ -91,7 +91,7 @@ def error_headers(refused: Refused) -> dict[str, str]:
     return {"retry-after": str(refused.retry_after_s)}
 
 
-def model_answer(name: str, *, created_at: float) -> dict[str, Any]:
+def model_answer(name: str, *, created_at: float) -> dict[str, int | str]:
     """Return the body of GET /v1/models/NAME, for both providers.
 
     created_at: seconds since 1970.

@@ -534,7 +534,7 @@ def error_event(refusal: Refused) -> bytes:
     return event(first, name="error") + event(failed, name="response.failed")
 
 
-def counted(num_tokens: int) -> dict[str, Any]:
+def counted(num_tokens: int) -> dict[str, int | str]:
     """See `Dialect.counted`."""
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
