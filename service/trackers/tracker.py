@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from service.store.lineage import RecordKind, StoredRecord
 from service.telemetry.curves import evaluation_curves, step_curves
@@ -44,7 +44,7 @@ COMPLETION_COLUMNS = (
 )
 
 
-def completion_row(completion: Completion) -> dict[str, Any]:
+def completion_row(completion: Completion) -> dict[str, str | float | Mapping[str, float] | None]:
     """Return the values of a completion by their names in `COMPLETION_COLUMNS`."""
     values = [getattr(completion, each.name) for each in fields(Completion)]
     return dict(zip(COMPLETION_COLUMNS, values, strict=True))
