@@ -8,12 +8,11 @@ is copied. Created by `sharded_model.build_optimizer`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import StateDict
 
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
 
@@ -21,7 +20,7 @@ _NAMES = ("exp_avg", "exp_avg_sq", "step")
 class HostMomentsAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with its moments in pinned memory of the machine."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state; torch copies it to the parameters' device, so move it back to the host."""
         super().load_state_dict(state_dict)
         for parameter in self.state:
