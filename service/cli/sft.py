@@ -28,7 +28,7 @@ from service.cli.outlet import say, warn
 from service.cli.stages import Stages
 from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.disagreements import trainer_disagreements
-from service.config.file import ConfigError, dump_sft, load_sft
+from service.config.file import ConfigError, dump_config, load_sft
 from service.config.preflight import (
     check_machine,
     check_model,
@@ -232,7 +232,7 @@ def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[S
                 "began with; expected the same data set, tokenizer and chat template; restore "
                 "them, or start a new training"
             )
-        run_dir.config_file.write_text(dump_sft(config), encoding="utf-8")
+        run_dir.config_file.write_text(dump_config(config), encoding="utf-8")
         file.write_text(json.dumps({"digest": digest, "num_chats": len(chats)}) + "\n")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"run directory {run_dir.path} cannot be used ({error})") from error

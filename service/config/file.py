@@ -157,14 +157,11 @@ def _without_removed(tree: dict[str, Any], *, source: str) -> dict[str, Any]:
     return tree
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Config | SftConfig) -> str:
     """Return the effective configuration as YAML, defaults included."""
-    return yaml.safe_dump(adapter_of(Config).dump_python(config, mode="json"), sort_keys=False)
-
-
-def dump_sft(config: SftConfig) -> str:
-    """Return the effective configuration of `rayloom sft` as YAML, defaults included."""
-    return yaml.safe_dump(adapter_of(SftConfig).dump_python(config, mode="json"), sort_keys=False)
+    # mypy does not accept a union of classes as hashable.
+    kind: Any = type(config)
+    return yaml.safe_dump(adapter_of(kind).dump_python(config, mode="json"), sort_keys=False)
 
 
 def describe_config(config: Config, options: Any = None) -> str:

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 import rayloom
 from service.cli.commands.configuration import sft_configuration
 from service.cli.main import app
-from service.config.file import ConfigError, dump_sft, load_sft, parse_sft
+from service.config.file import ConfigError, dump_config, load_sft, parse_sft
 
 TREE: dict[str, Any] = {"model": {"tiny": {}}, "sft": {"dataset": "chats.jsonl"}}
 
 
 def test_a_configuration_is_the_same_after_it_is_written_and_read(tmp_path: Path) -> None:
     config = parse_sft(TREE, source="test", overrides=["sft.epochs=3", "trainer.num_ranks=1"])
-    (tmp_path / "config.yaml").write_text(dump_sft(config))
+    (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_sft(tmp_path / "config.yaml") == config
     assert (config.sft.epochs, config.trainer.num_ranks) == (3, 1)
 
@@ -83,7 +83,7 @@ def test_the_python_door_refuses_as_the_command_does(
 def test_commands_of_runs_refuse_the_directory_of_a_training(
     command: list[str], named: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.yaml").write_text(dump_sft(parse_sft(TREE, source="test")))
+    (tmp_path / "config.yaml").write_text(dump_config(parse_sft(TREE, source="test")))
     (tmp_path / "chats.json").write_text('{"digest": "0", "num_chats": 1}')
     done = CliRunner().invoke(app, [*command, str(tmp_path)])
     assert isinstance(done.exception, ConfigError)
