@@ -35,8 +35,9 @@ _LEFT_OUT_OF_KUBERNETES = {"description", "format"}
 _DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
-def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
+def schema_text(written: str) -> str:
     """Return the chart's schema with new versions of its generated parts."""
+    schema = json.loads(written)
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
     # helm allows an empty section, which is the default; the templates report missing keys.
@@ -48,8 +49,9 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
     for section in _EITHER:
         config["properties"][section] = {"anyOf": [config["properties"][section], {"type": "null"}]}
     properties = {**schema["properties"], "config": config}
-    written = {**schema, "properties": properties, "$defs": own}
-    return {**written, "$defs": own | _kubernetes_definitions(written)}
+    schema |= {"properties": properties, "$defs": own}
+    schema["$defs"] = own | _kubernetes_definitions(schema)
+    return json.dumps(schema, indent=2) + "\n"
 
 
 def defaults_text() -> str:
@@ -58,10 +60,6 @@ def defaults_text() -> str:
     whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
     read = {section: whole[section] for section in _READ_BY_TEMPLATES}
     return "# Written by `python -m deploy.chart_schema`.\n" + yaml.safe_dump(read, sort_keys=False)
-
-
-def dumped(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, indent=2) + "\n"
 
 
 def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,4 +111,4 @@ def _without_null(node: Any) -> Any:
 
 if __name__ == "__main__":
     DEFAULTS.write_text(defaults_text(), "utf-8")
-    SCHEMA.write_text(dumped(with_sources(json.loads(SCHEMA.read_text("utf-8")))), "utf-8")
+    SCHEMA.write_text(schema_text(SCHEMA.read_text("utf-8")), "utf-8")
