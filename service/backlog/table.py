@@ -230,7 +230,7 @@ class SubmissionTable:
         return self._by_group.get(group_id), int(member)
 
     def _num_ahead(self, submission: Submission) -> int:
-        return bisect_left(self._backlog, submission.position, key=_position)
+        return bisect_left(self._backlog, submission.position, key=lambda each: each.position)
 
     def _leave_backlog(self, entry: _Entry) -> None:
         index = self._num_ahead(entry.submission)
@@ -283,10 +283,6 @@ def rebuild(
     table.note_results(result for result in stored.results if result.rollout_id in left)
     table.note_events(stored.events)
     return table
-
-
-def _position(submission: Submission) -> int:
-    return submission.position
 
 
 def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:

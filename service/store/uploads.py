@@ -188,7 +188,8 @@ class _Intake:
 
         Raises: UploadsFull; GroupDiffers.
         """
-        named = tuple(dict.fromkeys([*(each.id for each in policies), *_group_ids(uploads)]))
+        groups_of = [upload.group for upload in uploads]
+        named = tuple(dict.fromkeys([*(each.id for each in policies), *groups_of]))
         known, groups = tables.uploads.c, _groups(connection, named)
         ids = [upload.id for upload in uploads]
         found = connection.execute(select(known.id, known.digest).where(known.id.in_(ids)))
@@ -352,7 +353,3 @@ def _groups(connection: Connection, names: Iterable[str]) -> dict[str, UploadGro
 
 def _new_group(name: str) -> UploadGroup:
     return UploadGroup(id=name, num_uploaded=0, num_members=None, is_closed=False)
-
-
-def _group_ids(uploads: Iterable[Upload]) -> list[str]:
-    return [upload.group for upload in uploads]
