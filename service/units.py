@@ -1,7 +1,9 @@
-"""Format durations, counts and other numbers for people. Pure.
+"""Format durations, counts and other numbers for people, and make foreign text safe to show. Pure.
 
 The log line, the live display and the report all use these functions. An unknown value is shown as
-an en dash, never as zero.
+an en dash, never as zero. Text of models and environments may contain control characters that move
+a terminal's cursor, or may be invalid UTF-8: all code that writes to a terminal or a page escapes
+every unprintable character with `visible_text` or `visible_lines`.
 """
 
 from __future__ import annotations
@@ -106,3 +108,33 @@ def percent(share: float | None) -> str:
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun. Example: (1, 'step') -> '1 step'; (2, 'step') -> '2 steps'."""
     return f"{full_count(count)} {noun}" if count == 1 else f"{full_count(count)} {noun}s"
+
+
+NEWLINE = "⏎"
+
+
+def visible(piece: bytes) -> str:
+    r"""Return text on one line, with a sign for each newline, and other control characters escaped.
+
+    Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", the last two as four characters each.
+    """
+    text = piece.decode("utf-8", "backslashreplace")
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character == "\n":
+        return NEWLINE
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def visible_text(text: str) -> str:
+    """Return a string as `visible` does, with lone surrogates, which cannot be encoded, escaped."""
+    return "".join(_shown(character) for character in text)
+
+
+def visible_lines(text: str) -> str:
+    """Return a string of several lines, each escaped as `visible_text` does it, tabs included."""
+    return "\n".join(map(visible_text, text.split("\n")))

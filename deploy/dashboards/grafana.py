@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -83,18 +82,12 @@ _ALERTS = {
 _STRICT = ConfigDict(extra="forbid")
 
 
-class Look(StrEnum):
-    """The form in which a panel shows its series."""
+Look = Literal["number", "name", "lines", "heatmap"]
+"""The form in which a panel shows its series.
 
-    NUMBER = "number"
-    """The value at the end of the chosen time."""
-    NAME = "name"
-    """The legends of the series at the end of the chosen time."""
-    LINES = "lines"
-    HEATMAP = "heatmap"
-
-
-HEIGHTS = {Look.NUMBER: 4, Look.NAME: 4, Look.LINES: 8, Look.HEATMAP: 8}
+number: the value at the end of the chosen time; name: the legends of the series at that time.
+"""
+HEIGHTS: Mapping[Look, int] = {"number": 4, "name": 4, "lines": 8, "heatmap": 8}
 
 
 Choice = Literal["environment", "replica", "ray_cluster"]
@@ -132,7 +125,7 @@ class Panel:
     [$several_steps] is replaced by one of WINDOWS. The selectors of PLACE_LABELS are added to RUN
     and RAY_CLUSTER.
     """
-    look: Look = Look.LINES
+    look: Look = "lines"
     width: int = 8
     """The width in columns of the grid, which has 24."""
     height: int = 0
@@ -369,9 +362,9 @@ def _place(builder: sdk.Dashboard, dashboard: Dashboard) -> None:
 
 
 def _panel(panel: Panel, number: int, place: models.GridPos) -> Builder[models.Panel]:
-    if panel.look is Look.LINES:
+    if panel.look == "lines":
         return _common(_lines(panel), panel, number, place)
-    if panel.look is Look.HEATMAP:
+    if panel.look == "heatmap":
         return _common(_heatmap(panel), panel, number, place)
     return _common(_number(panel), panel, number, place)
 
@@ -416,7 +409,7 @@ def _to_runbook(alert: str) -> sdk.DashboardLink:
 
 
 def _targets(panel: Panel) -> list[Builder[Any]]:
-    is_heatmap = panel.look is Look.HEATMAP
+    is_heatmap = panel.look == "heatmap"
     found: list[Builder[Any]] = []
     for index, (legend, expr) in enumerate(panel.series.items()):
         query = (
@@ -430,13 +423,13 @@ def _targets(panel: Panel) -> list[Builder[Any]]:
             .interval(SHORTEST_STEP)
         )
         # With a range, the last value of a series that has ended would be shown as the current one.
-        is_present = panel.look in (Look.NUMBER, Look.NAME)
+        is_present = panel.look in ("number", "name")
         found.append(query.instant() if is_present else query.range())
     return found
 
 
 def _number(panel: Panel) -> stat.Panel:
-    is_name = panel.look is Look.NAME
+    is_name = panel.look == "name"
     colours, texts = shared.BigValueColorMode, shared.BigValueTextMode
     orientations = shared.VizOrientation
     return (

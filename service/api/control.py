@@ -7,7 +7,6 @@ sends them unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -39,17 +38,6 @@ class ControlRefused(Exception):
 
     def __str__(self) -> str:
         return self.message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
-    """A request to play held-out tasks now."""
-
-    sampling: Sampling
-    num_tasks: int | None
-    """Number of tasks, from the first on; None: those of `task_ids`, or all if it is empty."""
-    task_ids: tuple[str, ...]
-    """Ids of the tasks to play, instead of the first `num_tasks`."""
 
 
 class OperationStatus(StrEnum):
@@ -181,7 +169,9 @@ class ControlPort(Protocol):
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer: ...
 
-    async def evaluate(self, request: EvaluationRequest) -> OperationAnswer: ...
+    async def evaluate(
+        self, sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
+    ) -> OperationAnswer: ...
 
     async def operation(self, operation_id: str) -> OperationAnswer: ...
 

@@ -20,7 +20,6 @@ from service.api.control import (
     CheckpointAnswer,
     ControlAnswer,
     ControlRefused,
-    EvaluationRequest,
     OperationAnswer,
     PoliciesAnswer,
     RefusalCode,
@@ -146,18 +145,14 @@ class EvaluationBody(StrictBody):
             structured_outputs=self.structured_outputs,
         )
 
-    def request(self) -> EvaluationRequest:
+    def sampling(self) -> Sampling:
         ks = [1, self.num_samples] if self.ks is None else self.ks
-        return EvaluationRequest(
-            sampling=Sampling(
-                num_samples=self.num_samples,
-                temperature=self.temperature,
-                kept=self._kept,
-                pass_reward=self.pass_reward,
-                ks=tuple(sorted(set(ks))),
-            ),
-            num_tasks=self.num_tasks,
-            task_ids=tuple(self.tasks),
+        return Sampling(
+            num_samples=self.num_samples,
+            temperature=self.temperature,
+            kept=self._kept,
+            pass_reward=self.pass_reward,
+            ks=tuple(sorted(set(ks))),
         )
 
 
@@ -228,7 +223,10 @@ def _add_evaluations(app: FastAPI, run: RunPort) -> None:
         body: EvaluationBody, request: Request, response: Response
     ) -> OperationAnswer:
         """Play held-out tasks now, during training."""
-        return await _begun(run, request, response, run.control.evaluate(body.request()))
+        evaluating = run.control.evaluate(
+            body.sampling(), num_tasks=body.num_tasks, task_ids=body.tasks
+        )
+        return await _begun(run, request, response, evaluating)
 
     @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
     async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:

@@ -34,7 +34,7 @@ from service.telemetry.records import (
     evaluation_line,
     step_line,
 )
-from service.visible import visible_lines, visible_text
+from service.units import visible_lines, visible_text
 
 # A run's progress as lines and numbers: a line for each event, and a display's state. Pure.
 #

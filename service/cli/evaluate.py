@@ -33,8 +33,7 @@ from actors.trainer.settings import TrainerSettings
 from actors.weights.board import WeightError, WeightGroup
 from service import units
 from service.cli.artifacts import checkpoint_of, export_to
-from service.cli.outlet import say, warn
-from service.cli.stages import Stages
+from service.cli.outlet import Stages, say, warn
 from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.file import ConfigError
 from service.config.preflight import check_with_model, check_without_model
@@ -46,7 +45,7 @@ from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
 from service.run.engines import Engines, board_handle
 from service.run.environment_pool import evaluation_idle_s, start_environment_actor
-from service.run.evaluation import PlaySettings, play, write_lines
+from service.run.evaluation import play, write_lines
 from service.run.start import engine_settings
 from service.telemetry.evaluation import evaluation_record
 from service.telemetry.records import EvaluationRecord
@@ -57,28 +56,6 @@ LOOK_S = 0.2
 # Long, because the board copies each buffer.
 PUBLISH_LIMIT_S = 600.0
 _RECORD = TypeAdapter(EvaluationRecord)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateRequest:
-    """Arguments of `rayloom evaluate`."""
-
-    config: Config
-    run: Path | None = None
-    """The run's directory; None if a configuration was given instead."""
-    checkpoint: str | None = None
-    """Name of a checkpoint in the run, or a directory.
-
-    None uses the run's newest checkpoint, or without a run the model itself.
-    """
-    is_model_given: bool = False
-    """Whether --model was given, so that no checkpoint is used."""
-    set_name: str = ""
-    """A name in evaluation.sets; empty for the run's own held-out tasks."""
-    num_tasks: int | None = None
-    """Number of tasks to play, from the beginning of the set; None plays all."""
-    out: Path | None = None
-    """File for the rollouts; None uses the default name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,29 +70,48 @@ class _Policy:
     version: int = 0
 
 
-def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages) -> int:
+def run_evaluate(
+    config: Config,
+    signals: StopSignals,
+    stages: Stages,
+    *,
+    run: Path | None,
+    checkpoint: str | None,
+    uses_model: bool,
+    set_name: str,
+    num_tasks: int | None,
+    out: Path | None,
+) -> int:
     """Play the tasks, print the results and write the rollouts. Returns: the exit code.
 
-    stages: display of the start's progress; its current stage is the loading of packages.
+    Args: stages: display of the start's progress; its current stage is the loading of packages.
+    run: the run's directory; None if a configuration was given instead. checkpoint: name of a
+    checkpoint in the run, or a directory; None uses the run's newest checkpoint, or without a run
+    the model itself. uses_model: whether the configured model plays instead of a checkpoint.
+    set_name: a name in evaluation.sets; empty for the run's own held-out tasks. num_tasks: number
+    of tasks to play, from the beginning of the set; None plays all. out: file for the rollouts;
+    None uses the default name.
 
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()
-    config = _without_trainer(request.config)
+    name, config = config.run.name, _without_trainer(config)
     stages.next("reading rows")
-    _chosen_set(config, request)  # early, without the checks that need the model's tokenizer
-    checkpoint = _checkpoint(request)
-    out = _out(request, checkpoint)
+    _chosen_set(
+        config, set_name, num_tasks
+    )  # early, without the checks that need the model's tokenizer
+    directory = None if uses_model else _checkpoint(run, checkpoint)
+    out = _out(out, run, name if directory is None else directory.name)
     with tempfile.TemporaryDirectory(prefix="rayloom-evaluate-") as scratch:
-        if checkpoint is not None:
+        if directory is not None:
             # Check the model that will play.
             config = _with_model(config, str(Path(scratch) / "model"))
-        stages.next("exporting the checkpoint" if checkpoint else "looking for the model")
-        policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
+        stages.next("exporting the checkpoint" if directory else "looking for the model")
+        policy = _policy(config, RunDir(path=Path(scratch)), directory)
         stages.next("checking the model and the prompts")
         observations = check_without_model(config, tell=warn)
         check_with_model(config, observations, model_path=policy.model)
-        played_set = _chosen_set(config, request, model_path=policy.model)
+        played_set = _chosen_set(config, set_name, num_tasks, model_path=policy.model)
         stages.next("starting Ray")
         # A signal during Ray's start takes effect after it.
         signals.hold()
@@ -151,15 +147,15 @@ def _with_model(config: Config, path: str) -> Config:
 
 
 def _chosen_set(
-    config: Config, request: EvaluateRequest, *, model_path: str | None = None
+    config: Config, set_name: str, num_tasks: int | None, *, model_path: str | None = None
 ) -> EvaluationSet:
     """Return the set of tasks to play. model_path: see `open_tasks`.
 
-    Raises: ConfigError if the request names no set, or more tasks than the set has.
+    Raises: ConfigError if there is no such set, or the set has fewer tasks.
     """
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
-    if (found := sets.get(request.set_name)) is None and config.mixture:
+    if (found := sets.get(set_name)) is None and config.mixture:
         raise ConfigError(
             "the parts of a mixture are evaluated one by one, expected --on with one of: "
             f"{', '.join(sets) or 'none has held-out tasks'}"
@@ -170,38 +166,38 @@ def _chosen_set(
             f"--on: {', '.join(sets) or 'there is none'}; or add --set tasks.evaluation_tasks=N to "
             "play N tasks, on which the run may have trained"
         )
-    if (request.num_tasks or 0) > len(found.tasks):
+    if (num_tasks or 0) > len(found.tasks):
         raise ConfigError(
-            f"--tasks {request.num_tasks}: expected at most {len(found.tasks)}, the size of the "
+            f"--tasks {num_tasks}: expected at most {len(found.tasks)}, the size of the "
             "set; play fewer, or raise tasks.evaluation_tasks (without an evaluation_split the "
             "added tasks are training tasks, and a run may already have trained on them)"
         )
-    return replace(found, tasks=found.tasks[: request.num_tasks])
+    return replace(found, tasks=found.tasks[:num_tasks])
 
 
-def _checkpoint(request: EvaluateRequest) -> Path | None:
+def _checkpoint(run: Path | None, name: str | None) -> Path | None:
     """Return the directory of the checkpoint that plays; None if the configured model plays.
 
     Raises: ConfigError if there is no such checkpoint.
     """
-    if request.is_model_given:
-        return None
-    if request.checkpoint is None:
-        return None if request.run is None else checkpoint_of(request.run, command="evaluate")
-    named = Path(request.checkpoint)
-    if request.run is not None and not named.is_dir():
-        named = RunDir(path=request.run).checkpoints / request.checkpoint
+    if name is None:
+        return None if run is None else checkpoint_of(run, command="evaluate")
+    named = Path(name)
+    if run is not None and not named.is_dir():
+        named = RunDir(path=run).checkpoints / name
     return checkpoint_of(named, command="evaluate")
 
 
-def _out(request: EvaluateRequest, checkpoint: Path | None) -> Path:
-    """Return the file for the rollouts. Raises: ConfigError if it cannot be written."""
-    label = request.config.run.name if checkpoint is None else checkpoint.name
+def _out(named: Path | None, run: Path | None, label: str) -> Path:
+    """Return the file for the rollouts. Raises: ConfigError if it cannot be written.
+
+    named: the file that the user named. label: name of the checkpoint or of the run.
+    """
     file = Path(f"evaluate-{label}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    out = request.out or file
+    out = named or file
     try:
-        if request.out is None and request.run is not None:
-            out = RunDir(path=request.run).evaluations / file
+        if named is None and run is not None:
+            out = RunDir(path=run).evaluations / file
             out.parent.mkdir(exist_ok=True)
         if out.is_dir() or not os.access(out.parent, os.W_OK):
             raise PermissionError(f"no file can be written in {out.parent}")
@@ -321,11 +317,13 @@ async def _play(
                 stages.ended(name, seconds)
         plays = plays_of(tasks, sampling.num_samples)
         stages.next(f"playing {len(plays)} rollouts of {len(tasks)} tasks")
-        settings = PlaySettings(
-            sampling=sampling, idle_s=evaluation_idle_s(config), keeps_tokens=True
-        )
         played = await play(
-            members, plays, settings, notice=lambda text: say(f"rayloom: {text}", err=True)
+            members,
+            plays,
+            sampling,
+            idle_s=evaluation_idle_s(config),
+            keeps_tokens=True,
+            notice=lambda text: say(f"rayloom: {text}", err=True),
         )
         # Write before the actors end, because their objects in the object store end with them.
         await asyncio.to_thread(write_lines, out, played)

@@ -19,8 +19,7 @@ from service.cli.outlet import say
 from service.explain.recompute import Contribution, Explanation, explain_step
 from service.explain.source import find_source
 from service.inspect.view import advantage, number
-from service.units import plural
-from service.visible import visible_text
+from service.units import plural, visible_text
 
 DEFAULT_TOP = 10
 # Share of the recorded norm. The order of addition alone changes 1e-5 in float32, 1e-2 in bfloat16.

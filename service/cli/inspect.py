@@ -23,7 +23,6 @@ from service.config.file import ConfigError
 from service.hacking.patterns import find_all
 from service.hacking.read import Verify, describe_audit, read_features
 from service.inspect.audit import audit, describe
-from service.inspect.build import build_view
 from service.inspect.document import trajectory_document
 from service.inspect.listing import Filters, list_trajectories
 from service.inspect.reader import (
@@ -35,10 +34,18 @@ from service.inspect.reader import (
     open_journal,
     tokenizer_of,
 )
-from service.inspect.view import MEANINGS, Segment, Token, TokenClass, TrajectoryView, number
+from service.inspect.view import (
+    MEANINGS,
+    Segment,
+    Token,
+    TokenClass,
+    TrajectoryView,
+    build_view,
+    number,
+)
 from service.page.packed import page_with
 from service.telemetry.summary import write_aside
-from service.visible import visible_text
+from service.units import visible_text
 
 EXIT_OFFENDERS = 1
 DEFAULT_LIMIT = 50

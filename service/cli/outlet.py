@@ -4,6 +4,9 @@ The terminal or pipe may be closed, or the disk of a redirection full. After the
 the stream is redirected to /dev/null, so that neither later writes nor the interpreter's flush at
 exit fail again. The run's log keeps everything. A character that the stream's encoding
 lacks is written as an escape, which is not a failure.
+
+The progress of a start is plain lines, so that terminals, notebooks and CI logs show the same text.
+This module imports no large package, so that the first line is printed before any slow import.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, NoReturn
 
 import typer
 from rich.console import Console
 
-from service.visible import visible_lines
+from service.units import visible_lines
 
 # ValueError: the stream was closed by this process; io.UnsupportedOperation is one too.
 LOST = (OSError, ValueError)
@@ -107,3 +110,38 @@ def _silence(stream: IO[str]) -> None:
             os.dup2(nowhere, stream.fileno())
         finally:
             os.close(nowhere)
+
+
+class Stages:
+    """Prints the stages of a start one after another.
+
+    Example: Stages("reading CONFIG") prints "rayloom: reading CONFIG", then `next("loading")`
+    prints "reading CONFIG: 0.3 s; next: loading".
+    """
+
+    def __init__(
+        self,
+        first: str,
+        *,
+        tell: Callable[[str], None] = say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tell, self._clock = tell, clock
+        self._name, self._since = first, clock()
+        tell(f"rayloom: {first}")
+
+    def next(self, name: str) -> None:
+        """Print the end of the current stage, and begin the stage `name`."""
+        self._tell(f"{self._ended()}; next: {name}")
+        self._name, self._since = name, self._clock()
+
+    def ended(self, name: str, seconds: float) -> None:
+        """Print the end of a stage that ran concurrently with the current stage."""
+        self._tell(f"{name}: {seconds:.1f} s")
+
+    def end(self) -> None:
+        """End the last stage."""
+        self._tell(self._ended())
+
+    def _ended(self) -> str:
+        return f"{self._name}: {self._clock() - self._since:.1f} s"

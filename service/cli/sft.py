@@ -24,8 +24,7 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.types import Sample
 from service.cli.artifacts import export_to
-from service.cli.outlet import say, warn
-from service.cli.stages import Stages
+from service.cli.outlet import Stages, say, warn
 from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.disagreements import trainer_disagreements
 from service.config.file import ConfigError, dump_config, load_sft

@@ -15,8 +15,7 @@ from actors.deadline import poll
 from service import units
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import LineDisplay, LiveDisplay, open_display
-from service.cli.outlet import say, warn
-from service.cli.stages import Stages
+from service.cli.outlet import Stages, say, warn
 from service.config.tree import Config
 from service.config.trial import Trial
 from service.inference.deployment import start_serve_for_engines
@@ -37,7 +36,6 @@ from service.remote_calls import reason_of
 from service.report.document import Phase
 from service.run.health import Ending, RunStatus
 from service.run.start import start_endpoint, start_supervisor, supervisor_place
-from service.run.supervisor import WhenHeld
 from service.serve.ingress import check_listens, open_api, start_serve
 from service.serve.watcher import POLL_S, SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
@@ -146,7 +144,7 @@ def _run(
             run_id=run_id,
             endpoint=start_endpoint(config, run_id=run_id, place=supervisor_place(run_dir)),
             is_service=api is not None,
-            when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
+            when_held="take over" if request.takes_over else "refuse",
             returns_to=request.checkpoint,
             root_process=os.getpid() if is_local else None,
         )

@@ -15,12 +15,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import singledispatchmethod
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -171,16 +171,8 @@ def _check_hub_name(name: str, *, key: str) -> None:
         ) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredParsers:
-    """The names of vLLM's parsers that an engine can use."""
-
-    tool: frozenset[str]
-    reasoning: frozenset[str]
-
-
-def registered_parsers() -> RegisteredParsers | None:
-    """Return the names of the parsers in the installed vLLM.
+def registered_parsers() -> dict[Literal["tool", "reasoning"], frozenset[str]] | None:
+    """Return the names of the parsers in the installed vLLM that an engine can use, by kind.
 
     The names are read from vLLM's source, because importing vLLM takes eleven seconds. Return None
     if vLLM is not installed or its source has another form; the start of the engines then fails if
@@ -194,9 +186,7 @@ def registered_parsers() -> RegisteredParsers | None:
     reasoning = _keys(package / "reasoning" / "__init__.py", "_REASONING_PARSERS_TO_REGISTER")
     if not tool or not reasoning:
         return None
-    return RegisteredParsers(
-        tool=tool - UNSUPPORTED_PARSERS, reasoning=reasoning - UNSUPPORTED_PARSERS
-    )
+    return {"tool": tool - UNSUPPORTED_PARSERS, "reasoning": reasoning - UNSUPPORTED_PARSERS}
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
@@ -217,8 +207,12 @@ def check_parsers(config: Config) -> None:
     if not config.inference.names_parser or (registered := registered_parsers()) is None:
         return
     for key, name, names in (
-        ("inference.tool_parser", config.inference.tool_parser, registered.tool),
-        ("inference.reasoning_parser", config.inference.reasoning_parser, registered.reasoning),
+        ("inference.tool_parser", config.inference.tool_parser, registered["tool"]),
+        (
+            "inference.reasoning_parser",
+            config.inference.reasoning_parser,
+            registered["reasoning"],
+        ),
     ):
         known = sorted({AUTO, NONE, *names})
         if name not in known:

@@ -22,7 +22,7 @@ from service.hacking.window import (
     noise,
     usual,
 )
-from service.telemetry.findings import Finding, Kind
+from service.telemetry.records import Finding, Kind
 
 # Smallest share of the newest trajectories for a pattern to count.
 MIN_SHARE = 0.3

@@ -1,22 +1,93 @@
-"""Audit a run's journal for reward hacking, during or after the run, and describe it. Reads only.
+"""Audit a run's journal for reward hacking, during or after the run, and describe it.
 
 Called by `rayloom inspect --hacking`, and by the recorder for the steps of an earlier process.
+
+`hacking.jsonl` in a run's directory has the audit's records, one in each line: findings, and
+verdicts. Its size is bounded, because it keeps only the newest verdicts. The audit can compute
+everything else again from the journal, but not a verdict, because the user's verifier may have
+changed. The recorder of a run writes the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from actors.journal.files import JournalStep
 from service.hacking.features import StepFeatures, step_features
-from service.hacking.kept import Line, read_kept
 from service.hacking.window import MIN_EARLIER_STEPS, RECENT_STEPS
 from service.inspect.listing import aligned
 from service.inspect.reader import OpenJournal, load_step
-from service.telemetry.findings import Finding
-from service.visible import visible_text
+from service.telemetry.records import Finding
+from service.units import visible_text
+
+FILE = "hacking.jsonl"
+# Verdicts of about a thousand steps; a journal keeps fewer.
+MAX_BYTES = 2**22
+Place = tuple[int, int]
+"""A step, and the term that trained it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The record of a step with findings or verdicts."""
+
+    step: int
+    term: int
+    finding: Finding | None = None
+    verdicts: Mapping[str, bool] = field(default_factory=dict)
+    """Verdicts by trajectory id."""
+
+
+_LINES = TypeAdapter(Line)
+
+
+def append(run_dir: Path, line: Line) -> None:
+    """Append a record. Raises: OSError."""
+    tree: dict[str, Any] = _LINES.dump_python(line, mode="json")
+    path = run_dir / FILE
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({key: value for key, value in tree.items() if value}) + "\n")
+        is_long = file.tell() > MAX_BYTES
+    if is_long:
+        _leave_out_old_verdicts(path)
+
+
+def _leave_out_old_verdicts(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    half = len(lines) // 2
+    kept = [text for text in lines[:half] if '"finding": ' in text] + lines[half:]
+    shorter = path.with_suffix(".new")
+    shorter.write_text("".join(kept), encoding="utf-8")
+    shorter.replace(path)
+
+
+def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> list[Line]:
+    """Read the records of the steps that the run has not undone; omit an incomplete line.
+
+    surviving: the steps of the journal with their terms. Lines of older steps always count.
+    Raises: OSError.
+    """
+    file = run_dir / FILE
+    if not file.is_file():
+        return []
+    oldest = min((step for step, _ in surviving), default=0)
+    kept = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = _LINES.validate_json(text)
+        except ValidationError:
+            continue
+        if line.step < oldest or (line.step, line.term) in surviving:
+            kept.append(line)
+    return kept
+
 
 Verify = Callable[[JournalStep], Mapping[str, bool]]
 

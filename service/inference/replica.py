@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import ray
+from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayError
@@ -44,7 +45,6 @@ from actors.weights.board import MAX_FAILED_BROADCASTS, POLL_GRACE_S, Publicatio
 from actors.weights.logprob_check import EngineScores
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
-from service.inference.vllm_metrics import engine_metrics
 from service.remote_calls import NAMESPACE
 from service.telemetry.endpoint import Reading, push_forever
 
@@ -485,3 +485,40 @@ def _work_so_far() -> float:
 def board_name(run_id: str) -> str:
     """Return the actor name of a run's weight board; a run has one board at a time."""
     return f"{run_id}-board"
+
+
+# The metrics of vLLM that a run shows, with vLLM's names, so that vLLM's dashboards work.
+SHOWN = frozenset(
+    {
+        "vllm:generation_tokens",
+        "vllm:inter_token_latency_seconds",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:prefix_cache_hits",
+        "vllm:prefix_cache_queries",
+        "vllm:prompt_tokens",
+        "vllm:request_queue_time_seconds",
+        "vllm:request_success",
+        "vllm:time_to_first_token_seconds",
+    }
+)
+
+
+def engine_metrics(*, replica: str, registry: CollectorRegistry = REGISTRY) -> list[Metric]:
+    """Return the current metrics of this process that are in SHOWN, with the replica as a label.
+
+    Args: registry: defaults to the library's own registry, the only one that vLLM uses.
+    """
+    found = []
+    for family in registry.collect():
+        if family.name in SHOWN:
+            shown = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    shown.add_sample(
+                        sample.name, {**sample.labels, "replica": replica}, sample.value
+                    )
+            found.append(shown)
+    return found

@@ -18,17 +18,14 @@ from actors.algorithm import Baseline, Scale
 from actors.journal.files import GroupRule, JournalStep, TrajectoryEntry
 from actors.limits import MAX_REWARD
 from actors.policy_age import policy_ages
-from actors.trajectory_queue.ledger import (
-    EvictionReason,
-    LedgerEvent,
-    LedgerEventKind,
-)
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import NO_VERSION, Outcome, Sample
 from service.config.file import ConfigError
 from service.config.tree import RunSettings
 from service.inspect.reader import OpenJournal, config_beside, is_refused
-from service.inspect.surviving import Recorded, read_recorded
-from service.visible import visible_text
+from service.inspect.surviving import read_rows
+from service.store.lineage import read_events, recorded_steps
+from service.units import visible_text
 
 
 class Check(StrEnum):
@@ -105,10 +102,11 @@ class Audit:
 
 def audit(journal: OpenJournal) -> Audit:
     """Check a journal, and return the result. Raises: ConfigError if a file cannot be read."""
-    recorded = None
+    recorded, events = None, None
     if journal.run_dir is not None and journal.has_database:
-        recorded = read_recorded(journal.run_dir)
-    auditor = _Auditor(journal, recorded)
+        recorded = read_rows(journal.run_dir, recorded_steps)
+        events = read_rows(journal.run_dir, read_events)
+    auditor = _Auditor(journal, recorded or (), events)
     offences: list[Offence] = []
     num_trajectories = num_sampled = num_trained = 0
     refused: list[int] = []
@@ -127,16 +125,16 @@ def audit(journal: OpenJournal) -> Audit:
     unrecorded: tuple[int, ...] = ()
     if recorded is not None:
         plan = _plan(journal)
-        offences += steps_beyond(present, recorded.steps, plan)
-        missing = missing_steps(present, recorded.steps, plan)
-        unrecorded = tuple(sorted(set(present) - set(recorded.steps)))
+        offences += steps_beyond(present, recorded, plan)
+        missing = missing_steps(present, recorded, plan)
+        unrecorded = tuple(sorted(set(present) - set(recorded)))
     return Audit(
         num_steps=len(journal.files),
         num_trajectories=num_trajectories,
         num_sampled=num_sampled,
         num_trained=num_trained,
         offences=tuple(offences),
-        unchecked=({} if recorded else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
+        unchecked=({} if recorded is not None else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
         missing_steps=missing,
         unrecorded_steps=unrecorded,
         refused_steps=tuple(refused),
@@ -144,13 +142,15 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """Collects the offences and counts of all steps."""
+    """Collects the offences of all steps. recorded, events: those of the run's database, if any."""
 
-    def __init__(self, journal: OpenJournal, recorded: Recorded | None) -> None:
+    def __init__(
+        self, journal: OpenJournal, recorded: Iterable[int], events: Sequence[LedgerEvent] | None
+    ) -> None:
         self._journal = journal
-        self._recorded = set(recorded.steps) if recorded else set[int]()
+        self._recorded = set(recorded)
         # Each rollout's newest event: the events are in order.
-        self._newest = {each.rollout_id: each for each in recorded.events} if recorded else None
+        self._newest = None if events is None else {each.rollout_id: each for each in events}
         self._groups = by_group(self._newest) if self._newest is not None else None
         self._trained_at: dict[str, int] = {}
 

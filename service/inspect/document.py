@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from service.inspect.build import build_view
 from service.inspect.reader import (
     UnknownTrajectory,
     find_entry,
@@ -18,9 +17,9 @@ from service.inspect.reader import (
     journal_of,
     tokenizer_of,
 )
-from service.inspect.view import MEANINGS, SampleView, TokenClass, TrajectoryView
+from service.inspect.view import MEANINGS, SampleView, TokenClass, TrajectoryView, build_view
 from service.launch.run_dir import RunDir
-from service.visible import visible_text
+from service.units import visible_text
 
 DIGITS = 6
 

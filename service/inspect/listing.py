@@ -16,7 +16,7 @@ from actors.types import Outcome
 from service.inspect.reader import OpenJournal, is_refused, journal_of, load_step
 from service.inspect.view import advantage, exit_of, number
 from service.launch.run_dir import RunDir
-from service.visible import visible_text
+from service.units import visible_text
 
 HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "ledger")
 _WORDS = frozenset({"trajectory", "outcome", "ledger", "environment"})

@@ -99,7 +99,7 @@ def open_journal(place: Path) -> OpenJournal:
             "or another version of Rayloom wrote it"
         )
     surviving = read_surviving(run_dir)
-    kept = surviving_files(files, surviving.spans if surviving else None)
+    kept = surviving_files(files, surviving)
     if not kept:
         raise ConfigError(
             f"inspect: none of the {len(files)} files in {run_dir.journal} belongs to the run's "
@@ -112,7 +112,7 @@ def open_journal(place: Path) -> OpenJournal:
         files=tuple(kept),
         num_superseded=len(files) - len(kept),
         has_database=surviving is not None,
-        refused=surviving.refused if surviving else frozenset(),
+        refused=frozenset[str]().union(*(surviving or {}).values()),
     )
 
 

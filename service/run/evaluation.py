@@ -12,8 +12,8 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -29,35 +29,39 @@ LOOK_S = 2.0
 FETCH_LIMIT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaySettings:
-    """The settings of an evaluation."""
-
-    sampling: Sampling
-    idle_s: float
-    """Seconds without an ended rollout after which a share is abandoned."""
-    slots_share: float = 1.0
-    """Share of rollouts.slots_per_actor that each actor plays at once."""
-    keeps_tokens: bool = False
-
-
 async def play(
     members: Sequence[Member],
     plays: Sequence[Play],
-    settings: PlaySettings,
+    sampling: Sampling,
     *,
+    idle_s: float,
+    keeps_tokens: bool,
     notice: Callable[[str], None],
+    slots_share: float = 1.0,
 ) -> list[Played]:
     """Divide the plays among the actors, play them, and return the results.
 
-    notice: called for each lost share. Returns: a result for each play, in the order of the plays;
+    idle_s: seconds without an ended rollout after which a share is abandoned. notice: called for
+    each lost share. slots_share: share of rollouts.slots_per_actor that each actor plays at once.
+
+    Returns: a result for each play, in the order of the plays;
     the plays of lost shares are left out.
     """
     size = len(members)
     shares = [range(index, len(plays), size) for index in range(size)]
+
+    def playing(member: Member, share: Sequence[int]) -> Any:
+        return member.actor.evaluate.remote(
+            [plays[number] for number in share],
+            temperature=sampling.temperature,
+            kept=sampling.kept,
+            slots_share=slots_share,
+            keeps_tokens=keeps_tokens,
+        )
+
     answers = await asyncio.gather(
         *(
-            _play_share(member, [plays[number] for number in share], settings)
+            _played(member, playing(member, share), idle_s=idle_s)
             for member, share in zip(members, shares, strict=True)
             if share
         ),
@@ -74,20 +78,11 @@ async def play(
     return [found[number] for number in sorted(found)]
 
 
-async def _play_share(
-    member: Member, share: Sequence[Play], settings: PlaySettings
-) -> list[Played]:
-    """Play a share on an actor, and return its results.
+async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played]:
+    """Return the results of the share that an actor plays.
 
     Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
     """
-    playing = member.actor.evaluate.remote(
-        share,
-        temperature=settings.sampling.temperature,
-        kept=settings.sampling.kept,
-        slots_share=settings.slots_share,
-        keeps_tokens=settings.keeps_tokens,
-    )
     answer = asyncio.ensure_future(playing)
     name = f"{ENVIRONMENT_ACTORS.name} {member.actor_id}"
 
@@ -96,7 +91,6 @@ async def _play_share(
             return {0: await within(LOOK_S, member.actor.num_evaluated.remote())}
         return {}
 
-    idle_s = settings.idle_s
     try:
         await wait_while_moving([answer], progress, idle_s=idle_s, look_s=LOOK_S)
         if not answer.done():

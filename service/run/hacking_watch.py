@@ -23,14 +23,13 @@ from actors.journal.files import file_name
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.hacking.features import step_features
-from service.hacking.kept import Line, append
 from service.hacking.patterns import KEPT_STEPS, Detector
-from service.hacking.read import kept_of, read_features
+from service.hacking.read import Line, append, kept_of, read_features
 from service.hacking.shadow import ShadowVerifier, Verdicts
 from service.inspect.reader import load_step, open_journal
 from service.launch.cluster import on_this_node
 from service.launch.run_dir import RunDir
-from service.telemetry.findings import Finding
+from service.telemetry.records import Finding
 
 log = logging.getLogger("rayloom.hacking")
 

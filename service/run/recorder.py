@@ -33,9 +33,14 @@ from service.store.retention import Retention, forget
 from service.store.run_store import RunStore
 from service.store.tables import Pausable
 from service.store.thread import StoreThread
-from service.telemetry.findings import Finding
 from service.telemetry.memory import memory_shortage
-from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
+from service.telemetry.records import (
+    EvaluationRecord,
+    Finding,
+    StepRecord,
+    evaluation_line,
+    step_line,
+)
 from service.telemetry.reward_drop import RewardWatch
 from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers

@@ -30,7 +30,7 @@ from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, r
 from service.run.term import Term
 from service.store.errors import StoreError
 from service.store.leases import Lease, own_name
-from service.store.lineage import Checkpoint, History, read_history, totals_at
+from service.store.lineage import Checkpoint, read_history, totals_at
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from service.telemetry.endpoint import (
@@ -42,7 +42,7 @@ from service.telemetry.endpoint import (
     Reading,
 )
 from service.telemetry.memory import PeakMemory
-from service.telemetry.summary import RunSummary, summarize_run, write_summary
+from service.telemetry.summary import History, RunSummary, summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")

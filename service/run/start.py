@@ -118,7 +118,7 @@ def start_supervisor(
     run_id: str,
     endpoint: Any,
     is_service: bool = False,
-    when_held: WhenHeld = WhenHeld.REFUSE,
+    when_held: WhenHeld = "refuse",
     returns_to: str = "",
     root_process: int | None = None,
     lost: Any = None,
@@ -151,7 +151,7 @@ def start_supervisor(
             named = ray.get_actor(run_id, namespace=NAMESPACE)
             if lost is not None and named._actor_id != lost._actor_id:
                 raise LeaseLost("another process has started a supervisor of this run")
-            if when_held is WhenHeld.WAIT:
+            if when_held == "wait":
                 # That actor may have the lease. If the process that started it has died, it ends
                 # within a moment.
                 return None
@@ -163,7 +163,7 @@ def start_supervisor(
             run_id=run_id,
             endpoint=endpoint,
             is_service=is_service,
-            when_held=when_held if lost is None else WhenHeld.REFUSE,
+            when_held=when_held if lost is None else "refuse",
             replaces=lost_name,
             # The first supervisor has already returned to the checkpoint; a second return would
             # undo the steps that it has trained since.
@@ -172,7 +172,7 @@ def start_supervisor(
             root_process=root_process,
         )
 
-    limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
+    limit_s = math.inf if when_held == "wait" else NAME_LIMIT_S
     started = _start_named(start, name=run_id, limit_s=limit_s)
     if lost is not None:
         # The endpoint shows this phase until the new supervisor shows its own. Not awaited, because

@@ -13,9 +13,8 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from enum import Enum
 from logging.handlers import RotatingFileHandler
-from typing import Any
+from typing import Any, Literal
 
 from actors.deadline import ActorLost, TaskSet, beside, race
 from actors.metrics import Metrics, Part
@@ -58,13 +57,11 @@ log = logging.getLogger("rayloom.supervisor")
 _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
-class WhenHeld(Enum):
-    """The behaviour of a start if a live process already owns the run."""
+WhenHeld = Literal["refuse", "wait", "take over"]
+"""The behaviour of a start if a live process already owns the run.
 
-    REFUSE = "refuse"
-    WAIT = "wait"
-    """Wait without a term until the owner shows no more signs of life."""
-    TAKE_OVER = "take over"
+wait: wait without a term until the owner shows no more signs of life.
+"""
 
 
 class GoingBack(Exception):
@@ -90,7 +87,7 @@ class Supervisor:
         run_id: str,
         endpoint: Any,
         is_service: bool = False,
-        when_held: WhenHeld = WhenHeld.REFUSE,
+        when_held: WhenHeld = "refuse",
         replaces: str = "",
         returns_to: str = "",
         notice: str = "",
@@ -467,7 +464,7 @@ class Supervisor:
     async def _wait_for_lease(self) -> Lease | None:
         """Take and return the lease; None if a stop was requested before the run was free.
 
-        Raises: LeaseHeld, unless `when_held` is WhenHeld.WAIT; LeaseLost; StoreError.
+        Raises: LeaseHeld, unless `when_held` is "wait"; LeaseLost; StoreError.
         """
         while True:
             try:
@@ -477,7 +474,7 @@ class Supervisor:
                     self._recorder.term = lease.term
                 return lease
             except LeaseHeld as held:
-                if self._when_held is not WhenHeld.WAIT or self._recorder.term:
+                if self._when_held != "wait" or self._recorder.term:
                     raise
                 self._recorder.starting(f"waiting: {held}")
             await asyncio.sleep(RENEW_EVERY_S)
@@ -527,7 +524,7 @@ class Supervisor:
             kind=self._kind,
             passed_over=self._unreadable.keys(),
             follows=None if is_first else self._recorder.term,
-            unless_held=is_first and self._when_held is not WhenHeld.TAKE_OVER,
+            unless_held=is_first and self._when_held != "take over",
             replaces=self._replaces,
             returns_to=self._control.returns_to or (self._returns_to if is_first else ""),
         )

@@ -32,7 +32,6 @@ from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_
 from service.report.document import Phase
 from service.run.health import FaultCount
 from service.run.start import phase_values, start_endpoint, start_supervisor
-from service.run.supervisor import WhenHeld
 from service.serve.watcher import SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
 from service.store.place import StoreOptions
@@ -201,7 +200,7 @@ class RunHost:
                 run_id=self._run_id,
                 endpoint=self._endpoint,
                 is_service=True,
-                when_held=WhenHeld.WAIT,
+                when_held="wait",
             )
             supervisor = start()
             # When it answers, the database exists.

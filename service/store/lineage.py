@@ -31,6 +31,7 @@ from service.store import tables
 from service.store.errors import Damaged
 from service.store.tables import word_of
 from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.summary import History
 from service.telemetry.totals import RunTotals, totals_of
 
 Answer = TypeVar("Answer")
@@ -68,23 +69,6 @@ class Span:
     last_event_seq: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The surviving records of a run, in order."""
-
-    steps: tuple[StepRecord, ...]
-    """The kept steps (`retention`): the first ones, some of the older ones, all newest ones."""
-    evaluations: tuple[EvaluationRecord, ...]
-    totals: RunTotals
-    """Totals of all steps of the lineage."""
-    spans: tuple[Span, ...]
-    """The surviving parts of terms; empty for a run that never had a lease."""
-
-    @property
-    def num_terms(self) -> int:
-        return self.spans[-1].term if self.spans else 0
-
-
 def read_history(store: Readable) -> History:
     def read(connection: Connection) -> History:
         spans = surviving_spans(connection)
@@ -92,7 +76,7 @@ def read_history(store: Readable) -> History:
             steps=_surviving(connection, tables.steps, spans),
             evaluations=_surviving(connection, tables.evaluations, spans),
             totals=lineage_totals(connection, spans[-1].term) if spans else RunTotals(),
-            spans=tuple(spans),
+            num_terms=spans[-1].term if spans else 0,
         )
 
     return store.read(read)

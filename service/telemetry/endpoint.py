@@ -55,14 +55,6 @@ class Push:
     """Whether the process ends normally after this push; the endpoint then keeps its values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Heard:
-    """The newest push of a role, and the time of its arrival."""
-
-    push: Push
-    at: float
-
-
 class PushedMetrics(Collector):
     """The pushed metrics, as a collector for scrapes. Several threads may use it."""
 
@@ -71,7 +63,8 @@ class PushedMetrics(Collector):
         self._clock = clock
         self._labels = labels
         self._lock = threading.Lock()
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, tuple[Push, float]] = {}
+        """The newest push of each role, and the time of its arrival."""
         # By family, then by sample's name and labels.
         self._sums: dict[str, tuple[Metric, dict[tuple[str, frozenset[tuple[str, str]]], float]]]
         self._sums = {}
@@ -79,13 +72,10 @@ class PushedMetrics(Collector):
     def push(self, push: Push) -> None:
         """Store a push, unless the same push or one of a later process is already stored."""
         with self._lock:
-            before = self._heard.get(push.role)
-            if before is not None and (before.push.epoch, before.push.number) >= (
-                push.epoch,
-                push.number,
-            ):
+            before, _ = self._heard.get(push.role, (None, 0.0))
+            if before and (before.epoch, before.number) >= (push.epoch, push.number):
                 return
-            self._heard[push.role] = _Heard(push=push, at=self._clock())
+            self._heard[push.role] = push, self._clock()
             for family in push.increments:
                 self._add(family)
 
@@ -93,12 +83,12 @@ class PushedMetrics(Collector):
         """Replace the metric families `values` of a dead process, until its successor pushes."""
         names = {family.name for family in values}
         with self._lock:
-            if (heard := self._heard.get(role)) is None:
+            if role not in self._heard:
                 return
-            kept = [family for family in heard.push.values if family.name not in names]
+            push, heard_at = self._heard[role]
+            kept = [family for family in push.values if family.name not in names]
             # Keep the push's number and age, so that a push of the successor is newer.
-            push = replace(heard.push, values=(*kept, *values))
-            self._heard[role] = replace(heard, push=push)
+            self._heard[role] = replace(push, values=(*kept, *values)), heard_at
 
     def _add(self, family: Metric) -> None:
         _, sums = self._sums.setdefault(family.name, (family, {}))
@@ -116,9 +106,9 @@ class PushedMetrics(Collector):
             for family, sums in self._sums.values():
                 for (name, labels), value in sums.items():
                     self._show(shown, family, name, dict(labels), value)
-            for heard in self._heard.values():
-                if heard.push.is_last or self._clock() - heard.at < SILENT_S:
-                    for family in heard.push.values:
+            for push, heard_at in self._heard.values():
+                if push.is_last or self._clock() - heard_at < SILENT_S:
+                    for family in push.values:
                         for sample in family.samples:
                             self._show(shown, family, sample.name, sample.labels, sample.value)
         return shown.values()

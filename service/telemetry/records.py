@@ -1,7 +1,8 @@
 """The records that the loop writes: one for each training step and one for each evaluation.
 
 Records are stored unchanged. The line in the log and the displays, the metrics, the report and
-summary.json are all made from them, so that they always agree.
+summary.json are all made from them, so that they always agree. A finding of the audit for reward
+hacking describes an observation, without a judgement.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
@@ -277,3 +279,44 @@ def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
     if rest := sum(number for _, number in ordered[MAX_OUTCOMES:]):
         named.append(f"{rest} other" if rest == 1 else f"{rest} others")
     return ", ".join([units.plural(count, "rollout"), *named])
+
+
+class Kind(StrEnum):
+    """A kind of pattern. Lists show the value; the text of a finding has the numbers."""
+
+    EQUAL_ANSWERS = "equal_answers"
+    MALFORMED_PAID = "malformed_paid"
+    LENGTH = "length"
+    REPETITION = "repetition"
+    COPYING = "copying"
+    FEWER_TURNS = "fewer_turns"
+    COMPONENT_FALLS = "component_falls"
+    COMPONENT_EXCESS = "component_excess"
+    FAILURES = "failures"
+    UNVERIFIED = "unverified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A pattern that is new in the run and increases the reward."""
+
+    kind: Kind
+    environment: str
+    onset: int
+    """First step with the pattern, as well as it can be determined."""
+    step: int
+    """Step at which the pattern was found."""
+    before: float
+    """Share of trajectories with the pattern in earlier steps.
+
+    For `component_falls`, the mean of the component in earlier steps.
+    """
+    now: float
+    """The same share or mean as `before`, in the newest steps."""
+    reward_before: float
+    """Mean return in earlier steps, divided by the best possible return if it is known."""
+    reward_now: float
+    examples: tuple[str, ...]
+    """Ids of trajectories, for `rayloom inspect`."""
+    text: str
+    """A sentence that describes the finding."""

@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts, TokenCounts
 from actors.types import Outcome
-from service.telemetry.findings import Finding
-from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
+from service.telemetry.records import EvaluationRecord, Finding, StageSeconds, StepRecord
 from service.telemetry.totals import SUMMED, RunTotals
 
 ASKED_EVALUATIONS = 20
@@ -29,20 +28,18 @@ AVERAGED_STEPS = 5
 Key = TypeVar("Key")
 
 
-class HistoryLike(Protocol):
-    """The records of a run's surviving lineage; `service.store.lineage.History` implements it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The surviving records of a run, in order."""
 
-    @property
-    def steps(self) -> Sequence[StepRecord]: ...
-
-    """The first five and the last five steps, and some or all of the steps between."""
-
-    @property
-    def evaluations(self) -> Sequence[EvaluationRecord]: ...
-    @property
-    def totals(self) -> RunTotals: ...
-    @property
-    def num_terms(self) -> int: ...
+    steps: tuple[StepRecord, ...]
+    """The kept steps (`service.store.retention`): the first ones, some of the older ones, all
+    newest ones."""
+    evaluations: tuple[EvaluationRecord, ...]
+    totals: RunTotals
+    """Totals of all steps of the lineage."""
+    num_terms: int
+    """Number of the newest term; 0 for a run that never had a lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +164,7 @@ _SUMMARY = TypeAdapter(RunSummary)
 
 
 def summarize_run(
-    history: HistoryLike,
+    history: History,
     *,
     ledger: LedgerCounts,
     wall_s: float,

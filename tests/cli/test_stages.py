@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from service.cli.stages import Stages
+from service.cli.outlet import Stages
 
 
 def test_each_stage_is_told_with_its_seconds_and_the_next_one() -> None:

@@ -31,7 +31,7 @@ from deploy.dashboards.grafana import (
     load_dashboards,
 )
 from deploy.rules.source import PLACE_LABELS, RUN_LABELS, rules_text
-from service.inference.vllm_metrics import SHOWN
+from service.inference.replica import SHOWN
 
 SPECS = load_dashboards()
 TREES: dict[str, dict[str, Any]] = {

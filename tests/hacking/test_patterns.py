@@ -10,7 +10,7 @@ import pytest
 
 from service.hacking.features import StepFeatures
 from service.hacking.patterns import FORGOTTEN_AFTER, Detector, find_all
-from service.telemetry.findings import Finding, Kind
+from service.telemetry.records import Finding, Kind
 
 GROUPS, MEMBERS = 8, 8
 NUM = GROUPS * MEMBERS

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from actors.types import Dtype
-from service.inference.model_support import (
+from service.config.model_files import (
     cpu_head_sizes,
     registered_architectures,
     unserved,

@@ -314,6 +314,6 @@ def test_the_names_that_the_configuration_allows_are_those_of_vllm(child: Child)
     read = registered_parsers()
     assert read is not None
     tool, reasoning = child(reply_parsing.vllm_names)
-    assert read.tool == tool - {"openai"}
-    assert read.reasoning == reasoning - {"openai_gptoss"}
+    assert read["tool"] == tool - {"openai"}
+    assert read["reasoning"] == reasoning - {"openai_gptoss"}
     assert {form.parser for form in CALL_FORMS} <= read.tool

@@ -30,17 +30,19 @@ from actors.trainer.tiny.tokenizer import TURN_END
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import LeftOutReason
 from service.cli.inspect import show, write_page
-from service.inspect.build import (
+from service.inspect.document import trajectory_document
+from service.inspect.token_text import TokenText
+from service.inspect.view import (
     HEADER_TRAINED,
     HEADER_WRITTEN,
     NO_LOGPROB,
     NOT_SAMPLED,
+    Token,
+    TokenClass,
+    TrajectoryView,
     build_view,
 )
-from service.inspect.document import trajectory_document
-from service.inspect.token_text import TokenText
-from service.inspect.view import Token, TokenClass, TrajectoryView
-from service.visible import visible
+from service.units import visible
 
 
 def view_of(row: int, step: JournalStep | None = None) -> TrajectoryView:

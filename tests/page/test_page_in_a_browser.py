@@ -18,7 +18,7 @@ from worlds.servers.browser import Browser, browser
 
 from actors.journal.files import JournalStep
 from service.cli.inspect import write_page
-from service.inspect.build import build_view
+from service.inspect.view import build_view
 from service.report.document import write_report
 
 RUNS = {

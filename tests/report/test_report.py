@@ -25,12 +25,14 @@ from service.report.document import (
     LiveState,
     Phase,
     RunPicture,
+    checks,
+    ending,
     render_report,
     run_document,
+    verdict,
     write_report,
 )
-from service.report.overview import balance_equation, checks, ending, verdict
-from service.report.tables import summary_tables
+from service.report.tables import balance_equation, summary_tables
 from service.telemetry.records import EvaluationRecord, EvaluationSample, StageSeconds
 from service.units import UNKNOWN
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worlds.parts.control_world import World, played
@@ -15,7 +16,6 @@ from actors.environment.settings import Sampling
 from service.api.control import (
     ControlRefused,
     EvaluationAnswer,
-    EvaluationRequest,
     OperationAnswer,
     OperationStatus,
     RefusalCode,
@@ -31,9 +31,9 @@ from service.telemetry.records import evaluation_line
 SAMPLING = Sampling(num_samples=4, temperature=0.7, ks=(1, 4))
 
 
-def request(**changes: object) -> EvaluationRequest:
-    values: dict[str, object] = {"sampling": SAMPLING, "num_tasks": None, "task_ids": ()}
-    return EvaluationRequest(**(values | changes))  # type: ignore[arg-type]
+async def evaluate(world: World, **changes: Any) -> OperationAnswer:
+    values: dict[str, Any] = {"sampling": SAMPLING, "num_tasks": None, "task_ids": ()}
+    return await world.control.evaluate(**(values | changes))
 
 
 async def ended(world: World, operation: OperationAnswer) -> OperationAnswer:
@@ -84,7 +84,7 @@ async def test_paused_generation_is_brought_to_queue_and_engines_and_counted(
     view = await world.control.pause(Pausable.GENERATION, "")
     assert (view.in_flight.engines_held, view.in_flight.engines) == (2, 2)
     with pytest.raises(ControlRefused, match="generation is paused"):
-        await world.control.evaluate(request())
+        await evaluate(world)
     view = await world.control.resume(Pausable.GENERATION)
     assert (view.in_flight.engines_held, view.in_flight.engines) == (0, 2)
 
@@ -186,9 +186,9 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
 ) -> None:
     world = World(tmp_path)
     await world.begin()
-    operation = await world.control.evaluate(request(num_tasks=2))
+    operation = await evaluate(world, num_tasks=2)
     with pytest.raises(ControlRefused, match="is running already"):
-        await world.control.evaluate(request())
+        await evaluate(world)
     world.term.go_on.set()
     record = (await ended(world, operation)).evaluation
     assert record is not None and (record.num_tasks, record.num_samples) == (2, 4)
@@ -196,7 +196,7 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
     assert world.term.asked == [(names, SAMPLING, f"step-000000-{operation.id}", 0.25)]
     # Two of four samples pass: pass@4 is certain.
     assert record.pass_at == {1: 0.5, 4: 1.0} and record.reward_mean == 0.5
-    second = await world.control.evaluate(request(task_ids=("guessing-held-out-2",)))
+    second = await evaluate(world, task_ids=("guessing-held-out-2",))
     await ended(world, second)
     stored = read_history(world.store).evaluations
     assert [each.num_tasks for each in stored] == [2, 1]
@@ -218,14 +218,14 @@ async def test_an_evaluation_of_what_is_not_held_out_is_refused(
     world = World(tmp_path)
     await world.begin()
     with pytest.raises(ControlRefused, match=words) as refused:
-        await world.control.evaluate(request(**change))
+        await evaluate(world, **change)
     assert refused.value.code is code
 
 
 async def test_an_evaluation_whose_term_ends_is_failed_and_not_stored(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.begin()
-    operation = await world.control.evaluate(request())
+    operation = await evaluate(world)
     world.control.term = None
     world.term.go_on.set()
     assert "its term has ended" in (await ended(world, operation)).detail
@@ -239,7 +239,7 @@ async def test_what_needs_a_run_that_trains_is_refused_with_its_phase(tmp_path: 
         await control.pause(Pausable.TRAINING, "")
     await world.begin()
     world.term.is_training = False
-    calls: list[Callable[[], object]] = [control.checkpoint, lambda: control.evaluate(request())]
+    calls: list[Callable[[], object]] = [control.checkpoint, lambda: evaluate(world)]
     for call in calls:
         with pytest.raises(ControlRefused, match="needs its trainer"):
             await call()  # type: ignore[misc]

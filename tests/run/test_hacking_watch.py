@@ -18,13 +18,13 @@ from worlds.parts.hacking_world import Course, ScriptedRun, Size
 from actors.journal.files import JournalStep, file_name, write_file
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
-from service.hacking import kept
-from service.hacking.kept import FILE, Line, append, read_kept
+from service.hacking import read
+from service.hacking.read import FILE, Line, append, read_kept
 from service.hacking.shadow import Verdicts
 from service.launch.run_dir import RunDir
 from service.run.hacking_watch import Ask, HackingWatch
 from service.store.run_store import RunStore
-from service.telemetry.findings import Finding, Kind
+from service.telemetry.records import Finding, Kind
 
 NUM_STEPS = 20
 ONSET = 15
@@ -193,7 +193,7 @@ def test_what_is_kept_is_bounded_and_findings_stay(
     run_dir: RunDir, steps: list[JournalStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, found = watched(run_dir, steps)
-    monkeypatch.setattr(kept, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(read, "MAX_BYTES", 10_000)
     for step in range(1, 200):
         verdicts = {f"g{step:06d}.0-{member}.a0": True for member in range(16)}
         append(run_dir.path, Line(step=1000 + step, term=1, verdicts=verdicts))

@@ -23,7 +23,7 @@ from worlds.runs.run_driver import ROOT, SMALL, small_config, write_checkpoint
 from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import checkpoint_of, export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
-from service.cli.stages import Stages
+from service.cli.outlet import Stages
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resume import (

@@ -27,7 +27,7 @@ from service.launch.run_dir import RunDir
 from service.report.document import Phase
 from service.run.health import Cursor
 from service.run.start import engine_settings, start_endpoint
-from service.run.supervisor import Supervisor, WhenHeld
+from service.run.supervisor import Supervisor
 from service.store.errors import LeaseLost, StoreError
 from service.store.leases import RENEW_EVERY_S, Lease, own_name
 from service.store.run_store import RunStore
@@ -160,7 +160,7 @@ async def test_a_supervisor_that_has_lost_its_lease_learns_it_without_a_write_of
 async def test_a_supervisor_that_is_to_wait_for_a_live_owner_takes_the_run_when_it_is_free(
     supervisor: Supervisor, place: RunDir
 ) -> None:
-    supervisor._when_held = WhenHeld.WAIT
+    supervisor._when_held = "wait"
     store = RunStore(place.database_url)
     term = store.acquire_lease(owner=own_name()).term
     waiting = asyncio.create_task(supervisor._wait_for_lease())

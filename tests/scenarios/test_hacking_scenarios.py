@@ -12,9 +12,9 @@ import pytest
 from worlds.runs.run_checks import check_finished
 from worlds.runs.run_driver import ROOT, START_S, STEP_S, running
 
-from service.hacking.kept import read_kept
+from service.hacking.read import read_kept
 from service.inspect.reader import find_entry, open_journal
-from service.telemetry.findings import Finding, Kind
+from service.telemetry.records import Finding, Kind
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(1200)]
 

@@ -21,9 +21,9 @@ from actors.trajectory_queue.messages import Side
 from actors.types import BranchReason, LeftOutReason, Outcome, Timings
 from deploy.dashboards.grafana import load_dashboards
 from service.report.document import Phase
-from service.store.lineage import History
 from service.store.tables import Pausable
 from service.telemetry.records import StageSeconds
+from service.telemetry.summary import History
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

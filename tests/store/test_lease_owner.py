@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 from worlds.builders.store_builders import write_under_way
 from worlds.runs.run_driver import SMALL
 
-from service.cli.stages import Stages
+from service.cli.outlet import Stages
 from service.cli.train import TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resume import check_lease_free

@@ -17,7 +17,7 @@ from worlds.builders.record_builders import (
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
 from actors.types import BranchReason, Outcome
-from service.report.overview import checks
+from service.report.document import checks
 from service.report.tables import summary_tables
 from service.telemetry.records import StageSeconds
 from service.telemetry.summary import write_summary

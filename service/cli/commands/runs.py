@@ -10,8 +10,7 @@ import typer
 
 from service.cli.commands.configuration import converted, own_config, use_functions, with_model
 from service.cli.commands.options import GroupRewards, Overrides, Rewards, Temperature, path_option
-from service.cli.outlet import say
-from service.cli.stages import Stages
+from service.cli.outlet import Stages, say
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
@@ -207,18 +206,19 @@ def evaluate(
                     given.append(f"{section}.{key}={value}")
             config = converted(load_config(file, given))
             stages.next("loading packages")
-            from service.cli.evaluate import EvaluateRequest, run_evaluate
+            from service.cli.evaluate import run_evaluate
 
-            request = EvaluateRequest(
-                config=config,
+            code = run_evaluate(
+                config,
+                signals,
+                stages,
                 run=run,
                 checkpoint=checkpoint,
-                is_model_given=model is not None,
+                uses_model=model is not None,
                 set_name=on,
                 num_tasks=tasks,
                 out=path_option("--out", out, what="a file"),
             )
-            code = run_evaluate(request, signals, stages)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the evaluation began", err=True)
             code = EXIT_INTERRUPTED

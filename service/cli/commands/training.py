@@ -28,8 +28,7 @@ from service.cli.commands.options import (
     Tools,
     path_option,
 )
-from service.cli.outlet import say
-from service.cli.stages import Stages
+from service.cli.outlet import Stages, say
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals

@@ -26,7 +26,7 @@ from actors.environment.builtin.single_turn import (
 from actors.environment.plugins.code_search.environment import CodeSearchOptions
 from actors.environment.protocol import Environment
 from actors.types import Task
-from service.telemetry.findings import Kind
+from service.telemetry.records import Kind
 from worlds.builders.code_repository import FILES, write_repository
 from worlds.faults.grader_holes import (
     FailsOpen,

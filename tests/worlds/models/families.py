@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from actors.types import Dtype
-from service.inference.model_support import registered_architectures
+from service.config.model_files import registered_architectures
 
 LAYERS, HEADS, HEAD_SIZE, VOCABULARY, CONTEXT = 2, 4, 32, 512, 512
 # Under the names that configurations have for them; each takes those that it knows.

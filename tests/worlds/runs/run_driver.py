@@ -22,8 +22,9 @@ from actors.trainer.checkpoint import FORMAT, MANIFEST, Progress
 from actors.trajectory_queue.ledger import LedgerEvent
 from service.launch.run_dir import RunDir
 from service.store.errors import StoreError
-from service.store.lineage import History, read_events, read_history
+from service.store.lineage import read_events, read_history
 from service.store.read_only import ReadOnlyStore
+from service.telemetry.summary import History
 
 ROOT = Path(__file__).parents[3]
 _Read = TypeVar("_Read")
