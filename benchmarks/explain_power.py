@@ -25,8 +25,7 @@ from worlds.runs.explained_run import config_of, played_run, poisoned, sampled_g
 
 from benchmarks.environment import describe_environment
 from service.cli.explain import Order, ranked
-from service.explain.recompute import explain_step
-from service.explain.source import find_source
+from service.explain.recompute import explain_step, find_source
 
 GROUPS, MEMBERS, SPOILT = 63, 16, 10
 

@@ -27,10 +27,10 @@ from service.access.secret_files import SecretFile
 from service.api import problems
 from service.api.bodies import ASKS_HEADER
 from service.api.callers import Callers, is_for_clients
+from service.api.control_routes import add_keys
 from service.api.environments import add_environments
 from service.api.feed import STREAM_S, add_feed
 from service.api.guards import OPEN_PATHS, Guards, has_own_keys
-from service.api.named_keys import add_keys
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import MEDIA_TYPE
 from service.api.rollouts import add_rollouts

@@ -44,8 +44,12 @@ from service.launch.run_dir import RunDir, model_path
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
 from service.run.engines import Engines, board_handle
-from service.run.environment_pool import evaluation_idle_s, start_environment_actor
-from service.run.evaluation import play, write_lines
+from service.run.environment_pool import (
+    evaluation_idle_s,
+    play,
+    start_environment_actor,
+    write_lines,
+)
 from service.run.start import engine_settings
 from service.telemetry.evaluation import evaluation_record
 from service.telemetry.records import EvaluationRecord

@@ -16,8 +16,7 @@ import numpy as np
 from transformers.utils import logging as transformers_logging
 
 from service.cli.outlet import say
-from service.explain.recompute import Contribution, Explanation, explain_step
-from service.explain.source import find_source
+from service.explain.recompute import Contribution, Explanation, explain_step, find_source
 from service.inspect.view import advantage, number
 from service.units import plural, visible_text
 

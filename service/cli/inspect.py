@@ -23,7 +23,6 @@ from service.config.file import ConfigError
 from service.hacking.patterns import find_all
 from service.hacking.read import Verify, describe_audit, read_features
 from service.inspect.audit import audit, describe
-from service.inspect.document import trajectory_document
 from service.inspect.listing import Filters, list_trajectories
 from service.inspect.reader import (
     OpenJournal,
@@ -42,6 +41,7 @@ from service.inspect.view import (
     TrajectoryView,
     build_view,
     number,
+    trajectory_document,
 )
 from service.page.packed import page_with
 from service.telemetry.summary import write_aside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from service.remote_calls import reason_of
 from service.report.document import Phase
 from service.run.health import Ending, RunStatus
 from service.run.start import start_endpoint, start_supervisor, supervisor_place
+from service.run.supervisor import WhenHeld
 from service.serve.ingress import check_listens, open_api, start_serve
 from service.serve.watcher import POLL_S, SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
@@ -45,84 +46,96 @@ from service.trackers.trackers import trackers_of
 EXIT_OK, EXIT_FAILED = 0, 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRequest:
-    """Arguments of `rayloom train` and `rayloom serve`."""
-
-    config: Config
-    address: str | None = None
-    """Address of the Ray cluster to join; None starts a local cluster."""
-    run_dir: Path | None = None
-    resume: Path | None = None
-    """Directory of the run to resume; None starts a new run."""
-    checkpoint: str = ""
-    """With `resume`: directory name of the checkpoint to return to; empty for the newest."""
-    takes_over: bool = False
-    """Whether to resume a run even if another process has its lease."""
-    store: StoreOptions = field(default_factory=StoreOptions)
-    """Location of a new run's database."""
-    trial: Trial = field(default_factory=Trial)
-    """Selects which of the user's functions are called before the start."""
-    api: HttpSettings | None = None
-    """Settings for accepting tasks over HTTP; None plays the configuration's own tasks."""
-
-
-def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) -> int:
+def run_training(
+    config: Config,
+    signals: StopSignals,
+    stages: Stages,
+    *,
+    address: str | None = None,
+    new_run: Path | None = None,
+    resume: Path | None = None,
+    checkpoint: str = "",
+    takes_over: bool = False,
+    api: HttpSettings | None = None,
+    store: StoreOptions,
+    trial: Trial,
+) -> int:
     """Train until the run ends or a signal arrives, and return the exit code.
 
-    stages: display of the start's progress; its current stage is the loading of packages.
-
-    The caller has checked the directories of the request (`check_resumable`, `check_new`).
+    Args: stages: display of the start's progress; its current stage is the loading of packages.
+    address: address of the Ray cluster to join; None starts a local cluster. new_run, resume:
+    directory of a new run, or of the run to resume; None and None choose a new one. The caller has
+    checked them (`check_resumable`, `check_new`). checkpoint: with `resume`, the directory name of
+    the checkpoint to return to; empty for the newest. takes_over: whether to resume a run even if
+    another process has its lease. store: location of a new run's database. trial: selects which of
+    the user's functions are called before the start. api: settings for accepting tasks over HTTP;
+    None plays the configuration's own tasks.
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()
-    config = request.config
-    if request.resume is not None:
-        run_dir = RunDir(path=request.resume)
+    if resume is not None:
+        run_dir = RunDir(path=resume)
         try:
             step = finished_step(run_dir, steps=config.run.steps)
-            if step is not None and not request.checkpoint:
+            if step is not None and not checkpoint:
                 return _report_finished(config, run_dir, step)
-            if not request.takes_over:
+            if not takes_over:
                 check_lease_free(run_dir)
         except StoreError as error:
             say(f"rayloom: --resume {run_dir.path}: {error}", err=True)
             return EXIT_FAILED
-    elif request.run_dir is not None:
-        run_dir = RunDir(path=request.run_dir)
+    elif new_run is not None:
+        run_dir = RunDir(path=new_run)
     else:
         run_dir = default_run_dir(config)
         check_new(run_dir)
-    is_local = request.address is None
+    is_local = address is None
     with prepared_run(
         config,
         run_dir,
         is_local=is_local,
-        store=request.store,
+        store=store,
         check_stop=signals.check,
         begin=stages.next,
-        trial=request.trial,
+        trial=trial,
         tell=warn,
     ) as model:
         stages.next("starting Ray" if is_local else "joining the cluster")
         # A signal during Ray's start takes effect after it.
         signals.hold()
-        with joined(config, address=request.address):
+        with joined(config, address=address):
             if not is_local:
                 config = seen_from_afar(config, cwd=Path.cwd())
                 check_other_nodes(config, run_dir, model=model)
-                if request.api is not None:
+                if api is not None:
                     check_api_place(config.service)
             stages.next("starting the supervisor")
-            request = replace(request, config=config)
-            return _run(request, run_dir, model, signals=signals, stages=stages)
+            return _run(
+                config,
+                run_dir,
+                model,
+                signals,
+                stages,
+                api=api,
+                is_local=is_local,
+                when_held="take over" if takes_over else "refuse",
+                returns_to=checkpoint,
+            )
 
 
 def _run(
-    request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSignals, stages: Stages
+    config: Config,
+    run_dir: RunDir,
+    model: str,
+    signals: StopSignals,
+    stages: Stages,
+    *,
+    api: HttpSettings | None,
+    is_local: bool,
+    when_held: WhenHeld,
+    returns_to: str,
 ) -> int:
     """Run the training in the joined Ray cluster, show it, and return the exit code."""
-    config, api, is_local = request.config, request.api, request.address is None
     signals.install()
     # Serve's messages for developers are in its own log files.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -144,8 +157,8 @@ def _run(
             run_id=run_id,
             endpoint=start_endpoint(config, run_id=run_id, place=supervisor_place(run_dir)),
             is_service=api is not None,
-            when_held="take over" if request.takes_over else "refuse",
-            returns_to=request.checkpoint,
+            when_held=when_held,
+            returns_to=returns_to,
             root_process=os.getpid() if is_local else None,
         )
         supervisor = start()

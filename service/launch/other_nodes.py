@@ -25,7 +25,7 @@ from service.config.file import ConfigError
 from service.config.preflight import check_metrics_address, companions
 from service.config.tree import Config, ServiceSettings
 from service.launch.cluster import alive_nodes, on_node
-from service.launch.placement import HEAD_NODE, Node, Role, roles_of
+from service.launch.placement import HEAD_NODE, Node, Role, nodes_of, roles_of
 from service.launch.run_dir import RunDir
 
 # Time limit for a node to start a process and check the paths.
@@ -69,7 +69,7 @@ def check_other_nodes(
         shared = list(_shared_paths(config, run_dir, model=model, nonce=nonce))
         asked: list[tuple[Node, Any]] = []
         for node in nodes:
-            own = frozenset(role for role in Role if node in roles.nodes(role, nodes))
+            own = frozenset(role for role in Role if node in nodes_of(role, roles, nodes))
             needed = [each for each in shared if each.roles & own]
             if needed:
                 asked.append((node, _task(find_unshared, node).remote(needed)))

@@ -40,58 +40,48 @@ class Node:
     """All resources of the node, used or free."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """The roles that nodes offer, which determine the resources that parts request.
-
-    `roles_of` creates it.
-    """
-
-    offered: frozenset[Role]
-
-    def asked(self, role: Role) -> dict[str, float]:
-        """Return the custom resources that a part of the role requests. If no node offers control,
-        the control part is placed on the head node.
-        """
-        if role in self.offered:
-            return {role.value: SHARE}
-        return {HEAD_NODE: SHARE} if role is Role.CONTROL else {}
-
-    def nodes(self, role: Role, nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes on which parts of the role may run."""
-        asked = self.asked(role)
-        return [node for node in nodes if all(name in node.resources for name in asked)]
-
-    def describe(self, nodes: Sequence[Node]) -> str:
-        """Return one line with the nodes on which each part may run."""
-        where = []
-        for role in Role:
-            addresses = ", ".join(sorted(node.address for node in self.nodes(role, nodes)))
-            where.append(
-                f"{role.name.lower()} on "
-                + ((addresses or "nodes that are awaited") if self.asked(role) else "any node")
-            )
-        return "places: " + "; ".join(where)
+Roles = frozenset[Role]
+"""The roles that nodes offer, which determine the resources that parts request."""
 
 
-def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) -> Roles:
+def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
     """Return the roles that the nodes offer.
 
     before: roles that were offered earlier in the run. If all nodes of such a role are lost, the
     parts of the role wait for new ones, because other nodes may not have the paths or the room that
     they need.
     """
-    offered = {role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0}
-    return Roles(offered=before | offered)
+    return before | {
+        role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    name: str
-    """The part's name with its number, for messages."""
-    keys: str
-    """The settings that determine the number and the size of such parts."""
-    resources: Mapping[str, float]
+def resources_of(role: Role, offered: Roles) -> dict[str, float]:
+    """Return the custom resources that a part of the role requests. If no node offers control, the
+    control part is placed on the head node.
+    """
+    if role in offered:
+        return {role.value: SHARE}
+    return {HEAD_NODE: SHARE} if role is Role.CONTROL else {}
+
+
+def nodes_of(role: Role, offered: Roles, nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes on which parts of the role may run."""
+    asked = resources_of(role, offered)
+    return [node for node in nodes if all(name in node.resources for name in asked)]
+
+
+def describe_places(offered: Roles, nodes: Sequence[Node]) -> str:
+    """Return one line with the nodes on which each part may run."""
+    where = []
+    for role in Role:
+        addresses = ", ".join(sorted(node.address for node in nodes_of(role, offered, nodes)))
+        is_bound = bool(resources_of(role, offered))
+        where.append(
+            f"{role.name.lower()} on "
+            + ((addresses or "nodes that are awaited") if is_bound else "any node")
+        )
+    return "places: " + "; ".join(where)
 
 
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
@@ -103,21 +93,27 @@ def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
     """
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)
-    for part in parts:
-        room = [free for free in left.values() if _fits(part.resources, free)]
+    for name, keys, resources in parts:
+        room = [free for free in left.values() if _fits(resources, free)]
         if not room:
             return (
-                f"{part.name} asks for {_format_resources(part.resources)}, and no node has that "
+                f"{name} asks for {_format_resources(resources)}, and no node has that "
                 f"left after the run's other parts: {_left(nodes, left)}; "
-                f"lower {part.keys}, or add nodes"
+                f"lower {keys}, or add nodes"
             )
         chosen = min(room, key=lambda free: (free.get("GPU", 0), free.get("CPU", 0)))
-        for name, amount in part.resources.items():
-            chosen[name] = chosen.get(name, 0) - amount
+        for kind, amount in resources.items():
+            chosen[kind] = chosen.get(kind, 0) - amount
     return None
 
 
-def _parts(config: Config, roles: Roles) -> Iterator[_Part]:
+_Part = tuple[str, str, Mapping[str, float]]
+
+
+def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
+    """Yield the name of each part, the settings that determine the number and the size of such
+    parts, and its resources.
+    """
     inference, trainer = config.inference, config.trainer
     kinds = (
         (
@@ -146,14 +142,15 @@ def _parts(config: Config, roles: Roles) -> Iterator[_Part]:
         ),
     )
     for name, role, count, cpus, gpus, keys in kinds:
-        resources = {"CPU": cpus, "GPU": gpus, **roles.asked(role)}
+        resources = {"CPU": cpus, "GPU": gpus, **resources_of(role, offered)}
         for number in range(1, count + 1):
-            yield _Part(name=f"{name} {number} of {count}", keys=keys, resources=resources)
+            yield f"{name} {number} of {count}", keys, resources
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
     """Return the sort key of a part: first whether it is bound to a role, then its size."""
-    return len(part.resources) > 2, part.resources["GPU"], part.resources["CPU"]
+    _, _, resources = part
+    return len(resources) > 2, resources["GPU"], resources["CPU"]
 
 
 def _fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:

@@ -1,25 +1,169 @@
-"""The environment actors of one term: a pool that plays rollouts and evaluations."""
+"""The environment actors of one term: a pool that plays rollouts and evaluations.
+
+If an actor dies, the rollouts of its share are missing from the evaluation and are not played
+again. The file of an evaluation is meant for people: if it cannot be written, the user gets one
+notice and the run continues. Lines are read one after another from the object store, so that memory
+holds only one line. `rayloom evaluate` uses `play` without a pool.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.deadline import within
+from actors.deadline import ActorLost, wait_while_moving, within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
-from actors.environment.evaluation import plays_of
+from actors.environment.evaluation import Play, Played, plays_of
 from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import EnvironmentActorSettings, Sampling
 from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
+from service.remote_calls import await_reply
 from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool, Member
-from service.run.evaluation import EvaluationFiles, play
 from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
+
+LOOK_S = 2.0
+# Seconds to fetch one line, which may be on another node.
+FETCH_LIMIT_S = 60.0
+
+
+async def play(
+    members: Sequence[Member],
+    plays: Sequence[Play],
+    sampling: Sampling,
+    *,
+    idle_s: float,
+    keeps_tokens: bool,
+    notice: Callable[[str], None],
+    slots_share: float = 1.0,
+) -> list[Played]:
+    """Divide the plays among the actors, play them, and return the results.
+
+    idle_s: seconds without an ended rollout after which a share is abandoned. notice: called for
+    each lost share. slots_share: share of rollouts.slots_per_actor that each actor plays at once.
+
+    Returns: a result for each play, in the order of the plays;
+    the plays of lost shares are left out.
+    """
+    size = len(members)
+    shares = [range(index, len(plays), size) for index in range(size)]
+
+    def playing(member: Member, share: Sequence[int]) -> Any:
+        return member.actor.evaluate.remote(
+            [plays[number] for number in share],
+            temperature=sampling.temperature,
+            kept=sampling.kept,
+            slots_share=slots_share,
+            keeps_tokens=keeps_tokens,
+        )
+
+    answers = await asyncio.gather(
+        *(
+            _played(member, playing(member, share), idle_s=idle_s)
+            for member, share in zip(members, shares, strict=True)
+            if share
+        ),
+        return_exceptions=True,
+    )
+    found: dict[int, Played] = {}
+    for share, result in zip(shares, answers, strict=False):
+        if isinstance(result, ActorLost):
+            notice(f"part of an evaluation is missing: {result}")
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            found.update(zip(share, result, strict=True))
+    return [found[number] for number in sorted(found)]
+
+
+async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played]:
+    """Return the results of the share that an actor plays.
+
+    Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
+    """
+    answer = asyncio.ensure_future(playing)
+    name = f"{ENVIRONMENT_ACTORS.name} {member.actor_id}"
+
+    async def progress() -> dict[int, int]:
+        with suppress(RayError, TimeoutError):
+            return {0: await within(LOOK_S, member.actor.num_evaluated.remote())}
+        return {}
+
+    try:
+        await wait_while_moving([answer], progress, idle_s=idle_s, look_s=LOOK_S)
+        if not answer.done():
+            raise ActorLost(f"the {name} has ended no rollout for {idle_s:g} s")
+        return await await_reply(answer, name=name, deadline_s=idle_s)
+    finally:
+        answer.cancel()
+        # If the actor has not answered yet, this ends the rollouts that it still plays.
+        ray.cancel(playing)
+
+
+class EvaluationFiles:
+    """The newest evaluations of a run, each in a file of JSON lines."""
+
+    def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
+        """Store the settings, without writing a file.
+
+        keep: number of newest files to keep; if it is 0, no file is written. notice: called once if
+        a file cannot be written.
+        """
+        self._directory = directory
+        self.keep = keep
+        self._notice = notice
+        self._has_failed = False
+
+    async def write(self, name: str, played: Sequence[Played]) -> None:
+        """Write the lines to a file, and remove the oldest files."""
+        try:
+            await asyncio.to_thread(self._write, name, played)
+        except (OSError, RayError) as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._notice(
+                    f"evaluation {name} is not in {self._directory}: it cannot be written "
+                    f"({str(error).splitlines()[0]}); its numbers are recorded; free space there, "
+                    "or set evaluation.keep_results to 0"
+                )
+
+    def _write(self, name: str, played: Sequence[Played]) -> None:
+        # Make no parent directories: if the run's directory is not visible here, do not make one.
+        self._directory.mkdir(exist_ok=True)
+        write_lines(self._directory / f"{name}.jsonl", played)
+        files = sorted(self._directory.glob("step-*.jsonl"), key=lambda file: file.stat().st_mtime)
+        for file in files[: -self.keep]:
+            file.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, played: Sequence[Played]) -> int:
+    """Write the lines to a temporary file, rename it, and return the number of lines.
+
+    Raises: OSError; RayError if the actor that owns a line has died. After an error no file is
+    left.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lines = [each.line for each in played if each.line is not None]
+    try:
+        with aside.open("wb") as file:
+            for line in lines:
+                file.write(ray.get(line, timeout=FETCH_LIMIT_S) + b"\n")
+        aside.replace(path)
+    except (OSError, RayError):
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    return len(lines)
+
 
 # Limit for rendering the prompts of the log-probability check.
 PROMPTS_LIMIT_S = 20.0

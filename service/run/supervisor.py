@@ -25,8 +25,8 @@ from service.api.schemas import ReadyAnswer
 from service.backlog.queue import SubmissionQueue
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
-from service.inspect.document import trajectory_json
 from service.inspect.listing import Filters, JournalAnswer, Place, journal_page
+from service.inspect.view import trajectory_json
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import SubmissionView
@@ -427,7 +427,7 @@ class Supervisor:
             roles_before=self._roles_offered,
         )
         self._control.term = term
-        self._roles_offered = term.roles.offered
+        self._roles_offered = term.roles
         if self._is_stopping:
             term.request_stop()
         is_orderly, failure = False, None

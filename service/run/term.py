@@ -38,7 +38,7 @@ from service.gateway.sampling import GatewaySettings
 from service.gateway.sessions import Gateway
 from service.inference.settings import AUTO
 from service.launch.cluster import alive_nodes, on_this_node
-from service.launch.placement import Role, roles_of
+from service.launch.placement import Role, describe_places, resources_of, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
 from service.run.actor_pool import GATEWAYS, ActorPool
@@ -46,10 +46,10 @@ from service.run.checkpoint_writer import Commit
 from service.run.engines import Engines, Publisher, watch_board
 from service.run.environment_pool import (
     EnvironmentPool,
+    EvaluationFiles,
     evaluation_idle_s,
     start_environment_actor,
 )
-from service.run.evaluation import EvaluationFiles
 from service.run.handles import Handles, LoopSettings
 from service.run.health import RunFailed
 from service.run.loop import Loop
@@ -132,7 +132,7 @@ class Term:
         )
         nodes = alive_nodes()
         self.roles = roles_of(nodes, before=roles_before)
-        log.info("%s", self.roles.describe(nodes))
+        log.info("%s", describe_places(self.roles, nodes))
         self.queue = RestartableQueue(
             queue_settings, lease.queue_snapshot, recorder=recorder, strategy=on_this_node()
         )
@@ -141,7 +141,7 @@ class Term:
             partial(
                 TrainerGroup,
                 ranks,
-                resources=self.roles.asked(Role.TRAINER),
+                resources=resources_of(Role.TRAINER, self.roles),
                 reservation=reservation_name(run_id, lease.term),
             ),
             parent=run_dir.checkpoints / lease.parent.directory if lease.parent else None,
@@ -298,7 +298,7 @@ class Term:
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
         # Start the engines first, because they take longest.
         with self._recorder.stage("deploying the engines"):
-            await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
+            await self._engines.open_term(term, resources=resources_of(Role.INFERENCE, self.roles))
         # Then reserve the ranks' resources, which must be on one node. Then the queue and
         # environment actors import while ranks and engines start; `EnvironmentPool.watch` lets the
         # actors play.
@@ -437,7 +437,7 @@ class Term:
             model=self._model,
             make_policy=self._engines.make_policy,
             queue=self.queue.actor,
-            resources=self.roles.asked(Role.ENVIRONMENTS),
+            resources=resources_of(Role.ENVIRONMENTS, self.roles),
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:

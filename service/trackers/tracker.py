@@ -1,9 +1,19 @@
-"""The protocol of trackers, and the points of a run's curves that they write."""
+"""The protocol of trackers, the points of a run's curves, and the trackers that write files.
+
+TensorBoard's event files are written with tensorboardX, which needs neither torch nor TensorFlow. A
+term that continues from a checkpoint begins with a restart mark, so that TensorBoard drops the
+older values for the term's first step and later steps.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Protocol
 
 from service.store.lineage import RecordKind, StoredRecord
@@ -110,3 +120,109 @@ def point_of(
         samples=samples,
         completions=completions,
     )
+
+
+# Larger than any point with its texts, which are 256 completions of 4,000 characters.
+MAX_LINE_BYTES = 2**23
+
+
+class JsonLines:
+    """A tracker that writes each point as a line of JSON.
+
+    A line that a crash or a full disk cut off is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises: OSError."""
+        # Without a buffer, which would keep bytes that a full disk refuses.
+        self._file = path.open("ab+", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - MAX_LINE_BYTES))
+        _, _, cut_off = self._file.read().rpartition(b"\n")
+        self._file.truncate(size - len(cut_off))
+
+    def write(self, point: Point) -> None:
+        """Append a point as a line. Raises: OSError."""
+        line = {
+            "kind": point.kind,
+            "term": point.term,
+            "first_step": point.first_step,
+            "step": point.step,
+            "time": point.wall_time,
+            **point.curves,
+        }
+        if point.samples:
+            line["samples"] = [
+                {
+                    "task": sample.task_id,
+                    "prompt": sample.text.prompt,
+                    "answer": sample.text.answer,
+                    "outcome": sample.outcome,
+                    "return": sample.episode_return,
+                }
+                for sample in point.samples
+            ]
+        if point.completions:
+            line["completions"] = [completion_row(each) for each in point.completions]
+        content = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        size = self._file.seek(0, os.SEEK_END)
+        if (num_written := self._file.write(content)) != len(content):
+            self._file.truncate(size)
+            raise OSError(
+                errno.ENOSPC, f"{num_written} of {len(content)} bytes of a line were written"
+            )
+
+    def flush(self) -> None:
+        """Do nothing, because each line has already been passed to the operating system."""
+
+    def close(self, *, is_ended: bool) -> None:
+        """Close the file. Raises: OSError."""
+        self._file.close()
+
+
+class TensorBoard:
+    """A tracker with one event file for each process that writes the run."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open an event file. Raises: ImportError; OSError."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar, text
+
+        directory.mkdir(parents=True, exist_ok=True)
+        # The default name has only whole seconds, and an existing file would be overwritten.
+        self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
+        self._event, self._restart = Event, SessionLog(status=SessionLog.START)
+        self._scalar, self._text = scalar, text
+
+    def write(self, point: Point) -> None:
+        """Write a point. Raises: OSError."""
+        if point.is_first_of_term:
+            self._add(point, session_log=self._restart, step=point.first_step)
+        for name, value in point.curves.items():
+            self._add(point, summary=self._scalar(name, value), step=point.step)
+        for number, sample in enumerate(point.samples):
+            summary = self._text(f"{point.kind}/sample_{number}", _markdown(sample))
+            self._add(point, summary=summary, step=point.step)
+
+    def flush(self) -> None:
+        """Flush the file. Raises: OSError."""
+        self._file.flush()
+
+    def close(self, *, is_ended: bool) -> None:
+        """Close the file. Raises: OSError."""
+        self._file.close()
+
+    def _add(self, point: Point, **content: object) -> None:
+        self._file.write_event(self._event(wall_time=point.wall_time, **content))
+
+
+def _markdown(sample: EvaluationSample) -> str:
+    """Return a sample as Markdown; its texts are indented, so that they are shown unchanged."""
+    parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
+    shown = [
+        f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+        for name, text in parts.items()
+    ]
+    facts = f"task {sample.task_id}, {sample.outcome}, **return {sample.episode_return:g}**"
+    return "\n\n".join([facts, *shown])

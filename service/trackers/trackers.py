@@ -34,10 +34,8 @@ from service.inspect.reader import OpenJournal, load_step, tokenizer_of
 from service.inspect.token_text import TokenText
 from service.launch.run_dir import RunDir
 from service.store.lineage import Place, Readable, RecordKind, StoredRecord, records_after
-from service.trackers.jsonl import JsonLines
 from service.trackers.mlflow import Mlflow
-from service.trackers.tensorboard import TensorBoard
-from service.trackers.tracker import Completion, Tracker, point_of
+from service.trackers.tracker import Completion, JsonLines, TensorBoard, Tracker, point_of
 from service.trackers.trackio import Trackio
 from service.trackers.wandb import Wandb
 

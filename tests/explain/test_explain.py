@@ -32,8 +32,7 @@ from actors.algorithm import Baseline
 from actors.journal.files import list_files
 from service.cli.explain import Order, describe, document, ranked, run_explain
 from service.config.file import ConfigError, dump_config
-from service.explain.recompute import Explanation, explain_step
-from service.explain.source import find_source
+from service.explain.recompute import Explanation, explain_step, find_source
 
 # float32: two orders of adding the same numbers.
 SAME = 1e-5

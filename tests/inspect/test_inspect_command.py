@@ -20,8 +20,7 @@ from actors.types import Outcome
 from rayloom import Result
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
-from service.inspect.reader import newest_run
-from service.inspect.surviving import surviving_files
+from service.inspect.reader import newest_run, surviving_files
 from service.launch.run_dir import RunDir
 from service.store.lineage import Span
 from service.store.run_store import RunStore

@@ -30,7 +30,6 @@ from actors.trainer.tiny.tokenizer import TURN_END
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import LeftOutReason
 from service.cli.inspect import show, write_page
-from service.inspect.document import trajectory_document
 from service.inspect.token_text import TokenText
 from service.inspect.view import (
     HEADER_TRAINED,
@@ -41,6 +40,7 @@ from service.inspect.view import (
     TokenClass,
     TrajectoryView,
     build_view,
+    trajectory_document,
 )
 from service.units import visible
 

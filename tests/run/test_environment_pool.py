@@ -19,8 +19,7 @@ from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.metrics import Metrics
-from service.run.environment_pool import EnvironmentPool
-from service.run.evaluation import EvaluationFiles
+from service.run.environment_pool import EnvironmentPool, EvaluationFiles
 from service.telemetry.user_calls import UserCalls
 
 pytestmark = [pytest.mark.usefixtures("cluster")]

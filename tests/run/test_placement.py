@@ -6,7 +6,15 @@ from typing import Any
 
 from service.config.file import parse_config
 from service.config.tree import Config
-from service.launch.placement import SHARE, Node, Role, misfit, roles_of
+from service.launch.placement import (
+    SHARE,
+    Node,
+    Role,
+    describe_places,
+    misfit,
+    resources_of,
+    roles_of,
+)
 
 GPU_RANKS = {"device": "cuda", "gpus_per_rank": 1}
 
@@ -25,27 +33,27 @@ def node(number: int, role: Role | None = None, **resources: float) -> Node:
 
 def test_a_laptop_asks_for_nothing_of_its_own() -> None:
     roles = roles_of([node(1, CPU=4)])
-    assert [roles.asked(role) for role in Role if role is not Role.CONTROL] == [{}, {}, {}]
-    assert roles.asked(Role.CONTROL) == {"node:__internal_head__": SHARE}
+    assert [resources_of(role, roles) for role in Role if role is not Role.CONTROL] == [{}, {}, {}]
+    assert resources_of(Role.CONTROL, roles) == {"node:__internal_head__": SHARE}
 
 
 def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None:
     nodes = [node(1, CPU=4), node(2, Role.INFERENCE, CPU=4), node(3, Role.CONTROL)]
     roles = roles_of(nodes)
-    assert roles.asked(Role.INFERENCE) == {"rayloom_inference": SHARE}
-    assert roles.asked(Role.CONTROL) == {"rayloom_control": SHARE}
-    assert roles.asked(Role.TRAINER) == roles.asked(Role.ENVIRONMENTS) == {}
-    assert roles.describe(nodes) == (
+    assert resources_of(Role.INFERENCE, roles) == {"rayloom_inference": SHARE}
+    assert resources_of(Role.CONTROL, roles) == {"rayloom_control": SHARE}
+    assert resources_of(Role.TRAINER, roles) == resources_of(Role.ENVIRONMENTS, roles) == {}
+    assert describe_places(roles, nodes) == (
         "places: control on 10.0.0.3; inference on 10.0.0.2; trainer on any node; "
         "environments on any node"
     )
 
 
 def test_a_role_whose_only_node_is_lost_is_waited_for() -> None:
-    before = roles_of([node(1, CPU=4), node(2, Role.TRAINER, CPU=4)]).offered
+    before = roles_of([node(1, CPU=4), node(2, Role.TRAINER, CPU=4)])
     roles = roles_of([node(1, CPU=4)], before=before)
-    assert roles.asked(Role.TRAINER) == {"rayloom_trainer": SHARE}
-    assert "trainer on nodes that are awaited" in roles.describe([node(1, CPU=4)])
+    assert resources_of(Role.TRAINER, roles) == {"rayloom_trainer": SHARE}
+    assert "trainer on nodes that are awaited" in describe_places(roles, [node(1, CPU=4)])
 
 
 def test_engines_do_not_fit_where_only_the_sum_of_gpus_is_enough() -> None:

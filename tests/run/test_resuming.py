@@ -24,8 +24,9 @@ from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import checkpoint_of, export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.outlet import Stages
-from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
+from service.cli.train import EXIT_FAILED, EXIT_OK, run_training
 from service.config.file import ConfigError, load_config
+from service.config.trial import Trial
 from service.launch.resume import (
     KEPT_SKIPPED,
     fallback_notice,
@@ -40,6 +41,7 @@ from service.launch.run_dir import RunDir, check_resumable
 from service.launch.signals import StopSignals
 from service.store import tables
 from service.store.errors import StoreError
+from service.store.place import StoreOptions
 from service.store.retention import Retention, forget
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
@@ -104,7 +106,12 @@ def names(place: RunDir) -> list[str]:
 def resume(place: RunDir, config_in: Path | None = None, **sections: dict[str, object]) -> int:
     config = load_config(small_config(config_in or place.path.parent, **sections))
     return run_training(
-        TrainRequest(config=config, resume=place.path), StopSignals(), Stages("testing")
+        config,
+        StopSignals(),
+        Stages("testing"),
+        resume=place.path,
+        store=StoreOptions(),
+        trial=Trial(),
     )
 
 

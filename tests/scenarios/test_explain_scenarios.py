@@ -12,8 +12,7 @@ from worlds.runs.explained_run import config_of, played_run, poisoned, sampled_g
 from worlds.runs.run_driver import ROOT, START_S, STEP_S, running, small_config
 
 from service.cli.explain import ranked
-from service.explain.recompute import explain_step
-from service.explain.source import find_source
+from service.explain.recompute import explain_step, find_source
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -17,14 +17,16 @@ from worlds.builders.store_builders import write_under_way
 from worlds.runs.run_driver import SMALL
 
 from service.cli.outlet import Stages
-from service.cli.train import TrainRequest, run_training
+from service.cli.train import run_training
 from service.config.file import ConfigError, load_config
+from service.config.trial import Trial
 from service.launch.resume import check_lease_free
 from service.launch.run_dir import RunDir
 from service.launch.signals import StopSignals
 from service.store import tables
 from service.store.errors import LeaseLost
 from service.store.leases import own_name
+from service.store.place import StoreOptions
 from service.store.run_store import RunStore
 
 
@@ -125,12 +127,21 @@ def test_a_run_with_a_live_owner_is_resumed_only_by_taking_it_over(
     take_lease(store, own_name())
     with pytest.raises(ConfigError, match=f"held by {own_name()}"):
         run_training(
-            TrainRequest(config=config, resume=place.path), StopSignals(), Stages("testing")
+            config,
+            StopSignals(),
+            Stages("testing"),
+            resume=place.path,
+            store=StoreOptions(),
+            trial=Trial(),
         )
     # The next thing that is wrong.
     with pytest.raises(ConfigError, match="nowhere"):
         run_training(
-            TrainRequest(config=config, resume=place.path, takes_over=True),
+            config,
             StopSignals(),
             Stages("testing"),
+            resume=place.path,
+            takes_over=True,
+            store=StoreOptions(),
+            trial=Trial(),
         )

@@ -39,8 +39,7 @@ from service.store.read_only import ReadOnlyStore
 from service.store.thread import StoreThread
 from service.telemetry.curves import evaluation_curves, step_curves
 from service.telemetry.records import EvaluationSample, StepRecord
-from service.trackers.jsonl import JsonLines
-from service.trackers.tracker import Point
+from service.trackers.tracker import JsonLines, Point
 from service.trackers.trackers import Target, Trackers, trackers_of
 
 SAMPLE = EvaluationSample(

@@ -32,7 +32,7 @@ def model_tiny(
     ] = None,
 ) -> None:
     """Build a model of 0.85 million parameters, of Qwen3's architecture, and its tokenizer."""
-    from service.launch.tiny_model import build_tiny
+    from service.launch.gguf_models import build_tiny
 
     settings = TinyModelSettings(
         seed=seed, tie_word_embeddings=not untied, warmup_steps=warmup_steps

@@ -157,12 +157,14 @@ def start(
                 returns_to = named_checkpoint(RunDir(path=resumed), checkpoint).directory
             stages.next("loading packages")
             # Within `stop_signals`: Ctrl-C may come during these seconds of imports.
-            from service.cli.train import TrainRequest, run_training
+            from service.cli.train import run_training
 
-            request = TrainRequest(
-                config=settings,
+            code = run_training(
+                settings,
+                signals,
+                stages,
                 address=address,
-                run_dir=new_run,
+                new_run=new_run,
                 resume=resumed,
                 checkpoint=returns_to,
                 takes_over=take_over,
@@ -170,7 +172,6 @@ def start(
                 trial=trial_of(call, answer),
                 api=api,
             )
-            code = run_training(request, signals, stages)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED

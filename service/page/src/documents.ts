@@ -1,4 +1,4 @@
-// What the page is given: service/report/document.py and service/inspect/document.py.
+// What the page is given: service/report/document.py and service/inspect/view.py.
 
 export type Column = (number | null)[];
 export type Columns = Record<string, Column>;

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from service.inspect.document import trajectory_json
 from service.inspect.listing import Filters, JournalAnswer, Place, journal_page
+from service.inspect.view import trajectory_json
 from service.launch.run_dir import RunDir
 from service.report.document import LiveState, Phase, RunPicture
 from service.store.lineage import read_history
