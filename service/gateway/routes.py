@@ -11,6 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -100,9 +101,21 @@ def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSetti
     _add_creation(app, run, port, settings)
     _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:
-        _add_dialect(app, dialect, port, settings)
+        _add_agents_route(
+            app,
+            dialect.path,
+            partial(_chat, dialect, port, settings),
+            summary=f"Sample a turn: {dialect.name}",
+            description=described(dialect),
+        )
         if dialect.count_path:
-            _add_counting(app, dialect, port, settings)
+            _add_agents_route(
+                app,
+                dialect.count_path,
+                partial(_count, dialect, port, settings),
+                summary=f"Count the tokens of a prompt: {dialect.name}",
+                description=described(dialect, counts=True),
+            )
     _add_models(app)
     # Add these last, because routes are tried in order.
     _add_unknown(app)
@@ -277,42 +290,32 @@ def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer
     return SessionAnswer.of(view, caller)
 
 
-def _add_dialect(app: FastAPI, dialect: Dialect, port: Sessions, settings: HttpSettings) -> None:
-    """Add a dialect's routes: the session is in the path, or in a header or the key."""
+def _add_agents_route(
+    app: FastAPI,
+    path: str,
+    answer: Callable[[Request, str], Awaitable[Response]],
+    *,
+    summary: str,
+    description: dict[str, Any],
+) -> None:
+    """Add a route of a dialect twice: the session is in the path, or in a header or the key.
+
+    Args: answer: gets the session's name too. description: from `described`.
+    """
 
     async def bound(request: Request, name: str) -> Response:
-        return await _chat(dialect, port, settings, request, name)
+        return await answer(request, name)
 
     async def free(request: Request) -> Response:
-        return await _chat(dialect, port, settings, request, _session_of(request.headers))
+        return await answer(request, _session_of(request.headers))
 
-    for path, route in ((f"/sessions/{{name}}{dialect.path}", bound), (dialect.path, free)):
-        app.post(
-            path,
-            tags=["agents"],
-            summary=f"Sample a turn: {dialect.name}",
-            response_class=Response,
-            openapi_extra=described(dialect),
-        )(route)
-
-
-def _add_counting(app: FastAPI, dialect: Dialect, port: Sessions, settings: HttpSettings) -> None:
-    """Add the route that counts a prompt's tokens in a dialect."""
-
-    async def bound(request: Request, name: str) -> Response:
-        return await _count(dialect, port, settings, request, name)
-
-    async def free(request: Request) -> Response:
-        return await _count(dialect, port, settings, request, _session_of(request.headers))
-
-    path = dialect.count_path
     for each, route in ((f"/sessions/{{name}}{path}", bound), (path, free)):
         app.post(
             each,
             tags=["agents"],
-            summary=f"Count the tokens of a prompt: {dialect.name}",
+            summary=summary,
             response_class=Response,
-            openapi_extra=described(dialect, counts=True),
+            openapi_extra=description,
         )(route)
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from starlette.datastructures import Headers
 
 from actors.environment.turn_loop import MAX_ANSWER_CHARS
-from actors.types import BranchReason, FinishReason
+from actors.types import BranchReason, FinishReason, VersionSpan
 from service.api.problems import Problem, shown
 from service.api.schemas import ID_PATTERN
 from service.gateway.bodies import MAX_COMPONENTS, SESSIONS_ID_PATTERN
@@ -143,12 +143,6 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     replica: str = ""
 
 
-class Span(Struct, frozen=True, kw_only=True):
-    version: int
-    start: int
-    end: int
-
-
 class GenerateAnswer(Struct, frozen=True, kw_only=True):
     """The sampled tokens; columns are lists in JSON, packed in MessagePack."""
 
@@ -157,7 +151,7 @@ class GenerateAnswer(Struct, frozen=True, kw_only=True):
     logprobs: Numbers
     """[A], <f4, nats."""
     finish_reason: FinishReason
-    version_spans: list[Span]
+    version_spans: tuple[VersionSpan, ...]
     """Contiguous spans that cover [0, A)."""
     experts: Packed | None
     """[R, layers, experts] of the first R sampled tokens; null: not recorded."""

@@ -39,7 +39,6 @@ from service.gateway.upload_bodies import (
     GenerateAnswer,
     GenerateBody,
     Packed,
-    Span,
     UploadBody,
     Violation,
     decode_body,
@@ -402,10 +401,7 @@ def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
         token_ids=_packed(reply.token_ids, "<i4") if packed else reply.token_ids.tolist(),
         logprobs=_packed(reply.logprobs, "<f4") if packed else reply.logprobs.tolist(),
         finish_reason=reply.finish_reason,
-        version_spans=[
-            Span(version=span.version, start=span.start, end=span.end)
-            for span in reply.version_spans
-        ],
+        version_spans=reply.version_spans,
         experts=None if experts is None else _packed_experts(experts),
         cache_salt=reply.cache_salt,
         replica=reply.replica,
