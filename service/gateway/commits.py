@@ -63,15 +63,11 @@ class GroupCommit:
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S
         self._is_closed = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """The error that ended the writing: LeaseLost, StoreError or an unexpected one."""
         self.num_commits = 0
         self.num_changes = 0
         """Number of stored changes, as `num_commits` since the gateway's start."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the writing: LeaseLost, StoreError or an unexpected one; or None."""
-        return self._failure
 
     def add(self, change: Change, done: asyncio.Future[None] | None = None) -> None:
         """Store a change soon, after all earlier ones; if it comes too late, it is left out.
@@ -79,8 +75,8 @@ class GroupCommit:
         done: gets the result of the change, or its error.
         Raises: LeaseLost, StoreError if writing has failed; RuntimeError after `close`.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self._is_closed:
             raise RuntimeError("the gateway's store is closed, expected no change after that")
         self._enter(change, done)
@@ -116,7 +112,7 @@ class GroupCommit:
 
     def _hide(self, change: Change) -> None:
         # During the close the queue still accepts this change, which belongs to a turn in it.
-        is_over = self._failure is not None or (self._is_closed and self._writing is None)
+        is_over = self.failure is not None or (self._is_closed and self._writing is None)
         if isinstance(change, TurnAdded) and not is_over:
             number = change.turn.number
             marked = TurnMarked(session_id=change.session_id, number=number, is_unseen=True)
@@ -161,7 +157,7 @@ class GroupCommit:
                 done.set_result(None)
 
     def _fail(self, error: BaseException, batch: Sequence[_Entry]) -> None:
-        self._failure = error
+        self.failure = error
         for _, done in (*batch, *self._entries):
             if done is not None and not done.done():
                 done.set_exception(error)
