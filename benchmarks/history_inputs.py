@@ -25,7 +25,6 @@ from actors.types import Outcome, RolloutAssignment, Task, Trajectory
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
 from service.run.recorder import RunRecorder
-from service.store.retention import Retention
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
@@ -134,12 +133,12 @@ class _Run:
         kept = kept_commits(
             checkpoints, self._store, term=self.term, keep=self._scale.keep_checkpoints
         )
-        retention = Retention(
+        await self._recorder.forget(
+            kept,
+            keep_checkpoints=self._scale.keep_checkpoints,
             journal_steps=self._scale.journal_steps,
             max_policy_age=2,
-            keep_checkpoints=self._scale.keep_checkpoints,
         )
-        await self._recorder.forget(kept, retention)
         prune_directories(checkpoints, kept)
 
     def _write_journal(self, rollouts: list[str]) -> None:

@@ -62,14 +62,6 @@ class StoryLine:
     """Whether it is a fault or a warning, which the live display keeps on the terminal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Rates per second over the last RATE_WINDOW_S seconds."""
-
-    rollouts: float
-    tokens: float
-
-
 class ProgressState:
     """The state of a display; it must receive every status, in order.
 
@@ -143,14 +135,15 @@ class ProgressState:
         return self._pace_s * max(0, self.status.steps - self.status.step)
 
     @property
-    def rates(self) -> Rates | None:
-        """The current rates; None until there are two statuses."""
+    def rates(self) -> dict[str, float]:
+        """Rollouts and tokens per second over RATE_WINDOW_S; empty until there are two statuses."""
         if not self._totals or (span := self._totals[-1][0] - self._totals[0][0]) <= 0:
-            return None
+            return {}
         (_, rollouts, tokens), (_, later_rollouts, later_tokens) = self._totals[0], self._totals[-1]
-        return Rates(
-            rollouts=(later_rollouts - rollouts) / span, tokens=(later_tokens - tokens) / span
-        )
+        return {
+            "rollouts": (later_rollouts - rollouts) / span,
+            "tokens": (later_tokens - tokens) / span,
+        }
 
     @property
     def stages(self) -> StageSeconds | None:
@@ -429,8 +422,8 @@ def _facts(state: ProgressState, status: RunStatus, *, width: int) -> Renderable
         "rollouts",
         _amounts(
             (units.short_count(status.rollouts_done), "done"),
-            (_rate(rates.rollouts if rates else None), "a second"),
-            (_rate(rates.tokens if rates else None), "tokens a second"),
+            (_rate(rates.get("rollouts")), "a second"),
+            (_rate(rates.get("tokens")), "tokens a second"),
         ),
     )
     table.add_row("tokens", _tokens(state.tokens))

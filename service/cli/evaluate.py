@@ -42,9 +42,10 @@ from service.config.tree import Config, MetricsSettings
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir, model_path
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
-from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
+from service.run.actor_pool import Member
 from service.run.engines import Engines, board_handle
 from service.run.environment_pool import (
+    EnvironmentPool,
     evaluation_idle_s,
     play,
     start_environment_actor,
@@ -339,7 +340,7 @@ async def _play(
 
 
 def _member(config: Config, policy: _Policy, engines: Engines, number: int) -> Member:
-    actor_id = f"{ENVIRONMENT_ACTORS.id_prefix}-{TERM}-{number}"
+    actor_id = f"{EnvironmentPool.id_prefix}-{TERM}-{number}"
     actor = start_environment_actor(
         config,
         actor_id=actor_id,

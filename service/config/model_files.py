@@ -204,7 +204,7 @@ def _fingerprint(settings: Path, given: object) -> str:
     """Return a digest of everything on which the check of an architecture depends."""
     found = blake2b(repr((given, _versions(), sys.version)).encode(), digest_size=16)
     code = [*sorted((_ROOT / "actors" / "trainer").rglob("*.py")), Path(__file__)]
-    for file in (settings, _ROOT / "service" / "inference" / "model_support.py", *code):
+    for file in (settings, *code):
         content = file.read_bytes()
         found.update(b"%d " % len(content) + content)
     return found.hexdigest()

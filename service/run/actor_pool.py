@@ -36,37 +36,6 @@ PING_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolKind:
-    """The kind of a pool's actors, and the names of this kind in ids and messages."""
-
-    part: Part
-    name: str
-    """Name of the kind in messages."""
-    id_prefix: str
-    """Beginning of an actor's id, before the term and a number: `gateway` in gateway-2-0."""
-    resumption: str
-    """Words in the message about a dead actor, between `7 rollouts` and the new actor's id."""
-    why_blocked: str
-    """The likely reason why an actor's event loop does not answer, for messages."""
-
-
-ENVIRONMENT_ACTORS = PoolKind(
-    part=Part.ENVIRONMENT_ACTOR,
-    name="environment actor",
-    id_prefix="environment",
-    resumption="are played again by",
-    why_blocked="an environment blocks the event loop instead of awaiting",
-)
-GATEWAYS = PoolKind(
-    part=Part.GATEWAY,
-    name="gateway",
-    id_prefix="gateway",
-    resumption="continue from their stored turns with",
-    why_blocked="its event loop is overloaded",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """An actor of a pool."""
 
@@ -77,15 +46,25 @@ class Member:
 class ActorPool:
     """A pool that keeps its actors alive; each has the methods `run`, `ping` and `stop`.
 
-    The actors start with the pool, and play while `watch` runs, which a term awaits.
+    The actors start with the pool, and play while `watch` runs, which a term awaits. A subclass has
+    the names of its kind of actors in ids and messages.
     """
+
+    part: Part
+    kind: str
+    """Name of the kind in messages."""
+    id_prefix: str
+    """Beginning of an actor's id, before the term and a number: `gateway` in gateway-2-0."""
+    resumption: str
+    """Words in the message about a dead actor, between `7 rollouts` and the new actor's id."""
+    why_blocked: str
+    """The likely reason why an actor's event loop does not answer, for messages."""
 
     def __init__(
         self,
         num_actors: int,
         start_actor: Callable[[str], ActorHandle],
         *,
-        kind: PoolKind,
         term: int,
         frozen_after_s: float,
         queue: RestartableQueue,
@@ -100,7 +79,6 @@ class ActorPool:
         answering actors whenever this number changes.
         """
         self._start_actor = start_actor
-        self._kind = kind
         self._term = term
         self._frozen_after_s = frozen_after_s
         self._queue = queue
@@ -135,9 +113,7 @@ class ActorPool:
         """Let the actors send their results, then end them."""
         members = list(self._members)
         stops = [
-            await_reply(
-                member.actor.stop.remote(), name=self._kind.name, deadline_s=STOP_DEADLINE_S
-            )
+            await_reply(member.actor.stop.remote(), name=self.kind, deadline_s=STOP_DEADLINE_S)
             for member in members
         ]
         results = await asyncio.gather(*stops, return_exceptions=True)
@@ -155,7 +131,6 @@ class ActorPool:
 
     async def _keep_alive(self, slot: int) -> None:
         num_early_deaths = 0
-        kind = self._kind
         while True:
             member = self._members[slot]
             started = time.monotonic()
@@ -164,16 +139,16 @@ class ActorPool:
             num_early_deaths = 0 if lived_s > EARLY_DEATH_S else num_early_deaths + 1
             if num_early_deaths >= MAX_EARLY_DEATHS:
                 raise ActorLost(
-                    f"{kind.name}s died {num_early_deaths} times in a row within "
+                    f"{self.kind}s died {num_early_deaths} times in a row within "
                     f"{EARLY_DEATH_S:g} s of their start; the last: {cause}"
                 )
             ray.kill(member.actor)
             num_released = await self._queue.release_actor(member.actor_id)
             self._members[slot] = self._new_member()
             self._recorder.replaced(
-                kind.part,
-                f"{kind.name} {member.actor_id} died ({cause}); {num_released} rollouts "
-                f"{kind.resumption} {self._members[slot].actor_id}",
+                self.part,
+                f"{self.kind} {member.actor_id} died ({cause}); {num_released} rollouts "
+                f"{self.resumption} {self._members[slot].actor_id}",
             )
 
     async def _run_to_death(self, member: Member) -> str:
@@ -206,7 +181,7 @@ class ActorPool:
         except TimeoutError:
             return (
                 f"it answered nothing for {limit_s:g} s; either its process is frozen, or "
-                f"{self._kind.why_blocked}"
+                f"{self.why_blocked}"
             )
         except RayError as error:
             return reason_of(error)
@@ -218,5 +193,15 @@ class ActorPool:
         """Process the end of an actor. Subclasses may override this method."""
 
     def _new_member(self) -> Member:
-        actor_id = f"{self._kind.id_prefix}-{self._term}-{next(self._numbers)}"
+        actor_id = f"{self.id_prefix}-{self._term}-{next(self._numbers)}"
         return Member(actor_id=actor_id, actor=self._start_actor(actor_id))
+
+
+class GatewayPool(ActorPool):
+    """The pool of a run's gateway."""
+
+    part = Part.GATEWAY
+    kind = "gateway"
+    id_prefix = "gateway"
+    resumption = "continue from their stored turns with"
+    why_blocked = "its event loop is overloaded"

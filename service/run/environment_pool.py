@@ -24,10 +24,11 @@ from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import Play, Played, plays_of
 from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import EnvironmentActorSettings, Sampling
+from actors.metrics import Part
 from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
 from service.remote_calls import await_reply
-from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool, Member
+from service.run.actor_pool import START_DEADLINE_S, ActorPool, Member
 from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
 
@@ -91,7 +92,7 @@ async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played
     Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
     """
     answer = asyncio.ensure_future(playing)
-    name = f"{ENVIRONMENT_ACTORS.name} {member.actor_id}"
+    name = f"{EnvironmentPool.kind} {member.actor_id}"
 
     async def progress() -> dict[int, int]:
         with suppress(RayError, TimeoutError):
@@ -172,6 +173,12 @@ PROMPTS_LIMIT_S = 20.0
 class EnvironmentPool(ActorPool):
     """A pool that keeps environment actors alive, and plays evaluations on them."""
 
+    part = Part.ENVIRONMENT_ACTOR
+    kind = "environment actor"
+    id_prefix = "environment"
+    resumption = "are played again by"
+    why_blocked = "an environment blocks the event loop instead of awaiting"
+
     def __init__(
         self,
         num_actors: int,
@@ -192,7 +199,6 @@ class EnvironmentPool(ActorPool):
         super().__init__(
             num_actors,
             start_actor,
-            kind=ENVIRONMENT_ACTORS,
             term=term,
             frozen_after_s=frozen_after_s,
             queue=queue,

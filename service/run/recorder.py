@@ -29,7 +29,7 @@ from service.run.traces import RolloutTraces
 from service.store.controls import PauseAnswer
 from service.store.leases import Lease
 from service.store.lineage import Checkpoint, newest_records, read_history
-from service.store.retention import Retention, forget
+from service.store.retention import forget
 from service.store.run_store import RunStore
 from service.store.tables import Pausable
 from service.store.thread import StoreThread
@@ -426,14 +426,29 @@ class RunRecorder:
             raise
         parts.publish_seconds.labels(phase=phase).observe(time.monotonic() - started)
 
-    async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
-        """Remove the rows that nothing needs any more. kept: see `retention.forget`."""
+    async def forget(
+        self,
+        kept: Sequence[Checkpoint],
+        *,
+        keep_checkpoints: int,
+        journal_steps: int,
+        max_policy_age: int,
+    ) -> None:
+        """Remove the rows that nothing needs any more. Args: see `retention.forget`."""
         if self._submissions is not None:
             # Do this before the events are removed, which say how the submissions' rollouts ended.
             await self._submissions.archive(
                 last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
             )
-        await self._thread.call(forget, self._store, term=self.term, kept=kept, retention=retention)
+        await self._thread.call(
+            forget,
+            self._store,
+            term=self.term,
+            kept=kept,
+            keep_checkpoints=keep_checkpoints,
+            journal_steps=journal_steps,
+            max_policy_age=max_policy_age,
+        )
 
     def engines(
         self, num_ready: int | None, *, num_expected: int, versions: Mapping[str, int]

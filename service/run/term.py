@@ -41,7 +41,7 @@ from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, describe_places, resources_of, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
-from service.run.actor_pool import GATEWAYS, ActorPool
+from service.run.actor_pool import GatewayPool
 from service.run.checkpoint_writer import Commit
 from service.run.engines import Engines, Publisher, watch_board
 from service.run.environment_pool import (
@@ -61,7 +61,6 @@ from service.run.restartable_trainer import RestartableTrainer
 from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.store.database import PATIENCE_S
 from service.store.leases import Lease
-from service.store.retention import Retention
 from service.store.run_store import RunStore
 
 log = logging.getLogger("rayloom.term")
@@ -152,7 +151,7 @@ class Term:
         )
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
-        self._gateways: ActorPool | None = None
+        self._gateways: GatewayPool | None = None
         """The pool of the one gateway; None if the run has no clients."""
         self._is_queue_open = False
         self._num_ahead = 0
@@ -330,10 +329,9 @@ class Term:
         version = self._trainer.version
         self._num_ahead = version - (self.first_step - 1)
         if self._submissions is not None:
-            self._gateways = ActorPool(
+            self._gateways = GatewayPool(
                 1,
                 self._start_gateway,
-                kind=GATEWAYS,
                 term=term,
                 frozen_after_s=config.rollouts.frozen_after_s,
                 queue=self.queue,
@@ -553,12 +551,12 @@ class Term:
             collapsed_since=self._recorder.collapsed_since,
         )
         if kept:
-            retention = Retention(
+            await self._recorder.forget(
+                kept,
+                keep_checkpoints=config.run.keep_checkpoints,
                 journal_steps=config.run.journal_steps,
                 max_policy_age=config.algorithm.max_policy_age,
-                keep_checkpoints=config.run.keep_checkpoints,
             )
-            await self._recorder.forget(kept, retention)
             await asyncio.to_thread(
                 prune_directories, directory, kept, uploading=self._recorder.uploading
             )

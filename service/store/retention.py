@@ -19,7 +19,6 @@ changes when rows leave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sqlalchemy import Connection, Table, delete, func, not_, select, update
 
@@ -34,18 +33,6 @@ MILESTONE_STEPS = 20
 SLOW_STEPS = 10
 WHOLE_STEPS = 256
 OLDER_STEPS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """The retention settings of the run's configuration."""
-
-    journal_steps: int
-    """Number of newest steps whose trajectories `inspect` can show."""
-    max_policy_age: int
-    """Largest allowed age of the policy, in versions."""
-    keep_checkpoints: int
-    """Number of the newest checkpoints to keep, including those that are among the best."""
 
 
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
@@ -71,16 +58,26 @@ def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozense
     return frozenset([old[0], *[step for step in steps if step > old[0]][-1:]])
 
 
-def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
+def forget(
+    store: RunStore,
+    *,
+    term: int,
+    kept: Sequence[Checkpoint],
+    keep_checkpoints: int,
+    journal_steps: int,
+    max_policy_age: int,
+) -> None:
     """Remove the rows that the run no longer needs, by the rules of this module.
 
     Args: kept: the checkpoints to which the run can return from now on, newest first, at least one;
-    the newest is of this term.
+    the newest is of this term. keep_checkpoints: number of the newest checkpoints to keep,
+    including those that are among the best. journal_steps: number of newest steps whose
+    trajectories `inspect` can show. max_policy_age: largest allowed age of the policy, in versions.
     Raises: LeaseLost, StoreError.
     """
     newest, oldest = kept[0].step, kept[-1].step
-    oldest_new = kept[: retention.keep_checkpoints][-1].step
-    journalled = newest - retention.journal_steps
+    oldest_new = kept[:keep_checkpoints][-1].step
+    journalled = newest - journal_steps
 
     def remove(connection: Connection) -> None:
         _forget_superseded(connection, surviving_spans(connection))
@@ -88,7 +85,7 @@ def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention:
         last_thinned = min(oldest_new, journalled, newest - WHOLE_STEPS)
         for table in (tables.steps, tables.evaluations):
             _thin(connection, table, last_step=last_thinned, spared=[each.step for each in kept])
-        _forget_events(connection, last_step=min(oldest, journalled) - retention.max_policy_age - 1)
+        _forget_events(connection, last_step=min(oldest, journalled) - max_policy_age - 1)
 
     store.write(term, remove)
 

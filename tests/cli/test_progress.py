@@ -232,7 +232,7 @@ def test_a_step_taken_again_after_a_recovery_replaces_what_was_shown() -> None:
     state.absorb(status_of(2, records=(again,), rollouts_done=0), now=START + 9)
     assert list(state.rewards) == [0.1, 0.9]
     assert [record.step for record in state.recent] == [1, 2]
-    assert state.rates is None
+    assert not state.rates
 
 
 def test_every_stage_has_a_style() -> None:

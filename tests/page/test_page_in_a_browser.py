@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from worlds.builders.chat_examples import example_step, text, with_trained
 from worlds.builders.record_builders import (
-    Run,
     evaluation_record,
+    history_of,
     learning_run,
     step_record,
     summary_of,
@@ -20,13 +20,14 @@ from actors.journal.files import JournalStep
 from service.cli.inspect import write_page
 from service.inspect.view import build_view
 from service.report.document import write_report
+from service.telemetry.summary import History
 
 RUNS = {
-    "no steps": Run(),
-    "an evaluation alone": Run(evaluations=(evaluation_record(0),)),
+    "no steps": history_of(),
+    "an evaluation alone": history_of(evaluations=(evaluation_record(0),)),
     "one step": learning_run(1),
-    "no statistics known": Run(steps=tuple(step_record(i, statistics={}) for i in (1, 2))),
-    "exact zeros": Run(
+    "no statistics known": history_of(steps=tuple(step_record(i, statistics={}) for i in (1, 2))),
+    "exact zeros": history_of(
         steps=tuple(step_record(i, mismatch_k3_mean=0.0, mismatch_max=0.0) for i in (1, 2, 3))
     ),
     "many steps": learning_run(300),
@@ -45,7 +46,7 @@ def tab() -> Iterator[Browser]:
         yield found
 
 
-def shown(tab: Browser, run: Run, directory: Path, **changes: object) -> None:
+def shown(tab: Browser, run: History, directory: Path, **changes: object) -> None:
     file = directory / "report.html"
     write_report(file, summary=summary_of(run, **changes), history=run, config_text="run: {a: <b>}")
     tab.requests.clear()
@@ -105,7 +106,7 @@ def test_what_was_never_known_or_never_said_anything_has_no_figure(
         (on, ["Clipped", "Masked", "Importance weight"]),
     ):
         steps = tuple(step_record(i, statistics=each) for i, each in enumerate((off, second), 1))
-        shown(tab, Run(steps=steps), tmp_path)
+        shown(tab, history_of(steps=steps), tmp_path)
         assert tab.texts("#loss-statistics figure h3") == drawn
     assert "by any rule" in tab.texts("#statistic-masked .legend")[0]
 

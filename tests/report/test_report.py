@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from worlds.builders.record_builders import (
-    Run,
     evaluation_record,
+    history_of,
     learning_run,
     step_record,
     summary_of,
@@ -34,26 +34,27 @@ from service.report.document import (
 )
 from service.report.tables import balance_equation, summary_tables
 from service.telemetry.records import EvaluationRecord, EvaluationSample, StageSeconds
+from service.telemetry.summary import History
 from service.units import UNKNOWN
 
 RUNS = {
-    "no steps": Run(),
-    "an evaluation alone": Run(evaluations=(evaluation_record(0),)),
+    "no steps": history_of(),
+    "an evaluation alone": history_of(evaluations=(evaluation_record(0),)),
     "one step": learning_run(1),
     "two steps": learning_run(2),
     "many steps": learning_run(300),
-    "nothing measured": Run(steps=(unmeasured_step(1), unmeasured_step(2))),
-    "no statistics known": Run(steps=tuple(step_record(i, statistics={}) for i in (1, 2))),
-    "exact zeros": Run(
+    "nothing measured": history_of(steps=(unmeasured_step(1), unmeasured_step(2))),
+    "no statistics known": history_of(steps=tuple(step_record(i, statistics={}) for i in (1, 2))),
+    "exact zeros": history_of(
         steps=tuple(step_record(i, mismatch_k3_mean=0.0, mismatch_max=0.0) for i in (1, 2, 3))
     ),
-    "negative plain returns": Run(
+    "negative plain returns": history_of(
         steps=tuple(step_record(i, reward_mean=-5.0 * i, scaled_reward_mean=None) for i in (1, 2))
     ),
 }
 
 
-def document_of(run: Run, **changes: object) -> dict[str, Any]:
+def document_of(run: History, **changes: object) -> dict[str, Any]:
     summary = summary_of(run, **changes)
     return run_document(RunPicture(summary=summary, history=run, config_text="run: {}\n"))
 
@@ -63,7 +64,7 @@ def test_reward_components_are_a_table_and_curves_where_an_environment_names_the
         step_record(i, reward_components={"form": i / 4, **({"used tool": 1.0} if i > 5 else {})})
         for i in range(1, 9)
     )
-    document = document_of(Run(steps=steps))
+    document = document_of(history_of(steps=steps))
     [table] = [each for each in document["tables"] if each["caption"] == "Reward components"]
     assert table["rows"] == (("form", "0.75", "1.50"), ("used tool", UNKNOWN, "1.00"))
     assert document["steps"]["rewards.form"] == [i / 4 for i in range(1, 9)]
@@ -103,20 +104,22 @@ def test_the_answers_to_the_same_held_out_tasks_are_side_by_side() -> None:
     first = played(0, {"1 + 1": "3", "5 - 3": "2", "9 - 7": "1"})
     last = played(20, {"1 + 1": "2", "5 - 3": "2"})
     [table] = [
-        each for each in document_of(Run(evaluations=(first, last)))["tables"] if each["is_text"]
+        each
+        for each in document_of(history_of(evaluations=(first, last)))["tables"]
+        if each["is_text"]
     ]
     assert table["header"] == ("task", "before, version 0", "return", "after, version 20", "return")
     assert table["rows"] == (
         ("What is 1 + 1?", "3", "0.00", "2", "1.00"),
         ("What is 5 - 3?", "2", "1.00", "2", "1.00"),
     )
-    captions = {each["caption"] for each in document_of(Run(evaluations=(first,)))["tables"]}
+    captions = {each["caption"] for each in document_of(history_of(evaluations=(first,)))["tables"]}
     assert table["caption"] not in captions
 
 
 def test_the_columns_are_what_the_records_say() -> None:
     known = step_record(1, is_skipped=True, kl_mean=0.123456789, num_turns=0)
-    columns = document_of(Run(steps=(known, unmeasured_step(2))))["steps"]
+    columns = document_of(history_of(steps=(known, unmeasured_step(2))))["steps"]
     assert columns["kl_mean"] == [0.123457, None] and columns["is_skipped"] == [1, 0]
     assert columns["reward"] == [0.5, None] and columns["malformed_share"] == [None, None]
     assert columns["stages.train"] == [0.5, 0] and columns["outcomes.completed"] == [14, None]
@@ -146,8 +149,8 @@ def test_every_figure_draws_a_column_that_there_is() -> None:
 
 def test_configuration_and_names_are_text_not_markup() -> None:
     text = render_report(
-        summary=summary_of(Run(), name="</script><b>"),
-        history=Run(),
+        summary=summary_of(history_of(), name="</script><b>"),
+        history=history_of(),
         config_text="a: <script>alert(1)</script><!--",
     )
     assert text.count("<script") == 2 and text.count("</script>") == 2
@@ -156,7 +159,10 @@ def test_configuration_and_names_are_text_not_markup() -> None:
 
 def test_the_report_is_written_whole_and_nothing_beside_it(tmp_path: Path) -> None:
     write_report(
-        tmp_path / "report.html", summary=summary_of(Run()), history=Run(), config_text="run: {}"
+        tmp_path / "report.html",
+        summary=summary_of(history_of()),
+        history=history_of(),
+        config_text="run: {}",
     )
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
@@ -185,7 +191,7 @@ def test_ending_is_a_sentence() -> None:
 
 
 def test_broken_promises_are_named() -> None:
-    run = Run(
+    run = history_of(
         steps=(
             step_record(
                 1,
@@ -207,7 +213,7 @@ def test_broken_promises_are_named() -> None:
 
 
 def test_a_live_run_may_have_rollouts_in_flight() -> None:
-    summary = summary_of(Run(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=5))
+    summary = summary_of(history_of(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=5))
     live = LiveState(
         phase=Phase.TRAINING, phase_detail="", started_at=0.0, checkpoint_step=0,
         engines={"engine-1": 3}, engines_expected=2, max_items=20, max_bytes=1 << 30, max_lag=1,
@@ -217,7 +223,7 @@ def test_a_live_run_may_have_rollouts_in_flight() -> None:
             num_refused=0, num_retries=0, loaded_version=3, ledger=summary.ledger,
         ),
     )  # fmt: skip
-    picture = RunPicture(summary=summary, history=Run(), config_text="")
+    picture = RunPicture(summary=summary, history=history_of(), config_text="")
     ended, going = (run_document(replace(picture, live=each)) for each in (None, live))
     broken = [
         [check["name"] for check in document["checks"] if not check["is_kept"]]
@@ -258,7 +264,7 @@ def test_the_table_of_answers_shows_what_differs_in_the_prompts(
         )
         for step in (0, 4)
     )
-    run = Run(steps=(step_record(1),), evaluations=(first, last))
+    run = history_of(steps=(step_record(1),), evaluations=(first, last))
     tables = {each.caption: each for each in summary_tables(summary_of(run))}
     rows = tables["Held-out answers, before and after"].rows
     assert [row[0] for row in rows] == shown

@@ -10,7 +10,7 @@ import ray
 
 from actors.deadline import ActorLost
 from actors.metrics import Part
-from service.run.actor_pool import GATEWAYS, ActorPool
+from service.run.actor_pool import GatewayPool
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 
@@ -55,11 +55,10 @@ class Story:
     def answering(self, num_answering: int) -> None:
         self.num_answering = num_answering
 
-    def pool(self) -> ActorPool:
-        return ActorPool(
+    def pool(self) -> GatewayPool:
+        return GatewayPool(
             1,
             self.start,
-            kind=GATEWAYS,
             term=2,
             frozen_after_s=60.0,
             queue=cast(Any, self),

@@ -42,7 +42,7 @@ from service.launch.signals import StopSignals
 from service.store import tables
 from service.store.errors import StoreError
 from service.store.place import StoreOptions
-from service.store.retention import Retention, forget
+from service.store.retention import forget
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, packed
@@ -249,7 +249,9 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(
         store,
         term=term,
         kept=kept,
-        retention=Retention(journal_steps=0, max_policy_age=1, keep_checkpoints=1),
+        journal_steps=0,
+        max_policy_age=1,
+        keep_checkpoints=1,
     )
     assert names(place) == [f"step-{step:06d}-t{term}" for step in sorted({8, *best})]
     assert [each.step for each in store.checkpoints()] == [each.step for each in kept]

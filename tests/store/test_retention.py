@@ -32,7 +32,6 @@ from service.store.retention import (
     MILESTONE_STEPS,
     OLDER_STEPS,
     WHOLE_STEPS,
-    Retention,
     forget,
     milestones,
 )
@@ -148,8 +147,7 @@ def test_the_record_of_a_best_checkpoint_stays_and_those_between_are_thinned(
     for step in (7, newest):
         commit(store, term=term, step=step)
     kept = store.checkpoints()
-    retention = Retention(journal_steps=0, max_policy_age=1, keep_checkpoints=1)
-    forget(store, term=term, kept=kept, retention=retention)
+    forget(store, term=term, kept=kept, journal_steps=0, max_policy_age=1, keep_checkpoints=1)
     # Of each four steps the first row that is there, and the best checkpoint's own.
     assert [record.step for record in read_history(store).steps] == [1, 6, 7, 8, newest]
     assert mean_returns(store, [7]).keys() == {7}
@@ -164,7 +162,9 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Pat
         store,
         term=term,
         kept=kept,
-        retention=Retention(journal_steps=4, max_policy_age=1, keep_checkpoints=3),
+        journal_steps=4,
+        max_policy_age=1,
+        keep_checkpoints=3,
     )
     assert [item.seq for item in read_events(store)] == list(range(30, 42))
     assert [item.step for item in store.checkpoints()] == [20, 19, 18]
@@ -177,8 +177,14 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Pat
     assert (history.totals.num_steps, stored_totals(store).num_steps) == (22, 24)
     # Now the two steps that were gone back on leave, and what a later term may go back to is its.
     kept = store.checkpoints()[:3]
-    retention = Retention(journal_steps=4, max_policy_age=1, keep_checkpoints=3)
-    forget(store, term=lease.term, kept=kept, retention=retention)
+    forget(
+        store,
+        term=lease.term,
+        kept=kept,
+        journal_steps=4,
+        max_policy_age=1,
+        keep_checkpoints=3,
+    )
     assert num_rows(store, "steps") == num_rows(store, "evaluations") == 22
     assert read_history(store).totals == history.totals
     assert [item.step for item in store.checkpoints()] == [22, 21, 20]
@@ -196,7 +202,9 @@ def test_a_run_without_a_journal_keeps_what_a_kept_checkpoint_goes_back_before(
         store,
         term=term,
         kept=kept,
-        retention=Retention(journal_steps=0, max_policy_age=2, keep_checkpoints=3),
+        journal_steps=0,
+        max_policy_age=2,
+        keep_checkpoints=3,
     )
     # Step 19 is the older one; what it trained was admitted after step 16.
     assert [item.seq for item in read_events(store)] == list(range(34, 42))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from worlds.builders.record_builders import (
-    Run,
     evaluation_record,
+    history_of,
     step_record,
     summary_of,
     unmeasured_step,
@@ -25,7 +25,7 @@ from service.telemetry.summary import write_summary
 
 def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
     rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 9.0, 0.6, 0.7, 0.8, 0.9, 1.0]
-    run = Run(
+    run = history_of(
         steps=tuple(
             step_record(step, scaled_reward_mean=reward) for step, reward in enumerate(rewards, 1)
         )
@@ -37,19 +37,19 @@ def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
 
 
 def test_plain_return_stands_in_where_the_best_one_is_unknown() -> None:
-    run = Run(steps=(step_record(1, reward_mean=3.0, scaled_reward_mean=None),))
+    run = history_of(steps=(step_record(1, reward_mean=3.0, scaled_reward_mean=None),))
     summary = summary_of(run)
     assert summary.reward_last == 3.0
     assert not summary.is_reward_scaled
 
 
 def test_steps_without_a_reward_take_no_part_in_the_mean() -> None:
-    run = Run(steps=(unmeasured_step(1), step_record(2, scaled_reward_mean=0.4)))
+    run = history_of(steps=(unmeasured_step(1), step_record(2, scaled_reward_mean=0.4)))
     assert summary_of(run).reward_first == pytest.approx(0.4)
 
 
 def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparable() -> None:
-    run = Run(
+    run = history_of(
         steps=(
             step_record(1, mismatch_k3_mean=1e-9, num_trained_tokens=100, mismatch_max=2e-5),
             step_record(2, mismatch_k3_mean=5e-9, num_trained_tokens=300, mismatch_max=1e-5),
@@ -63,7 +63,7 @@ def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparabl
 
 def test_the_checks_cost_is_their_share_of_the_time_of_all_steps() -> None:
     stages = StageSeconds(collect=1.5, train=0.5)
-    run = Run(
+    run = history_of(
         steps=(
             step_record(1, stages=stages, logprob_check_seconds=0.06),
             step_record(2, stages=stages, logprob_check_seconds=0.02),
@@ -79,7 +79,7 @@ def test_the_checks_cost_is_their_share_of_the_time_of_all_steps() -> None:
 
 
 def test_sums_and_maxima_are_over_all_steps() -> None:
-    run = Run(
+    run = history_of(
         steps=(
             step_record(
                 1,
@@ -103,7 +103,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
 
 
 def test_malformed_share_is_of_turns_not_of_steps() -> None:
-    run = Run(
+    run = history_of(
         steps=(
             step_record(1, num_malformed_turns=10, num_turns=10),
             step_record(2, num_malformed_turns=0, num_turns=90),
@@ -113,7 +113,7 @@ def test_malformed_share_is_of_turns_not_of_steps() -> None:
 
 
 def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
-    tree = summary_of(Run()).to_json()
+    tree = summary_of(history_of()).to_json()
     assert tree["steps"] == 0
     assert tree["reward_first"] is None
     assert tree["mismatch"] == {"mean_k3": None, "max_abs_delta": None}
@@ -124,7 +124,7 @@ def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
 def test_named_sets_are_told_by_name_and_are_no_part_of_the_curve() -> None:
     own = [evaluation_record(step, reward=0.1 * step) for step in (0, 1)]
     hard = [replace(each, name="hard", reward_mean=0.9, num_samples=4) for each in own]
-    summary = summary_of(Run(evaluations=(own[0], hard[0], own[1], hard[1])))
+    summary = summary_of(history_of(evaluations=(own[0], hard[0], own[1], hard[1])))
     assert (summary.evaluation.first, summary.evaluation.last) == (own[0], own[1])
     assert summary.evaluation.sets == {"hard": hard[1]} and summary.evaluation.asked == ()
     (table,) = [each for each in summary_tables(summary) if each.caption == "Last evaluations"]
@@ -132,7 +132,7 @@ def test_named_sets_are_told_by_name_and_are_no_part_of_the_curve() -> None:
 
 
 def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path: Path) -> None:
-    run = Run(
+    run = history_of(
         steps=(
             step_record(1, logprob_check_max=float("nan"), stages=StageSeconds(train=float("inf"))),
         ),
@@ -168,7 +168,7 @@ def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path:
 
 def test_the_summary_holds_the_queue_s_counts_by_the_names_of_the_reasons() -> None:
     counts = LedgerCounts(admitted=10, trained=6, evicted={EvictionReason.MASKED: 3}, in_flight=1)
-    tree = summary_of(Run(), ledger=counts).to_json()["ledger"]
+    tree = summary_of(history_of(), ledger=counts).to_json()["ledger"]
     assert tree == {
         "admitted": 10, "trained": 6, "evicted": {"masked": 3}, "in_flight": 1, "is_balanced": True,
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from actors.environment.lost_calls import LostCalls
@@ -13,24 +13,22 @@ from actors.types import LeftOutReason, Outcome
 from service.report.document import Phase
 from service.run.health import RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
-from service.telemetry.summary import RunSummary, summarize_run
-from service.telemetry.totals import RunTotals, totals_of
+from service.telemetry.summary import History, RunSummary, summarize_run
+from service.telemetry.totals import totals_of
 
 START = 1_795_000_000.0
 """When the runs of these records started: seconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What the store's History offers of a run."""
-
-    steps: tuple[StepRecord, ...] = ()
-    evaluations: tuple[EvaluationRecord, ...] = ()
-    num_terms: int = 1
-
-    @property
-    def totals(self) -> RunTotals:
-        return totals_of(self.steps)
+def history_of(
+    *,
+    steps: tuple[StepRecord, ...] = (),
+    evaluations: tuple[EvaluationRecord, ...] = (),
+    num_terms: int = 1,
+) -> History:
+    return History(
+        steps=steps, evaluations=evaluations, totals=totals_of(steps), num_terms=num_terms
+    )
 
 
 # What a plausible step knows, where a test looks at the value itself.
@@ -136,10 +134,10 @@ def lost_calls(function: str, *, count: int = 1, **changes: Any) -> LostCalls:
     return replace(calls, **changes)
 
 
-def learning_run(num_steps: int) -> Run:
+def learning_run(num_steps: int) -> History:
     """Reward from 0.3 to 0.9 in a straight line, an evaluation every tenth step."""
     rise = 0.6 / max(num_steps - 1, 1)
-    return Run(
+    return history_of(
         steps=tuple(
             step_record(step, scaled_reward_mean=0.3 + rise * (step - 1))
             for step in range(1, num_steps + 1)
@@ -148,7 +146,7 @@ def learning_run(num_steps: int) -> Run:
     )
 
 
-def summary_of(run: Run, **changes: Any) -> RunSummary:
+def summary_of(run: History, **changes: Any) -> RunSummary:
     total = sum(record.num_trajectories for record in run.steps)
     given: dict[str, Any] = {
         "ledger": LedgerCounts(admitted=total, trained=total),

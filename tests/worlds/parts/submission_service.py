@@ -15,7 +15,6 @@ from service.backlog.queue import SubmissionQueue
 from service.config.tree import ServiceSettings
 from service.intake.submission import RolloutRequest
 from service.run.recorder import RunRecorder
-from service.store.retention import Retention
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from worlds.builders.queue_builders import cut, end, finalise_all, make_settings, take_all
@@ -131,9 +130,7 @@ class Service:
     async def prune(self, *, keep: int = 1) -> None:
         """As after a checkpoint: let go of what no kept one needs."""
         kept = self.store.checkpoints()[:keep]
-        await self.recorder.forget(
-            kept, Retention(journal_steps=0, max_policy_age=1, keep_checkpoints=3)
-        )
+        await self.recorder.forget(kept, journal_steps=0, max_policy_age=1, keep_checkpoints=3)
 
     async def status(self, name: str) -> str:
         view = await self.submissions.view(name)
