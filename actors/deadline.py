@@ -8,7 +8,6 @@ another actor, or an event.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import random
 import time
@@ -25,6 +24,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+_LONGEST_PAUSE_S, _POLL_S = 2.0, 0.25
 _Result = TypeVar("_Result")
 
 
@@ -152,40 +152,33 @@ async def retry(
     *,
     on: type[Exception] | tuple[type[Exception], ...],
     limit_s: float = math.inf,
-    max_attempts: float = math.inf,
     first_pause_s: float = 0.1,
-    longest_pause_s: float = 2.0,
 ) -> _Result:
     """Repeat an attempt after each error of the kinds `on`, and return its result.
 
-    The pauses double, up to the longest. Each is shortened at random by up to a half, so that
+    The pauses double, up to _LONGEST_PAUSE_S. Each is shortened at random by up to a half, so that
     callers that failed together do not retry together. The caller must bound an attempt that may
     hang.
-    Raises: the last error after max_attempts or limit_s seconds; an error of another kind at once.
+    Raises: the last error after limit_s seconds; an error of another kind at once.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
     longest_now_s = first_pause_s
-    for number in itertools.count(1):
+    while True:
         try:
             return await attempt()
         except on:
             pause_s = random.uniform(0.5, 1.0) * longest_now_s
-            if number >= max_attempts:
-                raise
             if loop.time() + pause_s >= end:
                 await asyncio.sleep(max(end - loop.time(), 0.0))
                 raise
         await asyncio.sleep(pause_s)
-        longest_now_s = min(2 * longest_now_s, longest_pause_s)
-    raise AssertionError("unreachable: the count of attempts does not end")
+        longest_now_s = min(2 * longest_now_s, _LONGEST_PAUSE_S)
 
 
-def poll(
-    find: Callable[[], _Result | None], *, limit_s: float, every_s: float = 0.25
-) -> _Result | None:
+def poll(find: Callable[[], _Result | None], *, limit_s: float) -> _Result | None:
     """Call `find` at least once, until it returns a value. Return None after limit_s seconds."""
     deadline = time.monotonic() + limit_s
     while (found := find()) is None and time.monotonic() < deadline:
-        time.sleep(every_s)
+        time.sleep(_POLL_S)
     return found

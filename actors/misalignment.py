@@ -18,20 +18,18 @@ REWARD_TOLERANCE = 1e-4
 LOGPROB_TOLERANCE = 1e-3
 
 
-def find_misalignment(turn: Turn, *, chosen: tuple[int, ...] | None = None) -> str | None:
+def find_misalignment(turn: Turn) -> str | None:
     """Return a sentence on the first fault found in a turn; None if there is no fault.
 
     A turn needs a prompt, one log-probability of at most 0 for each sampled token, version spans
     that cover the sampled tokens in order, ids that are not negative, and side data of the same
     lengths. Log-probabilities that are not finite are masked and counted when samples are built.
-
-    Args: chosen: numbers of layers and experts in the routing that an earlier turn recorded.
     """
     return (
         _in_lengths(turn)
         or _in_spans(turn)
         or _in_rewards(turn)
-        or _in_experts(turn, chosen)
+        or _in_experts(turn)
         or _in_ids("prompt", turn.prompt_token_ids, None)
         or _in_ids("sampled", turn.sampled_token_ids, None)
     )
@@ -110,7 +108,7 @@ def _in_rewards(turn: Turn) -> str | None:
     return None
 
 
-def _in_experts(turn: Turn, chosen: tuple[int, ...] | None) -> str | None:
+def _in_experts(turn: Turn) -> str | None:
     indices = turn.expert_indices
     if indices is None or not len(indices):
         return None
@@ -121,11 +119,6 @@ def _in_experts(turn: Turn, chosen: tuple[int, ...] | None) -> str | None:
         )
     if indices.size and int(indices.min()) < 0:
         return "expert indices below 0; leave out tokens without a record"
-    if chosen is not None and indices.shape[1:] != chosen:
-        return (
-            f"expert indices for {indices.shape[1:]} layers and experts, {chosen} in an earlier "
-            "turn; record every turn with one model"
-        )
     return None
 
 

@@ -32,7 +32,6 @@ import ray
 import torch
 
 from actors.algorithm import AlgorithmSettings
-from actors.batch import Float32s
 from actors.environment.actor import EnvironmentActor
 from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import (
@@ -49,6 +48,7 @@ from actors.types import FinishReason, VersionSpan
 from actors.weights.actor import start_board
 from actors.weights.board import Publication
 from actors.weights.buffers import pack_group
+from actors.weights.logprob_check import EngineScores
 from benchmarks.environment import describe_environment
 from service.launch.cluster import alive_nodes, on_node, on_this_node
 
@@ -82,7 +82,7 @@ class Reader:
     async def run(self, name: str, board: Any) -> None:
         term: int | None = None
         version: int | None = None
-        scores: Float32s = np.zeros(16, np.float32)
+        scores = EngineScores(logprobs=np.zeros(16, np.float32))
         while True:
             work = await board.poll.remote(name, term, version, 5.0)
             if isinstance(work, Publication):

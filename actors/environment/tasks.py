@@ -81,12 +81,9 @@ class GeneratedTasks:
     depend on the run's seed, so that two runs are evaluated on the same tasks.
     """
 
-    def __init__(
-        self, environment: str, *, run_seed: int, data: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, environment: str, *, run_seed: int) -> None:
         self._environment = environment
         self._run_seed = run_seed
-        self._data = dict(data or {})
 
     def task(self, index: int) -> Task:
         _check_index(index)
@@ -109,7 +106,7 @@ class GeneratedTasks:
             task_id=f"{self._environment}-{split}-{index}",
             environment=self._environment,
             seed=seed,
-            data=self._data,
+            data={},
         )
 
 

@@ -171,9 +171,9 @@ def _reply(content: str, *calls: ToolCall, reasoning: str | None = None) -> Mess
     return Message(role=Role.ASSISTANT, content=content, tool_calls=calls, reasoning=reasoning)
 
 
-def _answered(said: str = "") -> tuple[Message, ...]:
+def _answered() -> tuple[Message, ...]:
     result = Message(role=Role.TOOL, content=_RESULT, name=_CALL.name, tool_call_id=_CALL.id)
-    return _user(_QUESTION), _reply(said, _CALL), result
+    return _user(_QUESTION), _reply("", _CALL), result
 
 
 def _shown(renderer: ChatRenderer, messages: Sequence[Message], *texts: str) -> str:

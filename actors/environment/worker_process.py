@@ -302,7 +302,7 @@ class _Worker:
         self._send(number, True, found)
 
     def _send(self, number: int, is_answer: bool, found: Any) -> None:
-        message = HEAD.pack(number, resident_bytes()) + pickle.dumps((is_answer, found))
+        message = HEAD.pack(number, _resident_bytes()) + pickle.dumps((is_answer, found))
         if len(message) > MAX_ANSWER_BYTES:
             raise ValueError(
                 f"its answer has {len(message)} bytes, expected {MAX_ANSWER_BYTES} or fewer"
@@ -383,10 +383,10 @@ def _error_texts(error: BaseException) -> tuple[str, str, str, str]:
     return type(error).__name__, text, where, trace.encode(errors="replace").decode()
 
 
-def resident_bytes(process: int | str = "self") -> int:
-    """Return the resident memory of a process in bytes; 0 if the process has ended."""
+def _resident_bytes() -> int:
+    """Return the resident memory of this process in bytes; 0 if it is not known."""
     with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
 
 

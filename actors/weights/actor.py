@@ -3,7 +3,7 @@
     board = start_board()                                               # the run's supervisor
     await board.publish.remote(term, version, groups)                  # the trainer's rank 0
     work = await board.poll.remote(replica, term, version, 5.0)        # each replica, repeatedly
-    await board.report.remote(replica, term, version, check_logprobs)  # after it has loaded
+    await board.report.remote(replica, term, version, scores)          # after it has loaded
     status = await board.wait_published.remote(version, 1, 60.0)        # the training loop
 
 A waiting poll is a replica's heartbeat. The board copies each published buffer into an object that
@@ -31,7 +31,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.batch import Float32s
 from actors.deadline import is_set_within, within
 from actors.deaths import ACTOR_DEATHS
 from actors.weights.board import (
@@ -43,7 +42,7 @@ from actors.weights.board import (
     StartStages,
     WeightGroup,
 )
-from actors.weights.logprob_check import CheckSample, CheckText
+from actors.weights.logprob_check import CheckText, EngineScores
 
 MAX_POLL_S = 30.0
 # Time limit for one buffer.
@@ -289,20 +288,10 @@ class WeightBoard:
         replica_id: str,
         term: int,
         version: int,
-        check_logprobs: Float32s | None,
-        check_samples: tuple[CheckSample, ...] = (),
-        check_s: float = 0.0,
+        scores: EngineScores | None,
     ) -> None:
         """Record that a replica has loaded (term, version), with its scores of the check's text."""
-        self._board.report(
-            replica_id,
-            term,
-            version=version,
-            check_logprobs=check_logprobs,
-            check_samples=check_samples,
-            check_s=check_s,
-            now=self._clock(),
-        )
+        self._board.report(replica_id, term, version=version, scores=scores, now=self._clock())
         self._wake()
 
     async def leave(self, replica_id: str, is_in_order: bool = False) -> None:

@@ -3,7 +3,7 @@
     board.publish(Publication(term=1, version=7, groups=groups), now=0.0)    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
     board.next_for("a")                         # -> that publication; the replica loads it
-    board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
+    board.report("a", 1, version=7, scores=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
 Times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Invariants: a
@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.batch import Float32s, Int32s
-from actors.weights.logprob_check import CheckSample, CheckText
+from actors.batch import Int32s
+from actors.weights.logprob_check import CheckText, EngineScores
 
 # Time in seconds for which a replica counts as live after the promised end of its poll. It is
 # longer than a poll, because a replica counts its lease from the last poll that was answered.
@@ -124,13 +124,9 @@ class ReplicaReport:
     """Number of the engine's processes that take part in a broadcast."""
     term: int | None = None
     version: int | None = None
-    check_logprobs: Float32s | None = None
+    scores: EngineScores | None = None
     """The engine's scores of the publication's text after its last load; None before the first
     load, or if the engine did not answer in time."""
-    check_samples: tuple[CheckSample, ...] = ()
-    """The engine's continuations of that text."""
-    check_s: float = 0.0
-    """Seconds that the engine took to score the text."""
     loaded_at: float | None = None
     """Time by the board's clock at which it reported its version as loaded; None if it has reported
     no version to this board.
@@ -161,6 +157,11 @@ class BoardStatus:
     """Seconds since the last progress. Progress means that all live replicas hold the current
     publication, or that a start or a load gets further than all earlier ones.
     """
+
+    @property
+    def scores(self) -> tuple[EngineScores, ...]:
+        """The scores of the live replicas that have reported some."""
+        return tuple(r.scores for r in self.replicas if r.scores is not None)
 
     @property
     def holders(self) -> frozenset[str]:
@@ -323,22 +324,14 @@ class Board:
         term: int,
         *,
         version: int,
-        check_logprobs: Float32s | None,
-        check_samples: tuple[CheckSample, ...] = (),
-        check_s: float = 0.0,
+        scores: EngineScores | None,
         now: float,
     ) -> None:
         """Record that a replica has loaded (term, version); ignore a forgotten replica."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
-            replica,
-            term=term,
-            version=version,
-            check_logprobs=check_logprobs,
-            check_samples=check_samples,
-            check_s=check_s,
-            loaded_at=now,
+            replica, term=term, version=version, scores=scores, loaded_at=now
         )
         self._extend(replica_id, lease_s=0.0, now=now)
         self._num_failed.pop(replica_id, None)

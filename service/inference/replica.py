@@ -417,11 +417,10 @@ class InferenceReplica:
     async def _report(self, publication: Publication) -> None:
         scores = await self._checked(publication)
         self._heard_at = time.monotonic()
-        checked = (None,) if scores is None else (scores.logprobs, scores.samples, scores.seconds)
 
         async def report() -> None:
             call = self._board.report.remote(
-                self._name, publication.term, publication.version, *checked
+                self._name, publication.term, publication.version, scores
             )
             await within(RPC_TIMEOUT_S, call)
 

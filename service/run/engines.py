@@ -30,7 +30,7 @@ from actors.environment.actor import PolicyFactory
 from actors.metrics import PublishPhase
 from actors.types import Dtype
 from actors.weights.actor import Keeping, WeightBoard, start_board
-from actors.weights.board import BoardStatus, ReplicaReport, StaleTerm, WeightError
+from actors.weights.board import BoardStatus, StaleTerm, WeightError
 from actors.weights.logprob_check import (
     ALONE,
     COST_SHARE,
@@ -40,6 +40,7 @@ from actors.weights.logprob_check import (
     CheckSample,
     CheckText,
     Comparison,
+    EngineScores,
     LogprobCheck,
     compare,
     far_end,
@@ -392,9 +393,8 @@ class Publisher:
         """
         with self._measure("load"):
             status = await self._until_loaded(version)
-        replicas = [each for each in status.replicas if each.check_logprobs is not None]
-        check = self._compared(replicas)
-        samples = [sample for each in replicas for sample in each.check_samples]
+        check = self._compared(status.scores)
+        samples = [sample for each in status.scores for sample in each.samples]
         if self._text is not None and check is not None:
             self._long_s = check.seconds
             # The same text is used for the whole term, whatever the engines sample later.
@@ -426,7 +426,7 @@ class Publisher:
         """
         with self._measure("load"):
             status = await self._until_loaded(version)
-        check = self._compared(status.replicas)
+        check = self._compared(status.scores)
         if check is None:
             return None
         self._spent_s += check.seconds
@@ -439,18 +439,17 @@ class Publisher:
         earlier, self._start_check = self._start_check, None
         return check.after(earlier)
 
-    def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
+    def _compared(self, scores: Sequence[EngineScores]) -> LogprobCheck | None:
         """Return the comparison of the engines' scores of the text with the trainer's scores.
 
         In the first check the trainer scores the text twice: by itself, and packed with other rows.
         """
-        scores = [each.check_logprobs for each in replicas if each.check_logprobs is not None]
         if not scores or self._text is NO_TEXT:
             return None
         found: list[Comparison] = []
         own_by_row = np.split(self._own_logprobs, 2 if self._is_start else 1)
         for name, own in zip((ALONE, PACKED), own_by_row, strict=False):
-            found += [compare(name, own, each) for each in scores]
+            found += [compare(name, own, each.logprobs) for each in scores]
         num_tokens = self._own_logprobs.size + 1
         if self._text is not None:
             num_tokens = self._text.token_ids.size
@@ -459,7 +458,7 @@ class Publisher:
             dtype=self._dtype,
             is_quantised=self._is_quantised,
             comparisons=tuple(found),
-            seconds=self._own_s + max(each.check_s for each in replicas),
+            seconds=self._own_s + max(each.seconds for each in scores),
         )
 
     async def _until_loaded(self, version: int) -> BoardStatus:

@@ -98,13 +98,6 @@ def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
     )
 
 
-def test_routing_of_two_models_in_one_trajectory_is_told() -> None:
-    turn = replace(TURN, expert_indices=np.zeros((2, 1, 4), np.uint8))
-    assert find_misalignment(turn, chosen=(1, 4)) is None
-    found = find_misalignment(turn, chosen=(1, 2))
-    assert found is not None and "record every turn with one model" in found
-
-
 @pytest.mark.parametrize(
     ("indices", "words"),
     [

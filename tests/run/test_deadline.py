@@ -69,14 +69,10 @@ async def test_a_call_is_made_again_until_it_succeeds() -> None:
     assert await retry(Failing(2).call, on=KeyError, first_pause_s=0.001) == 3
 
 
-async def test_the_last_error_comes_through_after_the_last_attempt_or_the_limit() -> None:
-    failing = Failing(9)
-    with pytest.raises(KeyError, match="3"):
-        await retry(failing.call, on=(KeyError, OSError), max_attempts=3, first_pause_s=0.001)
-    assert failing.num_calls == 3
+async def test_the_last_error_comes_through_after_the_limit() -> None:
     started = asyncio.get_running_loop().time()
     with pytest.raises(KeyError):
-        await retry(Failing(99).call, on=KeyError, limit_s=0.05, first_pause_s=0.04)
+        await retry(Failing(99).call, on=(KeyError, OSError), limit_s=0.05, first_pause_s=0.04)
     assert asyncio.get_running_loop().time() - started >= 0.049
 
 

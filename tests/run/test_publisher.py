@@ -24,6 +24,7 @@ from actors.weights.logprob_check import (
     SHORT_TOKENS,
     CheckSample,
     CheckText,
+    EngineScores,
     LogprobCheck,
     sampled_name,
     start_text,
@@ -95,7 +96,7 @@ class World:
     async def begin(self) -> None:
         await self.publisher.publish(0)
         await self.board.poll("a", None, None, 0.0)
-        await self.board.report("a", 1, 0, SCORES)
+        await self.board.report("a", 1, 0, EngineScores(logprobs=SCORES))
         assert largest(await self.publisher.wait_until_loaded(0)) == 0.0
         await self.publisher.publish(1)
         self.waiting = asyncio.ensure_future(self.publisher.wait_until_loaded(1))
@@ -157,7 +158,7 @@ async def test_an_engine_that_is_away_for_minutes_in_a_publish_does_not_send_the
 
     await world.pass_time(3 * LIMIT_S, load)
     assert not world.waiting.done()
-    await world.board.report("b", 1, 1, SCORES + 0.5)
+    await world.board.report("b", 1, 1, EngineScores(logprobs=SCORES + 0.5))
     assert largest(await world.waiting) == 0.5
     assert world.phases == 2 * ["send", "check", "load"]
 
@@ -183,7 +184,7 @@ async def test_engines_are_waited_for_while_ranks_are_replaced_and_no_longer(wor
     world.trainer.is_restarting = False
     await world.pass_time(LIMIT_S - 60.0, world.live_and_load_nothing)
     assert not world.waiting.done()
-    await world.board.report("a", 1, 1, SCORES)
+    await world.board.report("a", 1, 1, EngineScores(logprobs=SCORES))
     assert largest(await world.waiting) == 0.0
 
 
@@ -229,8 +230,8 @@ class CheckedWorld(World):
                 CheckSample(temperature=temperature, token_ids=sampled, logprobs=logprobs)
             )
         seconds = self.long_s if text.token_ids.size > SHORT_TOKENS else self.short_s
-        answer = (scores, tuple(samples), seconds) if is_answered else (None,)
-        await self.board.report("a", 1, version, *answer)
+        answer = EngineScores(logprobs=scores, samples=tuple(samples), seconds=seconds)
+        await self.board.report("a", 1, version, answer if is_answered else None)
         return text
 
     async def started(self) -> LogprobCheck | None:
@@ -340,9 +341,8 @@ async def test_the_series_that_is_farthest_off_decides() -> None:
     world.now += 10.0
     text = await world.load(1)
     await world.board.poll("b", None, None, 0.0)
-    await world.board.report(
-        "b", 1, 1, text.token_ids[text.first_scored :].astype(np.float32) - 2.0
-    )
+    off = text.token_ids[text.first_scored :].astype(np.float32) - 2.0
+    await world.board.report("b", 1, 1, EngineScores(logprobs=off))
     check = await world.publisher.wait_until_loaded(1)
     assert largest(check) == 2.0 and check is not None and check.is_beyond
 

@@ -213,9 +213,9 @@ async def test_engine_samples_from_exactly_the_published_weights(deployed: Deplo
         report = await asyncio.to_thread(deployed.publish_random, seed=seed)
         assert len(report.replicas) == deployed.num_replicas
         for replica in report.replicas:
-            assert replica.check_logprobs is not None
+            assert replica.scores is not None
             expected = obvious_logprobs(deployed.model, deployed.check_text).detach().numpy()
-            np.testing.assert_allclose(replica.check_logprobs, expected, atol=TOLERANCE_NATS)
+            np.testing.assert_allclose(replica.scores.logprobs, expected, atol=TOLERANCE_NATS)
         assert await largest_difference(deployed) < TOLERANCE_NATS
 
 

@@ -155,9 +155,7 @@ class Run:
         await self.engine.apply(publication, buffers, on_progress=lambda: None)
         scores = await self.engine.check_logprobs(found.check)
         assert scores is not None
-        await self.board.report(
-            "a", self.term, self.version, scores.logprobs, scores.samples, scores.seconds
-        )
+        await self.board.report("a", self.term, self.version, scores)
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ async def wait_until_dead(member: Any) -> None:
 
 def check_scores(status: BoardStatus, expected: Any) -> None:
     # One that the board had forgotten when it reported has none until its next load.
-    scored = [each.check_logprobs for each in status.replicas if each.check_logprobs is not None]
+    scored = [each.logprobs for each in status.scores]
     assert scored
     for found in scored:
         np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -59,7 +59,7 @@ def poll(
 
 
 def report(board: Board, replica: str, term: int, version: int, *, now: float = 0.0) -> None:
-    board.report(replica, term, version=version, check_logprobs=None, now=now)
+    board.report(replica, term, version=version, scores=None, now=now)
 
 
 def test_replica_is_given_the_current_publication_until_it_holds_it() -> None:

@@ -23,6 +23,7 @@ from actors.weights.board import (
 )
 from actors.weights.buffers import pack_group, unpack_group
 from actors.weights.collective import Reception, read_progress
+from actors.weights.logprob_check import EngineScores
 
 LAYERS, WIDTH = 4, 1500
 
@@ -117,7 +118,9 @@ class Member:
         for manifest, buffer in zip(reception.manifests, reception.buffers, strict=True):
             self._model.load_state_dict(dict(unpack_group(manifest, buffer)), strict=False)
         self._held = (publication.term, publication.version)
-        await self._board.report.remote(self._name, *self._held, score(self._model))
+        await self._board.report.remote(
+            self._name, *self._held, EngineScores(logprobs=score(self._model))
+        )
 
     def _meet_fault(self, at: str) -> None:
         if self._at != at:

@@ -29,8 +29,6 @@ from actors.environment.plugins.code_search.tree import (
 
 MEMORY_BYTES = 512 * 2**20
 CPU_S = 120
-# When a server has used this many CPU seconds, its caller replaces it between two calls.
-RETIRES_AFTER_CPU_S = 60
 _TOOLS = {"list_files": list_files, "grep": grep, "read_file": read_file}
 
 

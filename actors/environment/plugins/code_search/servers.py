@@ -25,6 +25,8 @@ _ROOT = Path(__file__).parents[4]
 _PACKAGE = "actors.environment.plugins"
 _START_LIMIT_S = 20.0
 _MAX_ANSWER_BYTES = 2**22
+# A server that has used this many CPU seconds is replaced between two calls.
+_RETIRES_AFTER_CPU_S = 60
 
 
 class ServerFailed(Exception):
@@ -126,15 +128,13 @@ class _Server:
 class ServerThreads:
     """A server for each thread of a pool; any thread may end them all."""
 
-    def __init__(self, program: str, *, retires_after_cpu_s: float) -> None:
+    def __init__(self, program: str) -> None:
         """Prepare the servers; each starts at its thread's first request.
 
         Args: program: the module, as `name` of `start_program`; the field `cpu_s` of its answers is
-        the CPU time that it has used. retires_after_cpu_s: a server that has used this many CPU
-        seconds is replaced.
+        the CPU time that it has used.
         """
         self._program = program
-        self._retires_after_cpu_s = retires_after_cpu_s
         self._own = threading.local()
         self._lock = threading.Lock()
         self._idle: set[_Server] = set()
@@ -147,7 +147,7 @@ class ServerThreads:
         is_usable = False
         try:
             answer = server.ask(request, limit_s=limit_s)
-            is_usable = answer["cpu_s"] < self._retires_after_cpu_s
+            is_usable = answer["cpu_s"] < _RETIRES_AFTER_CPU_S
             return answer
         finally:
             self._give_back(server, is_usable=is_usable)

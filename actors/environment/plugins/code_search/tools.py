@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import MinLen
 
 from actors.environment.plugins.code_search.repositories import Repositories
-from actors.environment.plugins.code_search.server import RETIRES_AFTER_CPU_S
 from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
 from actors.environment.plugins.code_search.tree import Bounds
 from actors.environment.protocol import ToolSchema
@@ -190,7 +189,7 @@ class _Pool:
     def __init__(self, repositories: Repositories) -> None:
         self.num_users = 0
         self.pid = os.getpid()
-        self._servers = ServerThreads("code_search.server", retires_after_cpu_s=RETIRES_AFTER_CPU_S)
+        self._servers = ServerThreads("code_search.server")
         self._threads = ThreadPoolExecutor(
             min(4, os.cpu_count() or 1), thread_name_prefix="code-search"
         )

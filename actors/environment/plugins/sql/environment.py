@@ -32,7 +32,6 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from actors.environment.plugins.code_search.server import RETIRES_AFTER_CPU_S
 from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
 from actors.environment.plugins.sql.generated import LEVELS, MAX_TRUE_ROWS, SqlData, make_question
 from actors.environment.plugins.sql.server import MAX_QUERY_BYTES
@@ -130,7 +129,7 @@ class Execution:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._num_users = 0
-        self._servers = ServerThreads("sql.server", retires_after_cpu_s=RETIRES_AFTER_CPU_S)
+        self._servers = ServerThreads("sql.server")
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sql")
 
     @classmethod
