@@ -153,15 +153,10 @@ class CriticSettings:
                 return OutcomeRule(disposition=Disposition.DROP)
 
 
-class Aggregation(StrEnum):
-    """The unit that has equal weight in an update: each token, trajectory or prompt (group), or
-    each token with a constant divisor.
-    """
-
-    TOKEN_MEAN = "token_mean"
-    TRAJECTORY_MEAN = "trajectory_mean"
-    PROMPT_MEAN = "prompt_mean"
-    CONSTANT = "constant"
+Aggregation = Literal["token_mean", "trajectory_mean", "prompt_mean", "constant"]
+"""The unit that has equal weight in an update: each token, trajectory or prompt (group), or each
+token with a constant divisor.
+"""
 
 
 class Objective(StrEnum):
@@ -218,7 +213,7 @@ class LossSettings:
     """Level of the importance ratio: each token, or the geometric mean of a trajectory (GSPO)."""
     denominator: Denominator = "behaviour"
     """Policy in the ratio's denominator: the sampler's, or the trainer's at the step's start."""
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    aggregation: Aggregation = "token_mean"
     """Unit that has equal weight in the update."""
     constant_tokens: Positive | None = None
     """Divisor of a trajectory, with aggregation constant; null: model.max_context_tokens."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import Literal
 
 
 class Reduction(StrEnum):
@@ -49,24 +50,18 @@ class Source(StrEnum):
     TRAINER = "the ranks, over the time of a step's updates"
 
 
-class Unit(StrEnum):
-    """The unit of a value. NUMBER is a value without a unit: a ratio, a loss or a return in the
-    environment's scale.
-    """
-
-    NUMBER = "number"
-    NATS = "nats"
-    SHARE = "share"
-    VERSIONS = "versions"
-    SECONDS = "seconds"
+Unit = Literal["number", "nats", "share", "versions", "seconds"]
+"""The unit of a value. A number has no unit: it is a ratio, a loss or a return in the environment's
+scale.
+"""
 
 
 _METRIC_ENDS = {
-    Unit.NUMBER: "",
-    Unit.NATS: "_nats",
-    Unit.SHARE: "_ratio",
-    Unit.VERSIONS: "_versions",
-    Unit.SECONDS: "_seconds",
+    "number": "",
+    "nats": "_nats",
+    "share": "_ratio",
+    "versions": "_versions",
+    "seconds": "_seconds",
 }
 
 
@@ -98,7 +93,7 @@ def _of(
     source: Source,
     group: str,
     help: str,
-    unit: Unit = Unit.NUMBER,
+    unit: Unit = "number",
     metric: str = "",
     name: str = "",
 ) -> tuple[Statistic, ...]:
@@ -127,8 +122,8 @@ _loss = partial(_of, source=Source.LOSS)
 _merge = partial(_of, source=Source.MERGE)
 _objective = partial(_loss, group="Objective and KL")
 _ratios = partial(_loss, group="Ratios, clips, masks")
-_shares = partial(_ratios, unit=Unit.SHARE)
-_mismatch = partial(_loss, group="Trainer and engine", unit=Unit.NATS)
+_shares = partial(_ratios, unit="share")
+_mismatch = partial(_loss, group="Trainer and engine", unit="nats")
 _critic = partial(_of, source=Source.CRITIC, group="Critic")
 _rewards = partial(_merge, group="Rewards and advantages")
 
@@ -175,7 +170,7 @@ STATISTICS: tuple[Statistic, ...] = (
         for policy, group, help in _POLICIES
         for part, of in _SIGNS
         for statistic in _loss(
-            f"{policy}_logprob{part}", _MEAN, _MAX, group=group, unit=Unit.NATS, help=help + of
+            f"{policy}_logprob{part}", _MEAN, _MAX, group=group, unit="nats", help=help + of
         )
     ),
     *_objective(
@@ -195,14 +190,14 @@ STATISTICS: tuple[Statistic, ...] = (
         _MEAN,
         _MIN,
         _MAX,
-        unit=Unit.NATS,
+        unit="nats",
         help="Estimate of a token's KL divergence from the reference, as it is in the loss; only "
         "with a KL term.",
     ),
     *_objective(
         "entropy",
         _MEAN,
-        unit=Unit.NATS,
+        unit="nats",
         metric="rayloom_entropy_nats",
         help="Mean entropy of the policy's next-token distribution, over trained tokens.",
     ),
@@ -287,32 +282,32 @@ STATISTICS: tuple[Statistic, ...] = (
     ),
     *_check(
         "logprob_check_max",
-        unit=Unit.NATS,
+        unit="nats",
         help="Largest difference between the log-probabilities of trainer and engines on the "
         "text of the check after a publish.",
     ),
     *_check(
         "logprob_check_mean",
-        unit=Unit.NATS,
+        unit="nats",
         help="Mean difference between the log-probabilities of trainer and engines on the text of "
         "the check after a publish; if there are several series, the largest mean.",
     ),
     *_check(
         "logprob_check_ratio",
-        unit=Unit.NUMBER,
+        unit="number",
         help="Difference between the log-probabilities of trainer and engines on the text of the "
         "check after a publish, divided by the largest difference that rounding can cause; above "
         "1, trainer and engines compute different functions.",
     ),
     *_check(
         "logprob_check_tokens",
-        unit=Unit.NUMBER,
+        unit="number",
         help="Tokens of the text of the check after a publish; in the first step of a term also "
         "the continuations of the check at the start.",
     ),
     *_check(
         "logprob_check_seconds",
-        unit=Unit.SECONDS,
+        unit="seconds",
         help="Time in which trainer and engines scored the text of the check after a publish; "
         "absent in a step without a check.",
     ),
@@ -321,7 +316,7 @@ STATISTICS: tuple[Statistic, ...] = (
         _STEP,
         source=Source.TRAINER,
         group="Speed",
-        unit=Unit.SHARE,
+        unit="share",
         metric="rayloom_train_mfu_ratio",
         help="Model FLOPs utilisation of the updates: 6 FLOPs for each parameter and token, "
         "divided by the GPUs' bfloat16 peak; absent if the peak is not known.",
@@ -331,7 +326,7 @@ STATISTICS: tuple[Statistic, ...] = (
         _MEAN,
         _MAX,
         group="Policy age",
-        unit=Unit.VERSIONS,
+        unit="versions",
         help="Number of versions between the sampling of a token and its training.",
     ),
     *_critic(
@@ -357,7 +352,7 @@ STATISTICS: tuple[Statistic, ...] = (
     *_critic(
         "critic_clip_fraction",
         _STEP,
-        unit=Unit.SHARE,
+        unit="share",
         help="Trained tokens whose value the value clip bounded.",
     ),
     *_rewards(
@@ -377,7 +372,7 @@ STATISTICS: tuple[Statistic, ...] = (
     *_rewards(
         "scaled_reward",
         _MEAN,
-        unit=Unit.SHARE,
+        unit="share",
         metric="rayloom_scaled_reward_mean_ratio",
         help="Mean return from the environment, divided by the best possible return, if the "
         "environment declares one.",

@@ -304,17 +304,17 @@ def trajectory_weights(
     other_tokens, other_trajectories, other_groups = without_signal
     num_trajectories = len(counts) + other_trajectories
     match aggregation:
-        case Aggregation.TOKEN_MEAN:
+        case "token_mean":
             return np.full(len(counts), 1.0 / max(1.0, counts.sum() + other_tokens))
-        case Aggregation.TRAJECTORY_MEAN:
+        case "trajectory_mean":
             return 1.0 / (num_trajectories * counts)
-        case Aggregation.PROMPT_MEAN:
+        case "prompt_mean":
             in_group: Counter[str] = Counter()
             for group_id, count in zip(group_ids, num_tokens, strict=True):
                 in_group[group_id] += count
             of_group = np.array([in_group[group_id] for group_id in group_ids], np.float64)
             return 1.0 / ((len(in_group) + other_groups) * of_group)
-        case Aggregation.CONSTANT:
+        case "constant":
             return np.full(len(counts), 1.0 / (max(1.0, num_trajectories) * constant_tokens))
 
 

@@ -11,9 +11,8 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from actors.outcomes import Disposition, OutcomePolicy, are_equal
 from actors.trajectory_queue.ledger import (
@@ -24,14 +23,8 @@ from actors.trajectory_queue.ledger import (
 )
 from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
-
-class RolloutState(Enum):
-    """The state of a rollout. finished: its payload is stored. gone: it has left the ledger."""
-
-    PENDING = "pending"
-    HANDED_OUT = "handed_out"
-    FINISHED = "finished"
-    GONE = "gone"
+RolloutState = Literal["pending", "handed_out", "finished", "gone"]
+"""The state of a rollout. finished: its payload is stored. gone: it has left the ledger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +86,7 @@ class Rollout:
     """One member of a group."""
 
     rollout_id: str
-    state: RolloutState = RolloutState.PENDING
+    state: RolloutState = "pending"
     next_attempt: int = 0
     num_failures: int = 0
     attempt: int = -1
@@ -112,18 +105,18 @@ class Rollout:
 
     def hand_out(self, actor_id: str) -> int:
         """Start the next attempt and return its number."""
-        assert self.state is RolloutState.PENDING, self
-        self.state, self.actor_id = RolloutState.HANDED_OUT, actor_id
+        assert self.state == "pending", self
+        self.state, self.actor_id = "handed_out", actor_id
         self.attempt, self.next_attempt = self.next_attempt, self.next_attempt + 1
         return self.attempt
 
     def is_with(self, actor_id: str, *, attempt: int) -> bool:
         """Return whether the actor now plays this attempt."""
         is_current = self.attempt == attempt and self.actor_id == actor_id
-        return self.state is RolloutState.HANDED_OUT and is_current
+        return self.state == "handed_out" and is_current
 
     def finish(self, summary: TrajectorySummary, payload: BlockRow) -> None:
-        self.state, self.actor_id = RolloutState.FINISHED, ""
+        self.state, self.actor_id = "finished", ""
         self.summary, self.payload = summary, payload
         self.num_sampled = summary.num_sampled
 
@@ -133,7 +126,7 @@ class Rollout:
         """
         is_retried = policy.is_retried(outcome, attempt=self.num_failures)
         self.num_failures += 1
-        self.clear(RolloutState.PENDING if is_retried else RolloutState.GONE)
+        self.clear("pending" if is_retried else "gone")
 
     def clear(self, state: RolloutState) -> None:
         """Drop the attempt's result and set the state."""
@@ -180,13 +173,13 @@ class Group:
         return len(self.usable())
 
     def finished(self) -> list[Rollout]:
-        return [r for r in self.rollouts.values() if r.state is RolloutState.FINISHED]
+        return [r for r in self.rollouts.values() if r.state == "finished"]
 
     def usable(self) -> list[Rollout]:
         return [rollout for rollout in self.rollouts.values() if self.is_usable(rollout)]
 
     def unfinished(self) -> list[Rollout]:
-        open_states = (RolloutState.PENDING, RolloutState.HANDED_OUT)
+        open_states = ("pending", "handed_out")
         return [r for r in self.rollouts.values() if r.state in open_states]
 
     def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
@@ -228,7 +221,7 @@ class Group:
                 rollout_id=rollout.rollout_id,
                 next_attempt=rollout.next_attempt,
                 num_failures=rollout.num_failures,
-                is_gone=rollout.state is RolloutState.GONE,
+                is_gone=rollout.state == "gone",
                 num_sampled=rollout.num_sampled if is_taken else 0,
             )
             for rollout in self.rollouts.values()
@@ -385,10 +378,10 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: b
         is_scored=is_taken,
     )
     for each in snapshot.rollouts:
-        state = RolloutState.FINISHED if is_taken else RolloutState.PENDING
+        state: RolloutState = "finished" if is_taken else "pending"
         group.rollouts[each.rollout_id] = Rollout(
             rollout_id=each.rollout_id,
-            state=RolloutState.GONE if each.is_gone else state,
+            state="gone" if each.is_gone else state,
             next_attempt=each.next_attempt,
             num_failures=each.num_failures,
             payload=LOST_ROW if is_taken and not each.is_gone else None,

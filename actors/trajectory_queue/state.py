@@ -20,7 +20,6 @@ from actors.trajectory_queue.groups import (
     ReadyRollouts,
     Refills,
     Rollout,
-    RolloutState,
     WaitingRollouts,
     check_request,
     new_group,
@@ -179,7 +178,7 @@ class QueueState:
         self._held_up.discard(rollout.rollout_id)
         if was_held_up and summary.outcome in HELD_UP and not self._is_durable(group):
             self._drop_tokens(summary)
-            rollout.clear(RolloutState.PENDING)
+            rollout.clear("pending")
             self._after_attempt(rollout, summary.outcome)
             return True
         self._end_attempt(group, rollout, summary, payload)
@@ -242,12 +241,12 @@ class QueueState:
     ) -> None:
         group.end_attempt(rollout, summary, payload)
         waits = self._scores_groups(group) and not group.is_scored
-        if waits and rollout.state is RolloutState.FINISHED:
+        if waits and rollout.state == "finished":
             self._withheld[rollout.rollout_id] = summary
         else:
             self._withheld.pop(rollout.rollout_id, None)
             self._summaries.append(summary)
-        if rollout.state is not RolloutState.FINISHED:
+        if rollout.state != "finished":
             self._drop_tokens(summary)
         self._after_attempt(rollout, summary.outcome)
         if not group.is_usable(rollout):
@@ -393,7 +392,7 @@ class QueueState:
         if not self._is_full():
             return False
         found = map(self._find, self._ready.ids(environments))
-        is_any_pending = any(r is not None and r.state is RolloutState.PENDING for r in found)
+        is_any_pending = any(r is not None and r.state == "pending" for r in found)
         return is_any_pending and next(self._candidates(environments), None) is None
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
@@ -469,22 +468,22 @@ class QueueState:
             if rollout_id is None:
                 return
             rollout = self._find(rollout_id)
-            if rollout is not None and rollout.state is RolloutState.PENDING:
+            if rollout is not None and rollout.state == "pending":
                 yield rollout
         for number in self._window.collecting():
             group = self._groups.get(number)
             if group is None or group.task.environment not in environments:
                 continue
             for rollout in group.unfinished():
-                if rollout.state is RolloutState.PENDING:
+                if rollout.state == "pending":
                     yield rollout
 
     def _add(self, group: Group) -> None:
         self._groups[group.number] = group
         for rollout in group.rollouts.values():
-            if rollout.state is not RolloutState.GONE:
+            if rollout.state != "gone":
                 self._group_numbers[rollout.rollout_id] = group.number
-            if rollout.state is RolloutState.PENDING:
+            if rollout.state == "pending":
                 self._make_ready(rollout)
 
     def _make_ready(self, rollout: Rollout) -> None:
@@ -520,15 +519,15 @@ class QueueState:
         """Mark lost attempts as failed, but repeat those of durable environments."""
         for rollout in rollouts:
             # Ending a previous rollout may have closed the group and evicted this rollout.
-            if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
+            if self._find(rollout.rollout_id) is None or rollout.state == "gone":
                 continue
             group = self._group_of(rollout)
             if self._is_durable(group):
-                rollout.clear(RolloutState.PENDING)
+                rollout.clear("pending")
                 self._make_ready(rollout)
             else:
                 outcome = Outcome.INFRASTRUCTURE_ERROR
-                if rollout.state is RolloutState.FINISHED:
+                if rollout.state == "finished":
                     lost = group.tokens_without_step(rollout, EvictionReason.of(outcome))
                     self._ledger.drop_tokens(lost)
                 rollout.fail(outcome, group.policy)
@@ -538,12 +537,12 @@ class QueueState:
 
     def _after_attempt(self, rollout: Rollout, outcome: Outcome) -> None:
         match rollout.state:
-            case RolloutState.FINISHED:
+            case "finished":
                 self._waiting.add(rollout)
-            case RolloutState.PENDING:
+            case "pending":
                 self._num_retries += 1
                 self._make_ready(rollout)
-            case RolloutState.GONE:
+            case "gone":
                 self._evict(rollout, EvictionReason.of(outcome))
 
     def _close_if_done(self, group: Group) -> None:
@@ -570,21 +569,21 @@ class QueueState:
     def _evict_group(self, group: Group, reason: EvictionReason) -> None:
         """Evict a group's remaining rollouts, so that its number gets another task."""
         for rollout in group.rollouts.values():
-            if rollout.state is not RolloutState.GONE:
+            if rollout.state != "gone":
                 self._evict(rollout, reason)
         self._forget(group)
         self._replacements[group.number] = group.replacement + 1
 
     def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
         self._release(rollout)
-        if rollout.state is RolloutState.HANDED_OUT:
+        if rollout.state == "handed_out":
             self._unwanted[rollout.trajectory_id] = rollout.actor_id
-        elif rollout.state is RolloutState.FINISHED:
+        elif rollout.state == "finished":
             self._ledger.drop_tokens(self._group_of(rollout).tokens_without_step(rollout, reason))
         self._handed_out.pop(rollout.rollout_id, None)
         self._held_up.discard(rollout.rollout_id)
         self._waiting.drop(rollout.rollout_id)
-        rollout.clear(RolloutState.GONE)
+        rollout.clear("gone")
         self.num_changes += 1
         self._ledger.evict(rollout.rollout_id, reason)
 

@@ -25,7 +25,7 @@ from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 from pydantic import ConfigDict, TypeAdapter
 
-from actors.statistics import BY_NAME, Unit
+from actors.statistics import BY_NAME
 from deploy.rules.source import PLACE_LABELS
 
 SOURCES = Path(__file__).parent
@@ -57,11 +57,11 @@ RUNBOOKS = "docs/runbooks.md"
 _OF_PLACES = '__name__=~"rayloom_train_steps_total|ray_cluster_active_nodes"'
 # The units by their names in Grafana.
 UNITS = {
-    Unit.NUMBER: "none",
-    Unit.NATS: "suffix:nats",
-    Unit.SHARE: "percentunit",
-    Unit.VERSIONS: "suffix:versions",
-    Unit.SECONDS: "s",
+    "number": "none",
+    "nats": "suffix:nats",
+    "share": "percentunit",
+    "versions": "suffix:versions",
+    "seconds": "s",
 }
 # Keys that the SDK writes for all variables, and that Grafana accepts only for intervals or never.
 _NOT_OF_VARIABLES = ("id", "auto", "auto_min", "auto_count")
@@ -472,7 +472,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
             .sort(shared.SortOrder.DESCENDING)
         )
     )
-    if panel.min == 0 and panel.unit in ("none", UNITS[Unit.VERSIONS]):
+    if panel.min == 0 and panel.unit in ("none", UNITS["versions"]):
         # Grafana's axis goes to 100 while a count is 0.
         builder = builder.axis_soft_max(1)
     if panel.thresholds:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.algorithm import (
-    Aggregation,
     CriticSettings,
     LossSettings,
     Objective,
@@ -270,7 +269,7 @@ def _check_unread_loss(config: Config) -> Iterator[str]:
         "sapo_tau_negative": (loss.objective is Objective.SAPO, "objective sapo"),
         "divergence_bound": (loss.objective in _DPPO, "objective dppo_tv or _kl"),
         "correction_cap": (loss.correction != "none", "a correction"),
-        "constant_tokens": (loss.aggregation is Aggregation.CONSTANT, "aggregation constant"),
+        "constant_tokens": (loss.aggregation == "constant", "aggregation constant"),
         "kl": (loss.kl.coefficient > 0, "kl.coefficient above 0"),
     }
     for key, (is_used, user) in uses.items():

@@ -361,5 +361,5 @@ def test_the_token_mean_of_the_equations_is_within_a_prompt_as_the_page_says() -
             constant_tokens=1,
         ).tolist()
 
-    assert weigh(Aggregation.TOKEN_MEAN) == [1 / 8, 1 / 8]
-    assert weigh(Aggregation.PROMPT_MEAN) == [1 / 12, 1 / 4]
+    assert weigh("token_mean") == [1 / 8, 1 / 8]
+    assert weigh("prompt_mean") == [1 / 12, 1 / 4]

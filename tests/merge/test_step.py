@@ -202,10 +202,10 @@ def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them(
 @pytest.mark.parametrize(
     ("aggregation", "weight"),
     [
-        (Aggregation.TOKEN_MEAN, 1 / 48),
-        (Aggregation.TRAJECTORY_MEAN, 1 / (4 * 12)),
-        (Aggregation.PROMPT_MEAN, 1 / (2 * 24)),
-        (Aggregation.CONSTANT, 1 / (4 * 100)),
+        ("token_mean", 1 / 48),
+        ("trajectory_mean", 1 / (4 * 12)),
+        ("prompt_mean", 1 / (2 * 24)),
+        ("constant", 1 / (4 * 100)),
     ],
 )
 @pytest.mark.parametrize("num_minibatches", [1, 2])

@@ -58,11 +58,11 @@ def seen_in_blocks(plan: AttentionPlan, num_tokens: int) -> np.ndarray:
     counts = torch.zeros(num_tokens, num_tokens, dtype=torch.int64)
     start = 0
     for bucket in plan.buckets:
-        for _ in range(bucket.num_pieces):
-            piece = plan.gather[start : start + bucket.length]
+        for _ in range(bucket[0]):
+            piece = plan.gather[start : start + bucket[1]]
             piece = piece[piece < num_tokens]
             counts[piece[:, None], piece] += torch.ones(len(piece), len(piece)).tril().long()
-            start += bucket.length
+            start += bucket[1]
     for block in plan.blocks:
         queries = torch.arange(num_tokens)[block.queries]
         keys = torch.arange(num_tokens)[block.keys]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ class Layout:
         return loss.item(), torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
-@pytest.fixture(scope="module", params=list(Aggregation))
+@pytest.fixture(scope="module", params=get_args(Aggregation))
 def layouts(request: pytest.FixtureRequest, tiny_models: dict[bool, str]) -> dict[str, Layout]:
     policy = load_policy(tiny_models[True], logprob_chunk=7, gradient_checkpointing=False)
     parameters = list(policy.causal_lm.parameters())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.trainer.attention.forest import AttentionPlan, Block, Bucket
+from actors.trainer.attention.forest import AttentionPlan, Block
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -143,8 +143,8 @@ def _self_gradients(
     padded_normalizer = _pad(normalizer, plan)
     parts: list[tuple[Tensor, ...]] = []
     for start, bucket in _slots(plan):
-        stop = start + bucket.num_pieces * bucket.length
-        lse = padded_normalizer[start:stop].unflatten(0, (bucket.num_pieces, bucket.length))
+        stop = start + bucket.numel()
+        lse = padded_normalizer[start:stop].unflatten(0, bucket)
         parts.append(
             _backward(
                 [_bucket_rows(rows, start, bucket) for rows in padded],
@@ -182,19 +182,19 @@ def _backward(
     return parts
 
 
-def _slots(plan: AttentionPlan) -> list[tuple[int, Bucket]]:
+def _slots(plan: AttentionPlan) -> list[tuple[int, torch.Size]]:
     """Return each bucket with the index of its first slot."""
     starts, start = [], 0
     for bucket in plan.buckets:
         starts.append((start, bucket))
-        start += bucket.num_pieces * bucket.length
+        start += bucket.numel()
     return starts
 
 
-def _bucket_rows(rows: Tensor, start: int, bucket: Bucket) -> Tensor:
+def _bucket_rows(rows: Tensor, start: int, bucket: torch.Size) -> Tensor:
     """Return a bucket's rows of [S, H, D] as a view [num_pieces, H, length, D]."""
-    stop = start + bucket.num_pieces * bucket.length
-    return rows[start:stop].unflatten(0, (bucket.num_pieces, bucket.length)).transpose(1, 2)
+    stop = start + bucket.numel()
+    return rows[start:stop].unflatten(0, bucket).transpose(1, 2)
 
 
 def _as_batch(rows: Tensor) -> Tensor:

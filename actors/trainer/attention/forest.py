@@ -122,14 +122,6 @@ def build_layout(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Pieces of similar length, padded together to [num_pieces, length] tokens."""
-
-    num_pieces: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """The keys of one piece, and the queries of its descendants that see them."""
 
@@ -152,7 +144,8 @@ class AttentionPlan:
     """[slots] int64, the token in each slot, bucket after bucket; T in a slot of padding."""
     scatter: Tensor
     """[T] int64, the slot of each token: gather[scatter[t]] == t."""
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[torch.Size, ...]
+    """The shape [pieces, length] to which pieces of similar length are padded together."""
     blocks: tuple[Block, ...]
 
 
@@ -224,9 +217,9 @@ def bucket_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def _fill_buckets(pieces: Segments) -> tuple[Ints, list[Bucket]]:
+def _fill_buckets(pieces: Segments) -> tuple[Ints, list[torch.Size]]:
     slots: list[Ints] = []
-    buckets: list[Bucket] = []
+    buckets: list[torch.Size] = []
     lengths = pieces.lengths
     for members in bucket_lengths(lengths.tolist()):
         longest = int(lengths[members[0]])
@@ -234,7 +227,7 @@ def _fill_buckets(pieces: Segments) -> tuple[Ints, list[Bucket]]:
         rows = pieces.starts[members][:, None] + offsets
         is_padding = offsets >= lengths[members][:, None]
         slots.append(np.where(is_padding, pieces.num_tokens, rows).reshape(-1))
-        buckets.append(Bucket(num_pieces=len(members), length=longest))
+        buckets.append(torch.Size((len(members), longest)))
     return np.concatenate(slots), buckets
 
 
