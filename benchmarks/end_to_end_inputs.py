@@ -122,7 +122,8 @@ FAMILIES = {
 
 def build_model(directory: Path) -> Path:
     """Build the initial policy of all sides and families, and return its directory."""
-    kinds = (_after, _count, _game_of(load_tools([f"{TASKS}:Game"]).schemas))
+    (game,) = load_tools([f"{TASKS}:Game"])
+    kinds = (_after, _count, _game_of([tool.schema for tool in game.tools]))
 
     def conversation(dice: random.Random) -> Conversation:
         return dice.choice(kinds)(dice)

@@ -71,6 +71,10 @@ class FunctionTool:
     """The instance whose method the tool is, if a worker keeps it (a `workers.Held`); None for any
     other tool."""
 
+    @property
+    def tools(self) -> tuple[FunctionTool, ...]:
+        return (self,)
+
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments, converted to the types that the function names.
 
@@ -274,36 +278,19 @@ class ToolClass:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Toolset:
-    """The tools that an environment declares."""
-
-    functions: tuple[FunctionTool, ...]
-    classes: tuple[ToolClass, ...]
-
-    @property
-    def schemas(self) -> tuple[ToolSchema, ...]:
-        of_classes = (tool for each in self.classes for tool in each.tools)
-        return tuple(tool.schema for tool in (*self.functions, *of_classes))
-
-
-def load_tools(names: Sequence[str]) -> Toolset:
-    """Return the tools of these names.
+def load_tools(names: Sequence[str]) -> tuple[FunctionTool | ToolClass, ...]:
+    """Return the functions and classes of these names, which have tools of unique names.
 
     Args: names: such as "my_tools.py:search", or "package.module:Class".
     Raises: BadTool if a tool cannot be loaded.
     """
-    found = [_load(name) for name in names]
-    tools = Toolset(
-        functions=tuple(each for each in found if isinstance(each, FunctionTool)),
-        classes=tuple(each for each in found if isinstance(each, ToolClass)),
-    )
-    taken = [schema.name for schema in tools.schemas]
+    found = tuple(_load(name) for name in names)
+    taken = [tool.schema.name for each in found for tool in each.tools]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):
         raise BadTool(
             f"tools: {', '.join(twice)} is the name of two tools, expected unique names; rename one"
         )
-    return tools
+    return found
 
 
 def as_text(found: object) -> str:

@@ -514,7 +514,7 @@ def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
 
 
 async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
-    tool = load_tools(named("visit")).functions[0]
+    tool = load_tools(named("visit"))[0]
     given = {"city": '{"name": "Bern"}', "days": 2}
     assert await tool.call(given, limit_s=5) == "Bern, 2"
     with pytest.raises(BadArguments, match="Argument city"):

@@ -22,7 +22,7 @@ from actors.environment.builtin.single_turn import (
     SingleTurnOptions,
     must_be_read,
 )
-from actors.environment.function_tools import FunctionTool, load_tools
+from actors.environment.function_tools import FunctionTool, ToolClass, load_tools
 from actors.environment.judge_options import JudgeOptions
 from actors.environment.mcp_servers import (
     McpServer,
@@ -89,7 +89,9 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
         Raises: BadRewardFunction, BadTool.
         """
-        self._toolset = load_tools(options.tools)
+        found = load_tools(options.tools)
+        self._function_tools = [each for each in found if isinstance(each, FunctionTool)]
+        self._classes = [each for each in found if isinstance(each, ToolClass)]
         super().__init__(options)
         self._configured = self._functions
         self._servers = options.mcp or {}
@@ -106,10 +108,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
     @property
     def tools(self) -> Sequence[Any]:
         """Return the tools of every task; those of MCP servers are not known before a task."""
-        return self._toolset.schemas
+        of_classes = (tool for each in self._classes for tool in each.tools)
+        return [tool.schema for tool in (*self._function_tools, *of_classes)]
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        return bool(judges) or any(each.has_reward for each in self._toolset.classes)
+        return bool(judges) or any(each.has_reward for each in self._classes)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
         """Check a task's data as `SingleTurnEnvironment` does, and that they have the columns that
@@ -119,7 +122,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         """
         for function in self._configured:
             function.check(data, extras=EXTRAS)
-        for each in self._toolset.classes:
+        for each in self._classes:
             if missing := sorted(each.required_columns - data.keys()):
                 raise ValueError(
                     f"tool {each.name}: its reset needs {', '.join(missing)}, got the columns "
@@ -135,7 +138,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._columns = task.data
         self._turns.begin_episode()
         self._messages, self._instances = [], []
-        classes, limit_s = self._toolset.classes, rollout_settings.get().turn_deadline_s
+        classes, limit_s = self._classes, rollout_settings.get().turn_deadline_s
         if classes and all(workers.is_contained(each.target) for each in classes):
             self._home = workers.pool().home()
         for each in classes:
@@ -146,7 +149,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
             for each, instance in zip(classes, self._instances, strict=True)
             for tool in each.bound(instance)
         ]
-        tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound]
+        tools: list[FunctionTool | McpTool] = [*self._function_tools, *bound]
         for name, options in self._servers.items():
             if options.per == "episode":
                 server = McpServer(name, options)
@@ -184,7 +187,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
     def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:
         """Return the methods `get_reward` of this episode's instances as reward functions."""
-        classes = self._toolset.classes
+        classes = self._classes
         num_rewarded = sum(each.has_reward for each in classes)
         rewards = [
             each.reward_of(
@@ -226,7 +229,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         servers, self._own_servers = self._own_servers, []
         home, self._home = self._home, None
         try:
-            for each, instance in zip(self._toolset.classes, instances, strict=False):
+            for each, instance in zip(self._classes, instances, strict=False):
                 await each.call(instance, "close", {}, limit_s=CLOSE_LIMIT_S)
         finally:
             if home is not None:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -20,7 +20,6 @@ from annotated_types import MinLen
 
 from actors.environment.plugins.code_search.repositories import Repositories
 from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
-from actors.environment.plugins.code_search.tree import Bounds
 from actors.environment.protocol import ToolSchema
 from actors.limits import MIB, STRICT, Positive, Rate
 from actors.options import DataPath
@@ -137,17 +136,16 @@ class CodeTools:
         Raises: ServerFailed if a confined process cannot be started.
         """
         settings = self._settings
-        bounds = Bounds(
-            max_lines=settings.max_lines,
-            max_chars=settings.max_chars,
-            # Stop the search before the time limit: a partial answer is better than none.
-            soft_limit_s=0.6 * settings.call_limit_s,
-        )
         request = {
             "tool": name,
             "repository": directory,
             "arguments": dict(arguments),
-            "bounds": asdict(bounds),
+            "bounds": {
+                "max_lines": settings.max_lines,
+                "max_chars": settings.max_chars,
+                # Stop the search before the time limit: a partial answer is better than none.
+                "soft_limit_s": 0.6 * settings.call_limit_s,
+            },
         }
         try:
             answer = await self._pool.ask(request, limit_s=settings.call_limit_s)
