@@ -165,7 +165,8 @@ class TrainerGroup:
         if self._placement is not None:
             return
         num_ranks, timeout_s = self.settings.trainer.num_ranks, self.deadlines.place_s
-        bundle = {"CPU": 1, **self._resources, **self._gpus}
+        num_gpus = self.settings.trainer.gpus_per_rank
+        bundle = {"CPU": 1, **self._resources, **({"GPU": num_gpus} if num_gpus else {})}
         # Prefer one node for all ranks: otherwise gradients cross the network at each step.
         if await self._reserve(bundle, "STRICT_PACK", min(_ONE_NODE_S, timeout_s)):
             return
@@ -268,7 +269,7 @@ class TrainerGroup:
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
         groups: tuple[WeightGroup, ...]
-        if self.settings.weight_backend == "collective":
+        if self.serves_engines:
             packed = await self._on_all("keep_weights", board, term, version)
         else:
             packed = await self._on_all("put_weights")
@@ -375,11 +376,6 @@ class TrainerGroup:
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
-
-    @property
-    def _gpus(self) -> dict[str, float]:
-        num_gpus = self.settings.trainer.gpus_per_rank
-        return {"GPU": num_gpus} if num_gpus else {}
 
     async def _reserve(self, bundle: dict[str, float], strategy: str, timeout_s: float) -> bool:
         """Create the placement group; return False, with nothing reserved, if it is not ready in

@@ -19,10 +19,10 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 
 from actors.deadline import TaskSet, is_set_within, retry, within
-from actors.trajectory_queue.codec import decode, encode
+from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode
 from actors.trajectory_queue.messages import GroupToScore
 from actors.trajectory_queue.settings import ExchangeSettings
-from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
+from actors.types import Outcome, RolloutAssignment, Trajectory, TrajectorySummary, summarize
 from actors.user_code import describe
 
 logger = logging.getLogger(__name__)
@@ -236,10 +236,7 @@ class RolloutExchange:
 
     async def _send(self, block: Sequence[Trajectory]) -> None:
         encoded = encode(block)
-        summaries = [
-            summarize(trajectory, num_bytes=encoded.row_num_bytes(row))
-            for row, trajectory in enumerate(block)
-        ]
+        summaries = _summaries(block, encoded)
         settings = self._settings
 
         async def put() -> None:
@@ -334,10 +331,7 @@ class GroupExchange:
             played = [decode(blocks[each.block], each.row) for each in group.trajectories]
             scored = await self._score_group(group, played)
             block = encode(scored)
-            summaries = [
-                summarize(trajectory, num_bytes=block.row_num_bytes(row))
-                for row, trajectory in enumerate(scored)
-            ]
+            summaries = _summaries(scored, block)
 
         async def put() -> None:
             call = self._queue.put_group.remote(self._actor_id, group.group_id, block, summaries)
@@ -346,6 +340,13 @@ class GroupExchange:
         # The call may be repeated, because the queue accepts a group only once.
         with suppress(RayError, TimeoutError):
             await retry(put, on=(RayError, TimeoutError), limit_s=limit_s, first_pause_s=0.5)
+
+
+def _summaries(
+    trajectories: Sequence[Trajectory], block: TrajectoryBlock
+) -> list[TrajectorySummary]:
+    pairs = enumerate(trajectories)
+    return [summarize(each, num_bytes=block.row_num_bytes(row)) for row, each in pairs]
 
 
 async def play_once(play: Play, assignment: RolloutAssignment) -> Trajectory:

@@ -152,7 +152,7 @@ class WeightBoard:
                 return status
             # Leases expire, and actors die, without an event.
             await self._wait_for_change(min(remaining_s, PROBE_PERIOD_S))
-            await self._drop_dead(self._board.laggards())
+            await asyncio.gather(*(self._answers(each) for each in self._board.laggards()))
 
     async def hold(self, is_held: bool) -> None:
         """Order every replica to hold its turns, so that it samples nothing, or to resume turns."""
@@ -300,9 +300,6 @@ class WeightBoard:
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)
         self._wake()
-
-    async def _drop_dead(self, replica_ids: Sequence[str]) -> None:
-        await asyncio.gather(*(self._answers(each) for each in replica_ids))
 
     async def _answers(self, replica_id: str) -> bool:
         """Return whether a replica's process answers now, and remove a dead replica from the
