@@ -1,4 +1,4 @@
-"""Check the files of a model directory: its settings, and the headers of its weights.
+"""Check the files of a model directory: its settings, its tokens and the headers of its weights.
 
 Without these checks, every rank and every engine would fail at once, minutes later. The checks read
 headers, and of the weights only some rows of a head. `service.config.preflight` calls this module.
@@ -11,6 +11,8 @@ another form, nothing is refused here, and the engine's start reports the failur
 from __future__ import annotations
 
 import ast
+import difflib
+import inspect
 import json
 import os
 import sys
@@ -22,8 +24,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from actors.environment.chat_template import template_variables
+from actors.environment.rendering import ChatRenderer
 from actors.trainer.settings import LoraSettings
-from actors.types import Dtype
+from actors.types import Dtype, TokenIds
 from actors.user_code import type_of
 from service.config.file import ConfigError
 from service.inference.settings import InferenceSettings
@@ -62,6 +66,51 @@ def read_object(file: Path, *, key: str = "model.path") -> dict[str, Any]:
             f"{key}: {file} contains {type_of(found)}, expected a JSON object; {_REMEDY}"
         )
     return found
+
+
+def vocabulary_size(directory: Path) -> int | None:
+    """Return the number of tokens of a model; None if its settings do not name it."""
+    file = directory / "config.json"
+    settings = read_object(file) if file.is_file() else {}
+    text = settings.get("text_config")
+    found = (text if isinstance(text, dict) else settings).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def check_prompt_ids(
+    prompt: TokenIds, vocabulary: int | None, renderer: ChatRenderer, *, what: str
+) -> None:
+    """Raise ConfigError if a prompt has a token of the tokenizer that the model lacks."""
+    highest = int(prompt.max(initial=0))
+    if vocabulary is not None and highest >= vocabulary:
+        raise ConfigError(
+            f"tasks: {what} contains {renderer.decode(prompt[prompt == highest][:1])!r}, token "
+            f"{highest} of the tokenizer, and the model has only {vocabulary} tokens (vocab_size); "
+            "leave the text out, or resize the model's embedding (resize_token_embeddings of "
+            "transformers)"
+        )
+
+
+def check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
+    """Check that the chat template has a variable for each option.
+
+    The template itself would ignore a misspelt option. Raises: ConfigError if an option is unknown.
+    """
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    known = template_variables(tokenizer.chat_template)
+    for name in options:
+        if name in taken or name == "messages":
+            raise ConfigError(
+                f"rollouts.template_options: {name} is the renderer's own; expected variables of "
+                "the model's chat template, such as enable_thinking; remove it"
+            )
+        if known is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise ConfigError(
+                f"rollouts.template_options: the model's chat template does not read {name!r}; "
+                f"expected one of {', '.join(sorted(known - taken.keys())) or 'none'}; {remedy}"
+            )
 
 
 def check_architecture(

@@ -30,7 +30,12 @@ from actors.environment.user_names import BadName, find
 from actors.limits import GIB
 from actors.user_code import describe, type_of
 from service.config.file import ConfigError
-from service.config.model_files import check_architecture_once, check_model_files, read_object
+from service.config.model_files import (
+    check_architecture_once,
+    check_model_files,
+    read_object,
+    vocabulary_size,
+)
 from service.config.tasks import check_prompts, first_observations
 from service.config.trackers import OwnTrackerSettings
 from service.config.tree import Config
@@ -238,7 +243,7 @@ def check_token_ids(config: Config, directory: Path) -> None:
     A tokenizer may have more tokens than the model (Gemma 3 has one for images), or get them by
     tokens that were added without new rows of the embedding. Raises: ConfigError.
     """
-    if (vocabulary := _vocabulary(directory)) is None:
+    if (vocabulary := vocabulary_size(directory)) is None:
         return
     try:
         tokenizer = load_tokenizer(str(directory), chat_template=config.model.chat_template)
@@ -261,15 +266,6 @@ def check_token_ids(config: Config, directory: Path) -> None:
                 "a row of the embedding for each token of the template; resize the model's "
                 "embedding (resize_token_embeddings of transformers), or set model.chat_template"
             )
-
-
-def _vocabulary(directory: Path) -> int | None:
-    """Return the number of tokens of a model; None if its settings do not name it."""
-    file = directory / "config.json"
-    settings = read_object(file) if file.is_file() else {}
-    text = settings.get("text_config")
-    found = (text if isinstance(text, dict) else settings).get("vocab_size")
-    return found if isinstance(found, int) else None
 
 
 def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
@@ -319,7 +315,7 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
 
     Raises: ConfigError if it does not.
     """
-    vocabulary = _vocabulary(Path(path).expanduser())
+    vocabulary = vocabulary_size(Path(path).expanduser())
     if vocabulary is None or not (policy / "tokenizer.json").is_file():
         return
     # The policy never samples a token beyond its own vocabulary, and its prompts have none.
@@ -327,7 +323,7 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
         num_ids = 1 + max(load_tokenizer(str(policy)).get_vocab().values())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {policy}: {error}") from error
-    num_ids = min(num_ids, _vocabulary(policy) or num_ids)
+    num_ids = min(num_ids, vocabulary_size(policy) or num_ids)
     if vocabulary < num_ids:
         raise ConfigError(
             f"{key}: {path} has a vocabulary of {vocabulary} ids, expected at least the {num_ids} "

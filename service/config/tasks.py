@@ -8,8 +8,6 @@ settings call this module.
 from __future__ import annotations
 
 import asyncio
-import difflib
-import inspect
 import logging
 import sys
 import traceback
@@ -18,6 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -25,7 +24,7 @@ from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
-from actors.environment.chat_template import RenderError, template_variables
+from actors.environment.chat_template import RenderError
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.protocol import Environment, Message, Observation, Role, ToolSchema
@@ -53,6 +52,11 @@ from actors.options import user_code
 from actors.types import SESSION, Task
 from actors.user_code import closing, describe, location, note_of_close, root_cause, type_of
 from service.config.file import ConfigError
+from service.config.model_files import (
+    check_prompt_ids,
+    check_template_options,
+    vocabulary_size,
+)
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import AUTO
 
@@ -259,6 +263,7 @@ def _fitting(
     renderer = _renderer(config, model_path)
     _check_tools(config, renderer, (), tools)
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
+    vocabulary = vocabulary_size(Path(model_path))
     fitting: list[int] = []
     for position, task in enumerate(tasks):
         try:
@@ -267,6 +272,7 @@ def _fitting(
             raise ConfigError(
                 f"model: its chat template cannot render the prompt of {task.task_id}: {error}"
             ) from error
+        check_prompt_ids(prompt, vocabulary, renderer, what=f"the prompt of {task.task_id}")
         if prompt.shape[0] <= room:
             fitting.append(position)
     problem = (
@@ -507,9 +513,11 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
     try:
         renderer = _renderer(config, model_path)
         _check_tools(config, renderer, observation.messages, observation.tools)
-        return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
+        prompt = renderer.first_prompt(observation.messages, observation.tools)
     except RenderError as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
+    check_prompt_ids(prompt, vocabulary_size(Path(model_path)), renderer, what="the first prompt")
+    return int(prompt.shape[0])
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
@@ -570,29 +578,7 @@ def _renderer(config: Config, model_path: str) -> ChatRenderer:
     options = config.rollouts.template_options
     try:
         tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
-        _check_template_options(tokenizer, options)
+        check_template_options(tokenizer, options)
         return ChatRenderer(tokenizer, template_options=options)
     except (RenderError, OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
-
-
-def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
-    """Check that the chat template has a variable for each option.
-
-    The template itself would ignore a misspelt option. Raises: ConfigError if an option is unknown.
-    """
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
-    known = template_variables(tokenizer.chat_template)
-    for name in options:
-        if name in taken or name == "messages":
-            raise ConfigError(
-                f"rollouts.template_options: {name} is the renderer's own; expected variables of "
-                "the model's chat template, such as enable_thinking; remove it"
-            )
-        if known is not None and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else "remove it"
-            raise ConfigError(
-                f"rollouts.template_options: the model's chat template does not read {name!r}; "
-                f"expected one of {', '.join(sorted(known - taken.keys())) or 'none'}; {remedy}"
-            )

@@ -255,7 +255,8 @@ class PolicyEngine:
         if lowest < 0 or highest >= self._vocabulary_size:
             raise ValueError(
                 f"inference: got token ids from {lowest} to {highest}, expected 0 to "
-                f"{self._vocabulary_size - 1}; the tokenizer is not this model's"
+                f"{self._vocabulary_size - 1}; leave the text of that token out of the prompt, or "
+                "use the model's own tokenizer"
             )
 
     # Weights

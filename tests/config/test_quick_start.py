@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 
+from actors.environment.tokenizer import load_tokenizer
 from service.cli.commands.configuration import (
     MAX_TOOL_TURNS,
     quick_tree,
@@ -91,6 +94,23 @@ def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
     with_tools = tasks_of("d.csv", ["a.py:f"], ["t.py:search"])
     assert with_tools["environment"] == "tools"
     assert with_tools["options"] == {"reward": "a.py:f", "tools": ["t.py:search"]}
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
+    tmp_path: Path, data: str, small_model: str
+) -> None:
+    """The tokenizer has a token for images, and the model has no row for it."""
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    tokenizer: Any = load_tokenizer(str(model))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    tokenizer.save_pretrained(model)
+    file = tmp_path / "images.jsonl"
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("How much?", "What is <|image|>?")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = asked(str(file), "tasks.evaluation_tasks=0")
+    words = r"the prompt of row-\w+ contains '<\|image\|>', token 512 .*only 512 tokens"
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(config, model_path=str(model), tell=print)
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
