@@ -356,6 +356,12 @@ class ChatRenderer:
     def _render_prompt(self, messages: _Messages, tools: _Tools) -> TokenIds:
         text = self.template.text(messages, tools, add_generation_prompt=True)
         self._check_shown(messages, tools, text)
+        if self._raw is None and messages and messages[-1].role is Role.ASSISTANT:
+            if text == self.template.text(messages, tools, add_generation_prompt=False):
+                raise RenderError(
+                    f"chat template: it begins no turn after message {len(messages) - 1}, which is "
+                    "the assistant's; expected the user's or a tool's as the last message"
+                )
         return _frozen(self._encode(text) if self._raw is None else self._raw.first(text))
 
     def _check_shown(self, messages: _Messages, tools: _Tools, text: str) -> None:
@@ -409,6 +415,9 @@ class ChatRenderer:
                     (*chat, *new_messages), tools, add_generation_prompt=True
                 )
             except RenderError:
+                return BreakReason.TEMPLATE_REFUSED
+            if not new_messages and whole == closed:
+                # The template begins no turn after the assistant's.
                 return BreakReason.TEMPLATE_REFUSED
             delta = self._delta_behind(mark, whole=whole, closed=closed, is_call=bool(ending.calls))
             if isinstance(delta, BreakReason):

@@ -178,6 +178,21 @@ def test_results_are_shown_in_the_order_of_their_calls() -> None:
         assert in_call_order(kept, [(call.id, call.name) for call in CALLS]) == tuple(kept)
 
 
+def test_a_prompt_after_which_the_template_begins_no_turn_is_refused() -> None:
+    """Mistral's template ends a reply and begins none, so that the policy would sample after it."""
+    mistral, said = FAMILIES["mistral"], reply("4")
+    for history in ([user("hi"), said], [user("hi"), said, user("and?"), said]):
+        with pytest.raises(RenderError, match=f"no turn after message {len(history) - 1}, which"):
+            mistral.renderer.first_prompt(history, (CALCULATOR,))
+        with pytest.raises(RenderError, match="begins no turn"):
+            extend(mistral, mistral.say(said), history)
+        # Other templates begin a second turn of the assistant.
+        whole = QWEN3.renderer.first_prompt(history, (CALCULATOR,))
+        assert text(QWEN3, whole).endswith("4<|im_end|>\n<|im_start|>assistant\n")
+        extension, _ = extend(QWEN3, QWEN3.say(said), history)
+        assert extension.break_reason is None
+
+
 def test_a_call_that_was_written_in_other_words_stays_as_it_was_sampled() -> None:
     said = reply("", CALLS[0])
     spelled = '<tool_call>{"arguments":{"expression":"3+4"},"name":"calculator"}</tool_call>'
