@@ -382,7 +382,7 @@ def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise NoAnswer(
-            f"{answer.request.url} did not answer with a {kind.__name__} ({where}: "
+            f"the answer of {answer.request.url} is not of type {kind.__name__} ({where}: "
             f"{first['msg']}), expected the API of Rayloom; check the address"
         ) from error
 

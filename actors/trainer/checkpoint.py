@@ -166,7 +166,7 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
     except FileNotFoundError as error:
         if not path.is_dir():
             raise CheckpointError(
-                f"checkpoint {path} is not there; restore it, or use an older one"
+                f"checkpoint {path} does not exist; restore it, or use an older one"
             ) from error
         raise CheckpointError(
             f"checkpoint {path}: got no {MANIFEST}, expected one in a finished checkpoint; it was "

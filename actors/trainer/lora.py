@@ -237,7 +237,7 @@ def _checkpoint_name(causal_lm: PreTrainedModel, name: str, layer: nn.Linear) ->
     if [tuple(tensor.shape) for _, tensor in stored] != [shape]:
         raise NotImplementedError(
             f"trainer.lora: the weight of {name} has another shape in the model's files, so "
-            "engines cannot be given its adapter; leave it out of trainer.lora.targets, or set "
+            "engines cannot load its adapter; leave the layer out of trainer.lora.targets, or set "
             "trainer.lora.publish_merged: true"
         )
     return stored[0][0].removesuffix(".weight")

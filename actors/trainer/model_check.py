@@ -268,8 +268,8 @@ def check_output_head(causal_lm: PreTrainedModel) -> None:
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise NotImplementedError(
-            f"trainer: the output head of {type(causal_lm).__name__} is a {type(head).__name__}, "
-            "expected a linear projection; choose another architecture"
+            f"trainer: the output head of {type(causal_lm).__name__} has type "
+            f"{type(head).__name__}, expected a linear projection; choose another architecture"
         )
     projected = head(hidden_states(causal_lm.base_model, token_ids, torch.arange(4), layout))
     if not torch.allclose(logits, projected, atol=_HEAD_TOLERANCE, rtol=_HEAD_TOLERANCE):

@@ -101,7 +101,7 @@ def _joined(own: Sample, parent: Sample) -> Sample:
 def _from_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).data
-    raise TypeError(f"codec: a {type(value).__name__} in a trajectory, expected plain values")
+    raise TypeError(f"codec: got {type(value).__name__} in a trajectory, expected plain values")
 
 
 def _to_array(kind: type, value: Any) -> NDArray[Any]:

@@ -50,7 +50,7 @@ KEY_MARK = "rk_"
 MAX_KEY_CHARACTERS = 512
 """Maximum length of a key in a request; a session's key is its name and 75 characters."""
 MAX_KEYS = 10_000
-"""Maximum number of a run's keys, with revoked ones: each API replica keeps all in memory."""
+"""Maximum number of keys of a run, including revoked keys; each API replica has all in memory."""
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -120,7 +120,7 @@ class Caller:
     """
 
     name: str = ""
-    """Name of the key; empty: the first admin key's, or no key if none is required."""
+    """Name of the key; empty for the first admin key, or if no key is required."""
     scope: Scope = Scope.ADMIN
     tenant: str = ""
     limits: KeyLimits = NO_LIMITS
@@ -259,7 +259,7 @@ class Rates:
         """The number of remaining tokens and the time of that count, by name."""
 
     def take(self, name: str, *, per_s: float, burst: float) -> int:
-        """Take a token. Returns: 0; if there is none, the whole seconds until the next.
+        """Take a token and return 0; if there is none, return the whole seconds until the next one.
 
         per_s: tokens that are added per second. burst: tokens of a full bucket; at least 1.
         Example: per_s=0.5, burst=1 -> 0 at the first call, 2 at the next.

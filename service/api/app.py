@@ -97,7 +97,7 @@ async def check_query(request: Request) -> None:
         if name not in known:
             expected = f"one of {', '.join(known)}" if known else "no query parameters"
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            hint = f"did you mean {near[0]}?" if near else "remove it"
             raise problems.Problem(
                 422,
                 "invalid-request",
@@ -108,13 +108,13 @@ async def check_query(request: Request) -> None:
             raise problems.Problem(
                 422,
                 "invalid-request",
-                f"query.{name}: got it {given.count(name)} times, expected it once; leave the "
-                "others out",
+                f"query.{name}: got it {given.count(name)} times, expected it once; remove the "
+                "others",
             )
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the SHA-256 of the first admin key, or its file if the key may change there."""
+    """Return the SHA-256 of the first admin key, or the key's file if the key may change there."""
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(
@@ -209,9 +209,9 @@ class ProblemBody(StrictBody):
     status: int
     detail: str = Field(description="what was got, what was expected, and what to do")
     instance: str
-    code: str = Field(description="for programs; stable")
+    code: str = Field(description="identifies the kind of error; stable, for programs")
     errors: list[dict[str, Any]] | None = Field(
-        None, description="positions, each with its `loc` and mostly a `message`"
+        None, description="the faults, each with its position `loc` and mostly a `message`"
     )
 
 
@@ -282,7 +282,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """Remove null from the schema of an optional parameter, which can only be left out."""
+    """Remove null from the schema of an optional parameter, because a client leaves it out."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

@@ -1,4 +1,4 @@
-"""Bound the memory of requests' bodies in a process and return it to the system; find equal keys.
+"""A memory budget for the bodies of requests, and a check for JSON keys that occur twice.
 
 `guards` uses this module in the API's replicas, and `door` in the servers of Ray Serve before them.
 """

@@ -69,7 +69,7 @@ class CheckpointAnswer(StrictBody):
     policy_version: int
     term: int
     committed_at: float = Field(description="seconds since 1970")
-    bytes: int | None = Field(description="bytes of its files; null: the files are gone")
+    bytes: int | None = Field(description="size of its files in bytes; null: the files are gone")
     can_go_back: bool
     why_not: str
 
@@ -77,10 +77,10 @@ class CheckpointAnswer(StrictBody):
 class EvaluationAnswer(StrictBody):
     """The result of an evaluation."""
 
-    step: int = Field(description="the last finished step when it began")
+    step: int = Field(description="the last finished step when the evaluation began")
     policy_version: int
     last_policy_version: int | None = Field(
-        description="the newest version that sampled a token, since training continued meanwhile"
+        description="the newest version that sampled a token; training continues meanwhile"
     )
     temperature: float
     num_tasks: int
@@ -102,7 +102,7 @@ class EvaluationAnswer(StrictBody):
     )
     outcomes: dict[str, int]
     num_failed: int = Field(
-        description="rollouts that an error ended, which are not counted in any mean or n"
+        description="rollouts that ended with an error; no mean and no n counts them"
     )
 
 
@@ -125,20 +125,20 @@ class ReplicaAnswer(StrictBody):
     id: str
     version: int | None
     since: float | None = Field(description="seconds since 1970; null: not known")
-    is_held: bool = Field(description="its turns are frozen: generation is paused")
+    is_held: bool = Field(description="whether its turns are frozen because generation is paused")
 
 
 class PolicyAnswer(StrictBody):
     version: int
     is_trained: bool = Field(description="whether it is the trainer's newest version")
-    is_published: bool = Field(description="whether engines load it, or have it")
+    is_published: bool = Field(description="whether engines load this version, or have it")
     is_republished: bool = Field(description="the weights of the version before, published again")
     checkpoints: list[str]
     replicas: list[ReplicaAnswer]
 
 
 class PoliciesAnswer(StrictBody):
-    """The policy versions, each with the engines and checkpoints of this version.
+    """The policy versions, each with the engines and checkpoints that have it.
 
     A return to a checkpoint begins a new term, which may use a version's number for another policy.
     Engines that have a version of an older term are listed in `starting`.

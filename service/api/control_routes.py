@@ -73,7 +73,7 @@ class PauseBody(StrictBody):
         "",
         max_length=500,
         pattern=r"^[^\x00-\x1f\x7f]*$",
-        description="shown to others who find it paused",
+        description="shown to everybody who looks at the paused part",
     )
 
 
@@ -111,20 +111,24 @@ class EvaluationBody(StrictBody):
         1, description="samples of each task: n of pass@k and avg@n"
     )
     num_tasks: Annotated[int, Field(ge=1, strict=True), WHOLE] | None = Field(
-        None, description="number of held-out tasks, from the first on; null: all, or `tasks`"
+        None,
+        description="play only this number of held-out tasks, from the first on; null: all, or "
+        "those in `tasks`",
     )
     tasks: list[str] = Field(
-        default_factory=list, max_length=MAX_TASK_IDS, description="ids of held-out tasks"
+        default_factory=list,
+        max_length=MAX_TASK_IDS,
+        description="ids of the held-out tasks to play",
     )
     pass_reward: float = Field(
         1.0,
         strict=True,
         allow_inf_nan=False,
-        description="least return of a sample that passes, as a share of the best possible return "
-        "if the environment knows it",
+        description="smallest return of a sample that passes, as a share of the best possible "
+        "return if the environment knows it",
     )
     ks: list[Annotated[int, Field(ge=1, strict=True), WHOLE]] | None = Field(
-        None, max_length=32, description="each k of pass@k; null: 1 and num_samples"
+        None, max_length=32, description="values of k for pass@k; null: 1 and num_samples"
     )
 
     @model_validator(mode="after")
@@ -143,7 +147,7 @@ class EvaluationBody(StrictBody):
         if (most := max(self.ks or [1])) > self.num_samples:
             raise ValueError(
                 f"ks has {most}, expected at most num_samples, which is {self.num_samples}; raise "
-                "num_samples, or leave it out of ks"
+                f"num_samples, or remove {most} from ks"
             )
         return self
 
@@ -333,12 +337,12 @@ def caller_of(request: Request) -> str:
 class KeyBody(StrictBody):
     """A key to create."""
 
-    name: str = Field(pattern=NAME_PATTERN, description="unique in the run, for people")
+    name: str = Field(pattern=NAME_PATTERN, description="unique in the run")
     scope: Scope = Scope.CLIENT
     tenant: str = Field(
         "",
-        description="owner of its tasks and sessions; a client's key sees only its tenant's; an "
-        "admin's key sees every tenant's, and needs none",
+        description="owner of the key's tasks and sessions; a client's key sees only those of its "
+        "tenant; an admin's key sees those of every tenant, and needs no tenant",
     )
     limits: KeyLimits = Field(
         default_factory=KeyLimits, description="null: service.key_limits of the run"
@@ -358,7 +362,7 @@ class KeyAnswer(StrictBody):
     tenant: str
     limits: KeyLimits
     created_at: float = Field(description="seconds since 1970")
-    revoked_at: float | None = Field(description="null: it is valid")
+    revoked_at: float | None = Field(description="seconds since 1970; null: the key is valid")
 
 
 class NewKeyAnswer(StrictBody):

@@ -26,7 +26,7 @@ class EnvironmentAnswer(StrictBody):
     """An environment in which tasks are played."""
 
     id: str
-    submit_to: str = Field(description="the route that accepts its tasks")
+    submit_to: str = Field(description="the route to which its tasks are submitted")
     data_schema: dict[str, Any] = Field(
         description="JSON schema (draft 2020-12) for a task's `data`"
     )

@@ -31,7 +31,7 @@ _GONE: dict[int | str, dict[str, Any]] = {
     410: {"description": "entries after the cursor are no longer kept"}
 }
 
-After = Annotated[Natural | None, Query(description="`next` of the page before")]
+After = Annotated[Natural | None, Query(description="`next` of the previous page")]
 
 
 def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:

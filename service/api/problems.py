@@ -179,9 +179,9 @@ def _problem_of(item: Mapping[str, Any]) -> str:
 
 
 def _message_of(item: Mapping[str, Any]) -> str:
-    """Return the message of an error in the words of JSON, without pydantic's prefix of our own."""
+    """Return an error's message in JSON's terms, without the prefix that pydantic adds to ours."""
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return "there is no such field; check its name, or leave it out"
+        return "there is no such field; check its name, or remove the field"
     message = str(item["msg"]).removeprefix("Value error, ")
     return shown(re.sub(r"a valid dictionary( or .+)?$", "an object", message))
 

@@ -45,8 +45,9 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         pattern=_KEY_PATTERN,
-        description="names the request: while a task that was accepted with it is kept, another "
-        "request with it is refused. The tasks' ids already make a repeated request harmless",
+        description="a name of the request: while a task that was accepted with this key is kept, "
+        "a different request with the key is refused. Optional, because the tasks' ids already "
+        "make it safe to repeat a request",
         examples=["8e03978e-40d5-43dd-bc93-6894a57f9324"],
     ),
 ]
@@ -54,13 +55,13 @@ Limit = Annotated[
     int,
     Field(ge=1, le=MAX_PAGE),
     Digits,
-    Query(description="maximum of entries in the answer"),
+    Query(description="maximum number of entries in the answer"),
 ]
 RolloutPath = Annotated[
     str,
     Path(pattern=WHOLE_PATTERN, description="the task's id; an admin may name any TENANT~ID"),
 ]
-NumberCursor = Annotated[Natural | None, Query(description="`next` of the page before")]
+NumberCursor = Annotated[Natural | None, Query(description="`next` of the previous page")]
 FULL = "the backlog is full, or a limit of the key is reached; Retry-After says when to try again"
 KEY_TAKEN = "Idempotency-Key: another request was accepted with this key"
 

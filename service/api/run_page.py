@@ -45,7 +45,7 @@ def add_page(app: FastAPI, run: RunPort) -> None:
     async def picture(
         after: Annotated[
             Natural,
-            Query(description="the caller has the steps up to this one"),
+            Query(description="the last step that the caller already has"),
         ] = 0,
         term: Annotated[
             Natural,
@@ -70,7 +70,7 @@ def add_page(app: FastAPI, run: RunPort) -> None:
         outcome: Outcome | None = None,
         cursor: Annotated[
             str | None,
-            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the page before"),
+            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the previous page"),
         ] = None,
         limit: Limit = 100,
     ) -> JournalAnswer:

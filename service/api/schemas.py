@@ -36,7 +36,10 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """Return a text of digits. Raises: ValueError for +1, 1.0 and " 1 ", which pydantic accepts."""
+    """Return the value unchanged. Raises: ValueError for a text with other characters than digits.
+
+    Pydantic itself would accept "+1", "1.0" and " 1 ".
+    """
     if isinstance(text, str) and not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number in digits only")
     return text
@@ -50,7 +53,9 @@ Natural = Annotated[int, Field(ge=0, le=MAX_NUMBER), Digits]
 
 KnownId = Annotated[
     str,
-    Field(pattern=WHOLE_PATTERN, description="your own; with an admin's key also TENANT~ID"),
+    Field(
+        pattern=WHOLE_PATTERN, description="an id of your tenant; an admin may use any TENANT~ID"
+    ),
 ]
 
 
@@ -95,17 +100,21 @@ class StrictBody(BaseModel):
 
 
 class TaskBody(StrictBody):
-    """One task. If it is sent again with the same id and content, it is the same task."""
+    """One task. A task that is sent again with the same id and content is not added again."""
 
     id: RolloutId = Field(description="chosen by you; unique in your tenant")
     seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True), WHOLE] | None = Field(
         None,
         description="seed of every random choice of the environment; null: derived from the id",
     )
-    data: TaskData = Field(default_factory=dict, description="for the environment")
-    num_samples: NumSamples | None = Field(None, description="rollouts of it; null: the batch's")
+    data: TaskData = Field(default_factory=dict, description="data that the environment reads")
+    num_samples: NumSamples | None = Field(
+        None, description="number of its rollouts; null: num_samples of the request"
+    )
     min_usable_samples: NumSamples | None = Field(
-        None, description="train as soon as this number can be used; null: wait for all"
+        None,
+        description="train the task as soon as this number of its rollouts is usable; null: when "
+        "all rollouts have ended",
     )
 
 
@@ -114,7 +123,7 @@ class SubmitBody(StrictBody):
 
     environment: str = Field(description="a registered name")
     num_samples: NumSamples | None = Field(
-        None, description="rollouts of each task; null: algorithm.group_size"
+        None, description="number of rollouts of each task; null: algorithm.group_size"
     )
     batch: RolloutId | None = Field(
         None, description="a name that you choose, by which these tasks can be listed"
@@ -132,7 +141,7 @@ class SubmitBody(StrictBody):
     def requests(self, *, num_samples: int, caller: Caller) -> list[RolloutRequest]:
         """Return the tasks of a request in the form that the run accepts.
 
-        Args: num_samples: rollouts of a task for which neither it nor the request gives a number.
+        Args: num_samples: number of rollouts of a task if neither the task nor the request sets it.
         caller: the owner of the tasks.
         """
         return [
@@ -162,7 +171,7 @@ class StopBody(StrictBody):
 
 
 class StopAnswer(StrictBody):
-    phase: str = Field(description="of the run; GET /readyz says when it has ended")
+    phase: str = Field(description="phase of the run; GET /readyz shows when the run has ended")
 
 
 def is_deeper(tree: Any, limit: int) -> bool:
@@ -181,15 +190,17 @@ class SampleAnswer(StrictBody):
 
     index: int
     status: Status
-    reward: float | None = Field(None, description="its return; null until an attempt has ended")
+    reward: float | None = Field(
+        None, description="return of the rollout; null until an attempt has ended"
+    )
     outcome: str | None = None
     policy_versions: tuple[int, int] | None = Field(
-        None, description="oldest and newest version that sampled a token"
+        None, description="oldest and newest policy version that sampled a token"
     )
     turns: int = 0
     sampled_tokens: int = 0
-    step: int | None = Field(description="the training step that took it; null: none")
-    reason: str | None = Field(description="why it was evicted; null: it was not")
+    step: int | None = Field(description="the training step that took the rollout; null: none")
+    reason: str | None = Field(description="why the rollout was evicted; null: it was not")
     detail: str = ""
 
     @classmethod
@@ -220,7 +231,7 @@ class RolloutLine(StrictBody):
     batch: str | None
     accepted_at: float = Field(description="seconds since 1970")
     num_samples: int
-    reward: float | None = Field(description="mean over its rollouts that have ended")
+    reward: float | None = Field(description="mean return of the rollouts that have ended")
     outcomes: dict[str, int]
     policy_versions: tuple[int, int] | None
 
@@ -262,7 +273,9 @@ class RolloutsAnswer(StrictBody):
     """A page of tasks."""
 
     rollouts: list[RolloutLine]
-    next: int | None = Field(description="the `cursor` of the next page; null: this is the last")
+    next: int | None = Field(
+        description="the `cursor` that requests the next page; null: this is the last page"
+    )
 
     @classmethod
     def of(cls, page: TaskPage, caller: Caller) -> RolloutsAnswer:
@@ -283,7 +296,9 @@ class EntryAnswer(StrictBody):
         description="the training step that took the rollout; in `went_back`, the step from which "
         "the run continues"
     )
-    reason: EvictionReason | None = Field(description="in `evicted`")
+    reason: EvictionReason | None = Field(
+        description="why the rollout was evicted; only in `evicted`"
+    )
     session_status: SessionStatus | None
     void_after: int | None = Field(
         description="in `went_back`: `admitted`, `trained` and `evicted` entries after this number "
@@ -299,7 +314,7 @@ class FeedAnswer(StrictBody):
     """A page of the feed."""
 
     entries: list[EntryAnswer]
-    next: int = Field(description="`after` of the next page")
+    next: int = Field(description="the `after` that requests the next page")
 
     @classmethod
     def of(cls, page: FeedPage, *, after: int, caller: Caller) -> FeedAnswer:
@@ -310,7 +325,7 @@ class FeedAnswer(StrictBody):
 class SubmitAnswer(StrictBody):
     """The answer to a submission: every task of the request is stored."""
 
-    accepted: int = Field(description="tasks that were new")
+    accepted: int = Field(description="number of tasks that were new")
     rollouts: list[PlaceAnswer]
     queue: Backlog
 
@@ -330,7 +345,7 @@ class ReadyAnswer(StrictBody):
     """Whether rollouts are played and trained on now."""
 
     ready: bool
-    reasons: list[str] = Field(description="why not; empty if ready")
+    reasons: list[str] = Field(description="why the run is not ready; empty if it is")
     phase: str
-    policy_version: int = Field(description="of the weights after the last finished step")
+    policy_version: int = Field(description="version of the weights after the last finished step")
     engines: dict[str, int]

@@ -207,7 +207,7 @@ def _check_options_of_journal(request: InspectRequest) -> None:
         one = ", or audit one step by the path of its journal file" if request.audit else ""
         raise ConfigError(
             f"inspect: {is_whole} checks a whole journal, got {given}; expected neither --step nor "
-            f"--outcome; leave it out{one}"
+            f"--outcome; omit these options{one}"
         )
 
 

@@ -40,7 +40,7 @@ def _check_groups(config: Config) -> Iterator[str]:
     if (algorithm.min_usable_samples or 0) > algorithm.group_size:
         yield (
             f"algorithm.min_usable_samples is {algorithm.min_usable_samples}, more than "
-            f"group_size {algorithm.group_size}; lower it or leave it out"
+            f"group_size {algorithm.group_size}; lower it, or remove the setting"
         )
     if (algorithm.min_usable_samples or algorithm.min_group_size) < algorithm.min_group_size:
         yield (
@@ -51,7 +51,7 @@ def _check_groups(config: Config) -> Iterator[str]:
     if algorithm.turn_discount is not None and config.rollouts.max_turns == 1:
         yield (
             f"algorithm.turn_discount is {algorithm.turn_discount:g} with rollouts.max_turns 1: "
-            "there is no later turn to discount; leave it out, or allow more turns"
+            "there is no later turn to discount; remove turn_discount, or allow more turns"
         )
     if algorithm.is_synchronous and algorithm.window > 1:
         yield (
@@ -77,7 +77,7 @@ def _check_rules(config: Config) -> Iterator[str]:
         if outcome is Outcome.COMPLETED and rule.max_retries:
             yield (
                 f"rollouts.outcomes.completed has max_retries {rule.max_retries}: what was played "
-                "to its end would be thrown away and played again; expected 0; leave it out"
+                "to its end would be thrown away and played again; expected 0; remove max_retries"
             )
         if outcome is Outcome.COMPLETED and disposition in _OUT:
             yield (
@@ -132,7 +132,7 @@ def _check_refills(config: Config) -> list[str]:
     if not algorithm.has_group_baseline:
         found.append(
             got + f"baseline {algorithm.baseline}, which trains groups of equal returns as well; "
-            "expected 0; choose a group baseline or leave it out"
+            "expected 0; choose a group baseline, or set it to 0"
         )
     if algorithm.turn_discount is not None:
         found.append(
@@ -286,7 +286,7 @@ def _check_reference(config: Config) -> Iterator[str]:
     if algorithm.reference is not None and not algorithm.needs_reference:
         yield (
             f"algorithm.reference is {algorithm.reference}, but nothing is compared with it; set "
-            "algorithm.loss.kl.coefficient above 0 or algorithm.reward.kl, or leave it out"
+            "algorithm.loss.kl.coefficient above 0 or algorithm.reward.kl, or remove the setting"
         )
 
 

@@ -111,7 +111,8 @@ def _check_budgets(config: Config) -> Iterator[str]:
     if max_items < config.algorithm.rollouts_per_step:
         yield (
             f"queue.max_items is {max_items}, expected at least the "
-            f"{config.algorithm.rollouts_per_step} rollouts of one step; raise it or leave it out"
+            f"{config.algorithm.rollouts_per_step} rollouts of one step; raise it, or "
+            "remove the setting"
         )
 
 
@@ -144,7 +145,7 @@ def _check_blocks(config: Config) -> Iterator[str]:
         yield (
             f"inference.block_tokens is {tokens}, expected a multiple of {CPU_BLOCK_TOKENS} for "
             f"engines on CPU; set {max(1, tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS}, or "
-            "leave it out"
+            "remove the setting"
         )
 
 
@@ -239,7 +240,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
     if config.evaluation.sets:
         yield (
             "evaluation.sets is set with a mixture, whose parts are evaluated each as a set of its "
-            "own; leave it out, or make a part of it"
+            "own; remove evaluation.sets, or make each set a part of the mixture"
         )
     if len(config.mixture) > MIXTURE_PERIOD:
         yield f"mixture has {len(config.mixture)} parts, expected at most {MIXTURE_PERIOD}"
@@ -272,7 +273,7 @@ def _check_curriculum(config: Config) -> Iterator[str]:
     if not config.mixture and tasks.file is None and tasks.dataset is None and tasks.environment:
         yield (
             "curriculum is set, but the seed makes every task and none is repeated; expected "
-            "tasks.file, tasks.dataset or a mixture; leave it out"
+            "tasks.file, tasks.dataset or a mixture; set one of these, or remove curriculum"
         )
 
 
@@ -315,7 +316,7 @@ def _check_sessions(config: Config) -> Iterator[str]:
             continue
         yield (
             f"tasks.{given} is set with tasks.environment session, whose tasks come with the "
-            "sessions; leave it out"
+            f"sessions; remove tasks.{given}"
         )
 
 
@@ -328,7 +329,7 @@ def _check_set(config: Config, key: str, settings: EvaluationSetSettings) -> Ite
     if is_of_data_set and (settings.file is not None or not has_data_set):
         yield (
             f"{key} names a subset, a split or columns without a dataset to which they belong; "
-            "expected one there or in tasks, and no file; set it, or leave them out"
+            "expected one there or in tasks, and no file; set a dataset, or remove them"
         )
     has_own = is_of_data_set or settings.file is not None or settings.dataset is not None
     if not has_own and not config.tasks.evaluation_tasks:
@@ -338,7 +339,7 @@ def _check_set(config: Config, key: str, settings: EvaluationSetSettings) -> Ite
         )
     if not config.has_environment:
         yield (
-            f"{key} is set with tasks.environment session: nothing here can play it; leave it out"
+            f"{key} is set with tasks.environment session: nothing here can play it; remove the set"
         )
 
 

@@ -367,7 +367,7 @@ def _sentence(detail: ErrorDetails, root: type[Config] | type[SftConfig]) -> str
         return (
             f"rollouts.{name}: training samples among all tokens, because the trainer's "
             "log-probability is over all of them and the engine's would be over those that are "
-            "kept, so that their ratio would be wrong; leave it out, or set "
-            f"evaluation.{name}"
+            f"kept, so that their ratio would be wrong; remove rollouts.{name}, or set "
+            f"evaluation.{name} instead"
         )
     return sentence(root, detail)

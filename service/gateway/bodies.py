@@ -92,21 +92,27 @@ Flag = Annotated[bool, Field(strict=True)]
 class LimitsBody(StrictBody):
     """Limits of one session; each is at most the run's own limit, which is the default."""
 
-    max_turns: WholeNumber | None = Field(None, description="at most rollouts.max_turns")
+    max_turns: WholeNumber | None = Field(
+        None, description="maximum number of turns; at most rollouts.max_turns"
+    )
     max_tokens_per_turn: WholeNumber | None = Field(
-        None, description="sampled tokens; at most rollouts.max_tokens_per_turn"
+        None,
+        description="maximum number of sampled tokens in a turn; at most "
+        "rollouts.max_tokens_per_turn",
     )
     ttl_seconds: Seconds | None = Field(
         None,
-        description="from the session's admission, or its claim, to its end; at most "
+        description="seconds from the session's admission or claim after which it ends; at most "
         "rollouts.episode_deadline_s",
     )
     idle_seconds: Seconds | None = Field(
-        None, description="without a request until the session ends; at most sessions.idle_s"
+        None,
+        description="seconds without a request after which the session ends; at most "
+        "sessions.idle_s",
     )
     reward_seconds: Seconds | None = Field(
         None,
-        description="from the finish until a pending reward must be given; at most "
+        description="seconds after the finish within which a pending reward must be given; at most "
         "sessions.reward_deadline_s",
     )
 
@@ -114,10 +120,10 @@ class LimitsBody(StrictBody):
 class SamplingBody(StrictBody):
     """Sampling parameters to check: they must equal the run's, which the loss assumes."""
 
-    temperature: Number | None = Field(None, description="rollouts.temperature")
-    top_p: Number | None = Field(None, description="1")
+    temperature: Number | None = Field(None, description="must equal rollouts.temperature")
+    top_p: Number | None = Field(None, description="must be 1")
     top_k: Annotated[int, Field(ge=-1, le=MAX_WHOLE, strict=True), WHOLE] | None = Field(
-        None, description="-1 or 0: off"
+        None, description="must be -1 or 0, which are off"
     )
 
 
@@ -131,19 +137,21 @@ class SessionsBody(StrictBody):
     session: str | None = Field(
         None,
         pattern=SESSIONS_ID_PATTERN,
-        description="claim one session of the group, under this name that you choose: agents join "
-        "one by one, and send the same body except this name; null: get all sessions",
+        description="claim one session of the group under this name, which you choose: agents join "
+        "one by one, and send the same body except for this name; null: get all sessions",
     )
     join_seconds: Seconds | None = Field(
         None,
-        description="with `session`: how long after its admission the group can be joined; "
-        "at most rollouts.episode_deadline_s, the default",
+        description="only with `session`: seconds after its admission in which the group can be "
+        "joined; at most rollouts.episode_deadline_s, the default",
     )
     num_sessions: NumSamples | None = Field(
-        None, description="members of the group; null: algorithm.group_size"
+        None, description="number of sessions in the group; null: algorithm.group_size"
     )
     min_usable_sessions: NumSamples | None = Field(
-        None, description="train as soon as this number can be used; null: wait for all"
+        None,
+        description="train the group as soon as this number of its sessions is usable; null: "
+        "when all have ended",
     )
     batch: RolloutId | None = Field(
         None, description="a name that you choose, by which groups can be listed"
@@ -151,7 +159,7 @@ class SessionsBody(StrictBody):
     limits: LimitsBody = LimitsBody()
     sampling: SamplingBody = SamplingBody()
     shows_tokens: Flag = Field(
-        False, description="answers carry the sampled ids and their log-probabilities"
+        False, description="whether answers have the sampled ids and their log-probabilities"
     )
 
     def request(
@@ -171,7 +179,7 @@ class SessionsBody(StrictBody):
         if self.session is None and self.join_seconds is not None:
             raise ValueError(
                 "join_seconds without session: a group whose sessions are all given at once cannot "
-                "be joined; leave it out"
+                "be joined; remove join_seconds"
             )
         task = Task(
             task_id=caller.whole(self.id),
@@ -235,7 +243,7 @@ class SessionsBody(StrictBody):
             if value is not None and value not in allowed:
                 raise ValueError(
                     f"sampling.{name} is {value:g}, expected {max(allowed):g}, with which the run "
-                    "samples and trains; leave it out"
+                    f"samples and trains; remove sampling.{name}"
                 )
 
 
@@ -260,16 +268,19 @@ class FinishBody(StrictBody):
         }
     )
 
-    reward: Reward | None = Field(None, description="for the whole session; 0 is a reward")
+    reward: Reward | None = Field(
+        None, description="reward of the whole session; 0 is a reward like any other"
+    )
     reward_pending: Flag = Field(
-        False, description="the reward is given later, with PUT …/reward; then reward is null"
+        False,
+        description="whether the reward is given later, with PUT …/reward; `reward` is then null",
     )
     components: Components = Field(
         default_factory=dict, description="named parts of the reward, for curves"
     )
     turn_rewards: TurnRewards = Field(
         default_factory=dict,
-        description="by the number of the turn, in addition to the session's reward",
+        description="rewards by the number of the turn, in addition to the session's reward",
     )
     turn: TurnNumber | None = Field(
         None,
@@ -277,7 +288,7 @@ class FinishBody(StrictBody):
         "newest trained turn of a conversation that continued",
     )
     outcome: StatedOutcome | None = Field(None, description="null: the gateway decides")
-    detail: str = Field("", max_length=2000, description="why, for people")
+    detail: str = Field("", max_length=2000, description="the reason of the outcome, for people")
 
     @model_validator(mode="after")
     def _agree(self) -> FinishBody:
@@ -306,7 +317,9 @@ class FinishBody(StrictBody):
 class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
-    reward: Reward | None = Field(description="null: it could not be obtained, a reward_error")
+    reward: Reward | None = Field(
+        description="null: the reward could not be obtained; the session ends as reward_error"
+    )
     components: Components = Field(default_factory=dict)
     turn_rewards: TurnRewards = Field(default_factory=dict)
 
@@ -320,10 +333,12 @@ class NewSession(StrictBody):
     """A session's address and keys."""
 
     id: str
-    base_url: str = Field(description="for the OpenAI protocols; Anthropic's is without /v1")
-    agent_key: str = Field(description="for the agent: it can sample, but cannot give a reward")
-    reward_key: str = Field(description="for the judge: it can end and reward the session")
-    env: dict[str, str] = Field(description="environment variables to start an agent with")
+    base_url: str = Field(
+        description="address for the OpenAI protocols; Anthropic's has no /v1 at its end"
+    )
+    agent_key: str = Field(description="key of the agent, which can sample but not give a reward")
+    reward_key: str = Field(description="key of the judge, which can end and reward the session")
+    env: dict[str, str] = Field(description="environment variables with which to start an agent")
 
     @classmethod
     def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
@@ -350,7 +365,7 @@ class NewSession(StrictBody):
 class CloseAnswer(StrictBody):
     """The answer when a group is closed: no agent can join it any more."""
 
-    given_up: int = Field(description="number of its sessions that were unclaimed")
+    given_up: int = Field(description="number of the group's sessions that were not claimed")
 
 
 class SessionsAnswer(StrictBody):
@@ -368,11 +383,13 @@ class SessionLineAnswer(StrictBody):
     """A session in a list."""
 
     id: str
-    group: str = Field(description="its group; see GET /api/v1/rollouts/GROUP")
+    group: str = Field(description="the session's group; see GET /api/v1/rollouts/GROUP")
     member: int
     status: SessionStatus
     created_at: float = Field(description="seconds since 1970")
-    opened_at: float | None = Field(description="when its group was admitted")
+    opened_at: float | None = Field(
+        description="time when the group was admitted, in seconds since 1970; null: not yet"
+    )
     ended_at: float | None
     reward: float | None
     reward_pending: bool
@@ -398,7 +415,9 @@ class SessionListAnswer(StrictBody):
     """A page of sessions."""
 
     sessions: list[SessionLineAnswer]
-    next: str | None = Field(description="the `cursor` of the next page; null: this is the last")
+    next: str | None = Field(
+        description="the `cursor` that requests the next page; null: this is the last page"
+    )
 
     @classmethod
     def of(cls, page: SessionPage, caller: Caller) -> SessionListAnswer:
@@ -411,7 +430,7 @@ class SessionListAnswer(StrictBody):
 class LeftOutTurn(StrictBody):
     """A turn that is not trained."""
 
-    turn: int = Field(description="its number")
+    turn: int = Field(description="the turn's number")
     reason: LeftOutReason
 
 
@@ -421,17 +440,17 @@ class SessionAnswer(SessionLineAnswer):
     turns: int
     sampled_tokens: int
     ambiguous: int = Field(
-        description="conversations that were rendered again, because they may continue any of "
-        "several turns with equal texts"
+        description="number of conversations that were rendered again, because they may continue "
+        "any of several turns with equal texts"
     )
-    left_out: int = Field(description="turns that are not trained")
+    left_out: int = Field(description="number of turns that are not trained")
     left_out_turns: list[LeftOutTurn] = Field(
         description="the turns that are not trained; empty if an older version ended the session"
     )
-    malformed: int = Field(description="turns with a call that could not be read")
+    malformed: int = Field(description="number of turns with a call that could not be read")
     ignored: dict[str, int] = Field(
-        description="parameters that agents sent and sessions.unsupported ignored, each with its "
-        "number of turns"
+        description="number of turns for each parameter that agents sent and that was ignored "
+        "(sessions.unsupported: ignore)"
     )
     detail: str
 

@@ -204,7 +204,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         status: SessionStatus | None = None,
         cursor: Annotated[
             str | None,
-            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the page before"),
+            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the previous page"),
         ] = None,
         limit: Limit = 100,
     ) -> SessionListAnswer:

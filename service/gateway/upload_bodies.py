@@ -82,16 +82,16 @@ class ExpertsBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True)
     positions: Integers
     """[R], <i4, ascending: the tokens whose forward passes are recorded."""
     indices: list[list[list[int]]] | Packed
-    """[R, layers, experts], |u1 or <i2."""
+    """[R, layers, experts], |u1 or <i2: the experts that were chosen in each forward pass."""
 
 
 class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The tokens of one branch of a trajectory: a conversation without forks."""
 
     token_ids: Integers
-    """[T], <i4."""
+    """[T], <i4: the tokens."""
     logprobs: Numbers
-    """[T], <f4, nats; 0 where the mask is 0."""
+    """[T], <f4: the log-probabilities in nats; 0 where the mask is 0."""
     versions: list[SpanBody]
     """Contiguous spans that cover all trained tokens."""
     mask: Integers | None = None
@@ -99,7 +99,7 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     turns: Annotated[list[TurnBody], Meta(min_length=1, max_length=MAX_TURNS)] | None = None
     """The sampled turns; if null, each run of mask 1 is a turn."""
     token_rewards: Numbers | None = None
-    """[T], <f4; 0 outside of the turns."""
+    """[T], <f4: the reward of each token; 0 outside of the turns."""
     experts: ExpertsBody | None = None
     branch_reason: BranchReason | None = None
     """Why the sample extends no earlier sample; null: derived from the token ids."""
@@ -139,7 +139,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     """[P], <i4: the prompt."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     cache_salt: str = ""
-    """The cache salt of the previous turn's answer, as is the replica; empty for a first turn."""
+    """The `cache_salt` of the previous turn's answer; empty for a first turn, as is `replica`."""
     replica: str = ""
 
 
@@ -147,9 +147,9 @@ class GenerateAnswer(Struct, frozen=True, kw_only=True):
     """The sampled tokens; columns are lists in JSON, packed in MessagePack."""
 
     token_ids: Integers
-    """[A], <i4."""
+    """[A], <i4: the sampled tokens."""
     logprobs: Numbers
-    """[A], <f4, nats."""
+    """[A], <f4: the log-probabilities of the sampled tokens, in nats."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     """Contiguous spans that cover [0, A)."""

@@ -140,8 +140,8 @@ def _check_duplicates(columns: Sequence[Columns]) -> None:
                         ["samples", number],
                         f"sample {number} trains tokens of the turn from {turn.start} to "
                         f"{turn.end} that sample {other} trains too, with the same prompt, ids and "
-                        "log-probabilities; expected each sampled turn in one sample; in the later "
-                        "sample leave it out of `turns`, and give its tokens mask 0 and "
+                        "log-probabilities; expected each sampled turn in one sample; remove the "
+                        "turn from `turns` of the later sample, and give its tokens mask 0 and "
                         "log-probability 0, like the rest of the prompt",
                     )
             known.append((number, own))

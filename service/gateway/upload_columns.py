@@ -153,9 +153,7 @@ def _runs(mask: NDArray[np.bool_], fail: Fail) -> tuple[TurnSpan, ...]:
     """Return a turn for each run of mask 1."""
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     if not borders:
-        raise fail(
-            Fault.NOTHING_TRAINED, "mask", "a sample without a token of mask 1; leave it out"
-        )
+        raise fail(Fault.NOTHING_TRAINED, "mask", "no token has mask 1; remove this sample")
     if borders[0] == 0:
         raise fail(
             Fault.INVALID_TURNS,

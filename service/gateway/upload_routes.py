@@ -69,13 +69,18 @@ class PolicyAnswer(StrictBody):
     """The facts that a client needs to sample for this run, or to upload trajectories."""
 
     tokenizer_fingerprint: str = Field(
-        description="sha256: of the JSON text of chat_template and vocab, keys sorted, no spaces"
+        description="sha256: and the digest of chat_template and vocab as JSON, with sorted keys "
+        "and no spaces"
     )
-    vocab_size: int | None = Field(description="token ids are below it; null: not known")
-    max_context_tokens: int = Field(description="prompt and reply together")
+    vocab_size: int | None = Field(
+        description="every token id is below this number; null: not known"
+    )
+    max_context_tokens: int = Field(
+        description="maximum number of tokens of prompt and reply together"
+    )
     temperature: float
-    policy_version: int = Field(description="of the weights after the last finished step")
-    oldest_version: int = Field(description="older tokens are refused as stale now")
+    policy_version: int = Field(description="version of the weights after the last finished step")
+    oldest_version: int = Field(description="tokens of older versions are refused as stale now")
 
 
 class GroupAnswer(StrictBody):
@@ -84,9 +89,12 @@ class GroupAnswer(StrictBody):
     id: str
     uploaded: int
     members: int | None = Field(
-        description="the group is complete with this number; null: once it is closed"
+        description="number of trajectories with which the group is complete; null: it is complete "
+        "when it is closed"
     )
-    is_submitted: bool = Field(description="if true, see GET /api/v1/rollouts/ID")
+    is_submitted: bool = Field(
+        description="whether the group is submitted; GET /api/v1/rollouts/ID then shows its state"
+    )
 
     @classmethod
     def of(cls, group: UploadGroup, caller: Caller) -> GroupAnswer:
@@ -102,7 +110,9 @@ class UploadAnswer(StrictBody):
     """The trajectories of an upload by result; accepted ones are stored."""
 
     accepted: list[str]
-    duplicates: list[str] = Field(description="accepted before, with the same content")
+    duplicates: list[str] = Field(
+        description="trajectories that were accepted before with the same content"
+    )
     rejected: list[RejectedTrajectory]
     groups: list[GroupAnswer]
 

@@ -253,7 +253,7 @@ def engine_args_problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: expected the name of one of vLLM's engine arguments; {remedy}"
         elif not _is_a(value, expected):
             yield (
-                f"{key}: got {value!r}; expected {_TYPE_NAMES[expected]}; leave it out for vLLM's "
+                f"{key}: got {value!r}; expected {_TYPE_NAMES[expected]}; remove it for vLLM's "
                 "default"
             )
 

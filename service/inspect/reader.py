@@ -57,13 +57,11 @@ def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
         return None
     # SQLite removes the log of an empty database, so such a file must not be opened.
     if file is not None and file.stat().st_size == 0:
-        raise ConfigError(
-            f"inspect: the database {database} is empty; expected a run's; {_RESTORE}"
-        )
+        raise ConfigError(f"the database {database} is empty; expected a run's; {_RESTORE}")
     surviving = read_rows(run_dir, _surviving)
     if not surviving:
         raise ConfigError(
-            f"inspect: the database {database} has no run, but there is a journal next to it; "
+            f"the database {database} has no run, but there is a journal next to it; "
             f"expected the journal's own database; {_RESTORE}"
         )
     return surviving
@@ -92,7 +90,7 @@ def read_rows(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answe
     except (SQLAlchemyError, LookupError, TypeError, ValueError) as error:
         # These are errors of rows that no run wrote.
         raise ConfigError(
-            f"inspect: the database {shown(run_dir.database_url)} cannot be read "
+            f"the database {shown(run_dir.database_url)} cannot be read "
             f"({type(error).__name__}: {error}); expected the rows of a run; {_RESTORE}"
         ) from error
 
@@ -130,7 +128,7 @@ def _check_copied(run_dir: RunDir, database: Path) -> None:
     found = [path.name for path in left if path.exists()]
     if found:
         raise ConfigError(
-            f"inspect: the database {database} is missing, but the run's {found[0]} exists, "
+            f"the database {database} is missing, but the run's {found[0]} exists, "
             f"expected both; {_RESTORE}"
         )
 
@@ -193,7 +191,7 @@ def open_journal(place: Path) -> OpenJournal:
     """
     if not os.path.exists(place):
         raise ConfigError(
-            f"inspect: {place} does not exist; expected a run directory or a journal file; name one"
+            f"{place} does not exist; expected a run directory or a journal file; name one"
         )
     if place.is_file():
         step = load_step(place)
@@ -206,7 +204,7 @@ def open_journal(place: Path) -> OpenJournal:
         raise _unreadable(run_dir.journal, error) from error
     if not files:
         raise ConfigError(
-            f"inspect: {place} has no journal; expected a run directory with {run_dir.journal.name}"
+            f"{place} has no journal; expected a run directory with {run_dir.journal.name}"
             "/step-….journal in it, as `rayloom train` writes them unless run.journal_steps is 0; "
             "or another version of Rayloom wrote it"
         )
@@ -214,7 +212,7 @@ def open_journal(place: Path) -> OpenJournal:
     kept = surviving_files(files, surviving)
     if not kept:
         raise ConfigError(
-            f"inspect: none of the {len(files)} files in {run_dir.journal} belongs to the run's "
+            f"none of the {len(files)} files in {run_dir.journal} belongs to the run's "
             "lineage, expected one; the run has undone these steps, and will play them again when "
             "it is resumed"
         )
@@ -324,6 +322,6 @@ def _ids_of(path: Path) -> tuple[str, ...]:
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
-        f"inspect: {path} cannot be read ({error}); expected a journal file as a run writes it; "
+        f"{path} cannot be read ({error}); expected a journal file as a run writes it; "
         "restore it from a copy, or remove it to read the others"
     )

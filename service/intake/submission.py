@@ -274,7 +274,7 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
-    """The reply to an `Offer`, whose tasks are all accepted, or none."""
+    """The reply to an `Offer`: either all tasks of the offer are accepted, or none."""
 
     backlog: Backlog
     places: tuple[PlaceAnswer, ...] = ()

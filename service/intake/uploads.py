@@ -157,12 +157,12 @@ class TrajectoryAnswer:
     id: str
     group: str
     member: int
-    """its index among its group's rollouts"""
+    """the trajectory's index among the rollouts of its group"""
     bytes: int
     created_at: float
     """seconds since 1970"""
     is_submitted: bool
-    """if true, see GET /api/v1/rollouts/GROUP"""
+    """whether the group is submitted; GET /api/v1/rollouts/GROUP then shows its state"""
     metadata: dict[str, Any]
 
 

@@ -316,7 +316,7 @@ class Loop:
             if not working.done():
                 # The ranks may still execute the call, but are needed for a checkpoint.
                 await self._handles.trainer.abandon()
-                raise StepAbandoned("its grace is over")
+                raise StepAbandoned("the grace period of the stop has ended")
             answer: Answer = working.result()
             return answer
 

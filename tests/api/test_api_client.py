@@ -148,7 +148,7 @@ def test_what_does_not_answer_is_given_up_when_patience_ends() -> None:
     with pytest.raises(ApiError, match="503"):
         client.stop()
     client, _ = asking(answers(httpx.Response(200, text="<html>welcome")))
-    with pytest.raises(NoAnswer, match="did not answer with a StopAnswer"):
+    with pytest.raises(NoAnswer, match="is not of type StopAnswer"):
         client.stop()
     client, _ = asking(answers(problem(429, **{"retry-after": "1"})))
     with pytest.raises(ApiError, match="429"):

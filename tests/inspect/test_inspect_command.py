@@ -226,7 +226,7 @@ def test_what_cannot_be_read_ends_with_2_and_one_sentence(arguments: tuple[str, 
     line = [sys.executable, "-m", "service.cli.main", "inspect", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("rayloom: inspect: ")
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("rayloom: ")
 
 
 def test_of_a_step_that_was_played_again_the_surviving_file_is_shown(

@@ -193,7 +193,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named
     used = newest_usable(place.checkpoints, commits)
     assert used is not None and used.step == 4
     told = fallback_notice(faults, commits[0], used)
-    assert "step-000008-t1 is not there" in told
+    assert "step-000008-t1 does not exist" in told
     assert "going back to step-000004-t1, steps 5 to 8 are trained again" in told
 
 

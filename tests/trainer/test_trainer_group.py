@@ -179,7 +179,7 @@ async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at
     wrong = shards([random_samples(1, 4)], num_ranks=2, num_micro=1, version=5)
     with pytest.raises(ShardRefused, match="made for version 5"):
         await group.step([ray.put(shard) for shard in wrong])
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         await group.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="got 1 shards for 2 ranks"):
         await group.step(put_shards(0)[:1])

@@ -301,7 +301,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     if unread := next((name for name in _NOT_TEXT if row.get(name)), None):
         raise ValueError(
             f"prompt: a message has {unread}, which is not read; expected text in content; write "
-            "it as text, or leave it out"
+            f"it as text in content, or remove {unread}"
         )
     role = Role.SYSTEM if row["role"] == "developer" else Role(row["role"])
     content = row.get("content") or ""

@@ -91,7 +91,7 @@ class TextArenaEnvironment:
         play = None if opponent is None else find(opponent, what="tasks.options.opponent")
         if play is not None and not callable(play):
             raise ValueError(
-                f"opponent: got {opponent!r}, a {type(play).__name__}, expected a "
+                f"opponent: got {opponent!r}, of type {type(play).__name__}, expected a "
                 "function from a text to a text"
             )
         self._game = _Game(make, play)

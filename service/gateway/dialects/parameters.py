@@ -57,7 +57,9 @@ def ignorable(note: str, *harmless: object) -> Parameter:
 BOOKKEEPING = "nothing is billed, stored or cached by it"
 TRAINED = "the policy's training decides this"
 UNCONSTRAINED = "sampling cannot be constrained; ask for the form in a message"
-OWN_PROBABILITIES = "tokens are sampled with the policy's own probabilities; leave it out"
+OWN_PROBABILITIES = (
+    "tokens are sampled with the policy's own probabilities; send the request without this"
+)
 SHOWN_TOKENS = "create the session with shows_tokens"
 OWN_TEMPLATE = "the run trains with its own chat template"
 OWN_TURNS = "the policy begins its own turns"

@@ -108,7 +108,7 @@ def read_fields(
         place = f"{where}.{name}" if where else name
         parameter = parameters.get(name)
         if parameter is None:
-            ignore_or_refuse(ignored, place, "sessions have no such parameter; leave it out")
+            ignore_or_refuse(ignored, place, "sessions have no such parameter; remove it")
         elif parameter.effect is Effect.READ:
             found[name] = value
         elif parameter.effect is Effect.REFUSED and not _is_one_of(value, parameter.harmless):
@@ -122,7 +122,7 @@ def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
     if ignored is None:
         raise unsupported(where, why)
     if len(ignored) >= MAX_IGNORED:
-        raise unsupported(where, f"more than {MAX_IGNORED} parameters are unknown; leave them out")
+        raise unsupported(where, f"more than {MAX_IGNORED} parameters are unknown; remove them")
     ignored.append(printable(where))
 
 
@@ -145,7 +145,7 @@ def _read_template_options(value: object, where: str) -> dict[str, Any]:
     for name in options:
         place = f"{where}.{printable(name)}"
         if read_text(name, place) in NO_OPTIONS:
-            raise unsupported(place, "the run decides this; leave it out")
+            raise unsupported(place, "the run decides this option; remove it")
     try:
         size = len(json.dumps(options, allow_nan=False, ensure_ascii=False).encode())
     except ValueError:
