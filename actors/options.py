@@ -162,7 +162,7 @@ def _with_strict_numbers(schema: Any) -> Any:
 
 
 def _is_number(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema of pydantic's core reads true as a number."""
+    """Return whether a schema of pydantic's core would accept the value true as a number."""
     match schema.get("type"):
         case "literal":
             kinds = set(map(type, schema["expected"]))

@@ -177,7 +177,7 @@ _NULLS = (
 
 
 def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
-    """Yield sentences about a row's prompt that is probably not meant as it is."""
+    """Yield a warning for each sign that the author of a row meant another prompt."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         yield (

@@ -51,7 +51,8 @@ class ForkServer:
         options = {"path": self._path, "preload": list(self.preloads), "max_bytes": max_bytes}
         self.control.send(json.dumps(options).encode())
         self.end = weakref.finalize(self, _end, self.control, process)
-        """Ends the process, and with it all workers; called when this process ends, too."""
+        """A function that ends the process and all workers; it is also called when this process
+        ends."""
 
     @property
     def is_outdated(self) -> bool:

@@ -35,7 +35,7 @@ class GenerateRequest:
     max_tokens: int
     """Maximum number of tokens to sample, at least 1."""
     temperature: float
-    """0 is greedy; training uses rollouts.temperature, or that of a mixture's part."""
+    """Sampling temperature, 0 for greedy; in training that of rollouts or of a mixture's part."""
     deadline_s: float
     """Seconds from now until the call must have ended."""
     cache_salt: str | None = None

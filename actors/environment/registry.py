@@ -64,7 +64,7 @@ class BadEnvironmentOptions(ValueError):
 
 
 def register(name: str, factory: EnvironmentFactory) -> None:
-    """Add an environment to those that this process knows by name.
+    """Register an environment under a name in this process.
 
     Raises: ValueError if the name is taken by another factory or contains a colon.
     """
@@ -153,7 +153,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether values of a class of settings are its instances; a TypedDict has maps."""
+    """Return whether the values of a class of settings are its instances, not plain dicts."""
     return not issubclass(section, dict)
 
 
@@ -216,7 +216,7 @@ def _options_parameter(
 
 
 def _unknown_names(annotation: Any) -> str:
-    """Return the names in a type that are not known, which are type variables or not defined."""
+    """Return the unknown names in a type: type variables, and names that are not defined."""
     if isinstance(annotation, str):
         return annotation
     # A generic class has type variables as well, but needs no values of them.

@@ -118,8 +118,8 @@ class StructuredOutputs:
 class KeptTokens:
     """The tokens that may be sampled.
 
-    In training every token may be sampled: the engine's log-probabilities are over the kept tokens,
-    and would not match the trainer's, which are over all tokens.
+    In training every token may be sampled, because the engine's log-probabilities are over only the
+    kept tokens, and would not match the trainer's, which are over all tokens.
     """
 
     top_p: float = 1.0

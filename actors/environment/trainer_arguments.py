@@ -48,8 +48,7 @@ class TrainerState:
 
 
 trainer_state: ContextVar[TrainerState | None] = ContextVar("trainer_state", default=None)
-"""The state for the rollout being played in the current context; None means that of the first
-step."""
+"""The state for the rollout being played in the current context; None: the first step's state."""
 
 
 @dataclass(slots=True, kw_only=True)

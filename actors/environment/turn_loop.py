@@ -434,7 +434,7 @@ def _short_key(key: str | None) -> str | None:
 
 
 def short_answer(answer: str) -> str:
-    """Return an answer, if it is long only its beginning and a digest; equal answers stay equal."""
+    """Return an answer; of a long one, its beginning and a digest. Equal answers stay equal."""
     text = _sendable(answer)
     if len(text) <= MAX_ANSWER_CHARS:
         return text

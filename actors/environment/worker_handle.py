@@ -50,7 +50,7 @@ class WorkerHandle:
         self.resident_bytes = 0
         """Its resident memory at its last answer; 0 before."""
         self.why = ""
-        """Why it has ended; empty while it has not."""
+        """Why it has ended; empty if it has not ended."""
         self.is_over = False
         self.is_explained = False
         """Whether the pool ended the process itself, or has counted its end already."""

@@ -212,14 +212,12 @@ class SortedItems:
     """Number of leading tokens that each item shares with the item before it; 0 for the first."""
     inner: Int64s
     """The smallest common prefix of two neighbouring trajectories inside the item; the largest
-    int64 for an item of one.
-    """
+    int64 for an item of one trajectory."""
     attention_tokens: int
     """Sample length at which attention costs as much as all other computation."""
 
     def cost_of(self, shared: Int64s) -> Float64s:
-        """Return the cost that sharing this many leading tokens saves, in the unit of
-        `Size.cost`."""
+        """Return the cost (`Size.cost`) that is saved by sharing this number of leading tokens."""
         return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
 
     def shared_with(self, number: int) -> Int64s:

@@ -475,7 +475,7 @@ class TrainerRank:
 # Log-probabilities of a step's trained tokens without gradient, by the old policy or a reference.
 # All ranks score minibatches with the same numbers of rows, in the same order.
 Scores = list[list[Tensor]]
-"""By minibatch, then by micro-batch: [M] float32, nats, on the device."""
+"""Log-probabilities by minibatch, then by micro-batch: [M] float32, nats, on the device."""
 
 
 @torch.no_grad()

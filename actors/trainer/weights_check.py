@@ -2,7 +2,7 @@
 
 transformers fills a parameter that the files lack with random numbers, and ignores tensors for
 which the configuration has no parameter: a model with too few layers in config.json would train
-without a word. `check_weights` reads only the headers of the files, before anything starts;
+without any error. `check_weights` reads only the headers of the files, before anything starts;
 `check_loaded` checks the loaded model. Called by `model` and by the command line. Invariant: a
 refusal is a NotImplementedError that says why.
 """
@@ -63,7 +63,7 @@ def check_weights(
 def _loaded_empty(
     config: PreTrainedConfig, stored: dict[str, Any], *, has_head: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load tensors without numbers into a model without numbers; return it and the report."""
+    """Load tensors into a model on the device meta; return the model and the loading's report."""
     kind = AutoModelForCausalLM if has_head else AutoModel
     with _quietly():
         try:
@@ -90,7 +90,7 @@ def _loaded_empty(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Leave out transformers' progress bar, and its report, of which a refusal names a part."""
+    """Suppress transformers' progress bar and its report, of which a refusal names a part."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

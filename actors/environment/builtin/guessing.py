@@ -33,7 +33,8 @@ _DIGIT = re.compile(r"[0-9]+")
 def best_win_rate(num_numbers: int, *, max_guesses: int) -> float:
     """Return the chance that best play wins, over equally likely numbers.
 
-    min(1, (2^k - 1) / n): k guesses with hints can distinguish 2^k - 1 numbers, and no more.
+    The chance is min(1, (2^k - 1) / n), because k guesses with hints can distinguish 2^k - 1
+    numbers and no more.
     Example: best_win_rate(7, max_guesses=3) -> 1.0; best_win_rate(10, max_guesses=2) -> 0.3
     """
     return min(1.0, (2**max_guesses - 1) / num_numbers)

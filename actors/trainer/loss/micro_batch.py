@@ -74,13 +74,13 @@ class MicroBatchLoss:
     loss: Tensor
     """Scalar float32, with gradient; no other field has a gradient."""
     ratio: Tensor
-    """float64, not masked, at most e^20."""
+    """float64, the ratio of each token, also of masked tokens; at most e^20."""
     token_losses: Tensor
     """The objective's losses times the importance weights; 0 for masked tokens."""
     importance_weights: Tensor
-    """1 without a correction."""
+    """The importance weight of each token; 1 without a correction."""
     is_masked: Tensor
-    """bool."""
+    """bool, whether a rule of rejection takes the token out of the loss."""
     rejected: Mapping[str, Tensor]
     """bool, the tokens that each rule takes out of the loss, by the rule's name: token, sequence or
     outlier. A rule that is off is absent."""
@@ -89,7 +89,7 @@ class MicroBatchLoss:
     clipped_high: Tensor
     """bool, as `objectives` defines it; False for masked tokens."""
     kl: Tensor | None
-    """float64, nats; None without a KL term."""
+    """float64, nats, the estimate of the KL at each token; None without a KL term."""
 
 
 def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBatchLoss:
