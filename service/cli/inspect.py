@@ -63,7 +63,7 @@ class InspectRequest:
     """File for an HTML page; None shows the trajectory in the terminal."""
     audit: bool = False
     hacking: bool = False
-    """Search for reward hacking."""
+    """Whether to search for reward hacking."""
     shadow: str | None = None
     """Name of a verifier to use instead of the run's own."""
     step: int | None = None

@@ -353,7 +353,7 @@ TASK_CHECKS = (
 
 
 def kept_tokens_problems(key: str, kept: KeptTokens, *, temperature: float) -> Iterator[str]:
-    """Yield a sentence for each invalid setting.
+    """Yield a sentence for each invalid setting of the tokens that an evaluation may sample.
 
     key: name of the section with the settings, for messages; empty if there is no section.
     """

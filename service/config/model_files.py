@@ -1,7 +1,8 @@
 """Check the files of a model directory: its settings, its tokens and the headers of its weights.
 
-Without these checks, every rank and every engine would fail at once, minutes later. The checks read
-headers, and of the weights only some rows of a head. `service.config.preflight` calls this module.
+Without these checks, every rank and every engine would fail at once, minutes later. Of the weights,
+the checks read only the headers and some rows of a head. `service.config.preflight` calls this
+module.
 
 Whether vLLM serves a model is read from vLLM's source: the architectures of its registry, and the
 head sizes for which its attention has a kernel on CPU. If vLLM is not installed, or its source has

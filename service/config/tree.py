@@ -283,7 +283,7 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Return the sampling of an evaluation, with each k of its pass@k; 1, 2, 4 for six samples."""
+    """Return the sampling of an evaluation; its pass@k has the k 1, 2 and 4 for six samples."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,

@@ -117,7 +117,7 @@ def _try_all(request: Request, said: Connection) -> None:
 
 
 def _send_begun(name: str, observation: Observation, said: Connection) -> None:
-    """Send a first observation. Raises: ConfigError if it cannot be copied, as a run copies it."""
+    """Send a first observation. Raises: ConfigError if it cannot be pickled."""
     try:
         said.send(("begun", {name: observation}))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -264,7 +264,8 @@ async def _stepped(
     """Take a task's first step with the answer `text`.
 
     is_copied: whether a run copies the step's result from a worker process to the actor.
-    Returns: what `reset` returned, None if it raised; and the step's fate, the problem and 0.0.
+    Returns: the result of `reset`, or None if it raised; and a tuple of the step's fate, a
+    description of the problem, and 0.0 in place of a score.
     """
     begun = None
     try:
@@ -292,7 +293,7 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Score a group of two equal answers by an environment; return fate, problem and 0.0."""
+    """Score a group of two equal answers by an environment; return a tuple as `_fate_of` does."""
     try:
         async with closing(environment.close):
             found = await environment.score_group(task, [text, text])

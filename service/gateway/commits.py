@@ -67,7 +67,8 @@ class GroupCommit:
         """The error that ended the writing: LeaseLost, StoreError or an unexpected one."""
         self.num_commits = 0
         self.num_changes = 0
-        """Number of stored changes, as `num_commits` since the gateway's start."""
+        """Number of changes that `num_commits` transactions have stored since the gateway's
+        start."""
 
     def add(self, change: Change, done: asyncio.Future[None] | None = None) -> None:
         """Store a change soon, after all earlier ones; if it comes too late, it is left out.

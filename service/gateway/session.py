@@ -83,13 +83,14 @@ class Session:
         self._pending: dict[str, PendingTurn] = {}
         """The turns that are being sampled, by request id."""
         self._askers: dict[str, str] = {}
-        """By the id of the request that began a turn, the id of the newest request for it."""
+        """The id of the newest request for a turn, by the id of the request that began the turn."""
         self._showing: dict[int, asyncio.Task[None]] = {}
-        """By the number of a turn that was unseen: the task that stores that it is seen now."""
+        """The tasks that store that an unseen turn is now seen, by the turn's number."""
         self._ending: asyncio.Task[None] | None = None
         """The task that stores an end, or a late reward."""
         self._ending_digest = ""
-        """Digest of the `Finish` that began `_ending`; empty: a discard or a time limit did."""
+        """Digest of the `Finish` that began `_ending`; empty if a discard or a time limit began
+        it."""
         for turn in turns:
             self.apply(TurnAdded(session_id=stored.id, turn=turn))
         if stored.end is not None:

@@ -48,7 +48,7 @@ class Place:
     parent_prompt: tuple[TokenIds, ...] = ()
     """Pieces of the parent's prompt, in order."""
     parent_sampled: TokenIds | None = None
-    """[A] int32; None without a parent."""
+    """[A] int32, the sampled ids of the parent's reply; None without a parent."""
     is_under_other_tools: bool = False
     """Whether turns with other tools contain more of the conversation."""
     is_ambiguous: bool = False
@@ -310,7 +310,7 @@ class SessionTree:
         node.turn = replace(node.turn, is_unseen=is_unseen)
 
     def note_request(self, digest: str) -> None:
-        """Record a request as the newest. Call `answered` first: it needs the previous one."""
+        """Record a request as the newest. Call `answered` first, which needs the previous one."""
         self._newest_digest, self._has_noted_requests = digest, True
 
     def answered(

@@ -150,7 +150,7 @@ def _mask(
 
 
 def _runs(mask: NDArray[np.bool_], fail: Fail) -> tuple[TurnSpan, ...]:
-    """Return a turn for each run of mask 1."""
+    """Return a turn for each contiguous range of tokens with mask 1."""
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     if not borders:
         raise fail(Fault.NOTHING_TRAINED, "mask", "no token has mask 1; remove this sample")

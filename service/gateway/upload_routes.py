@@ -331,7 +331,10 @@ def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) ->
 
 
 def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
-    """Return a problem with all violations. found: each, with the position of its item."""
+    """Return a problem with all violations.
+
+    found: the violations, each with the position of its item.
+    """
     errors = [
         {
             "loc": ["body", *place, *violation.place],

@@ -90,7 +90,7 @@ class ShadowVerifier:
         }
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
-        """Return whether the score reaches VERIFIED; if there is no score, `score`'s result."""
+        """Return whether the score reaches VERIFIED; without a score, return `score`'s result."""
         score = await self.score(trajectory)
         return score >= VERIFIED if isinstance(score, float) else score
 

@@ -47,7 +47,7 @@ _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def cpus_wanted(config: Config) -> float:
-    """Return the CPUs that the run's processes reserve in Ray, where small parts reserve none."""
+    """Return the CPUs that the run's processes reserve in Ray; small parts reserve none."""
     return (
         config.inference.num_replicas * config.inference.cpus_per_replica
         + config.trainer.num_ranks

@@ -359,7 +359,7 @@ def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
 
 
 def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
-    """Put the tiny model into the directory if it is not there yet; return a phrase on where it is.
+    """Put the tiny model into the directory if it is not there yet; return a phrase on its place.
 
     The model is built once, in the user's cache directory, and copied from there. Raises:
     ConfigError.

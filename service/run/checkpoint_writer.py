@@ -59,7 +59,8 @@ class CheckpointWriter:
         )
         self._committed_at = self._begun_at = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
-        """Waits until the last checkpoint is written, then commits it; None if done."""
+        """The task that commits the last checkpoint once it is written; None if there is no such
+        task."""
         self._requests: dict[asyncio.Future[Commit], int] = {}
         """Answers that callers wait for, each with the last step that was finished at its request;
         a later step's checkpoint answers it too.

@@ -191,7 +191,7 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses, and apply a change of generation's to the running term."""
+        """Show the pauses, and apply a changed pause of generation to the running term."""
         recorder = self._recorder
         if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
             recorder.training(str(self.pauses))

@@ -327,12 +327,14 @@ class Publisher:
         self._clock = clock
         self._began_at = clock()
         self._spent_s = self._spent_short_s = 0.0
-        """Seconds of all checks after publications; seconds of the short checks among them."""
+        """Total seconds of the checks after publications: of all of them, and of the short ones."""
         self._long_s = self._short_s = 0.0
-        """Seconds of the last long check, initially of `check_start`, and of the last short one."""
+        """Seconds of the last long check (at first, of `check_start`), and of the last short
+        one."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
-        """Whether the next long check uses all of the text; whether the last check failed."""
+        """Whether the next long check uses the whole text; whether the last check exceeded its
+        bound."""
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
@@ -420,8 +422,8 @@ class Publisher:
         the version before it is ready. If no engine is live, wait for a new one.
 
         Returns: the comparison of the scores of trainer and engines; None if no engine answered or
-            nothing was checked. The first comparison after `check_start` includes that of
-            `check_start`.
+        nothing was checked. The first comparison after `check_start` is joined with that of
+        `check_start`.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure("load"):

@@ -60,9 +60,8 @@ class HackingWatch:
         """
         self._run_dir, self._ask = run_dir, ask
         self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
-        """Work of the thread: a term and a stored step, or a term that begins and None; None alone
-        ends the thread.
-        """
+        """Work of the thread: (term, step) for a stored step, (term, None) for a term that begins,
+        or None to end the thread."""
         self._notice: Callable[[str], None] = log.warning
         self._detector = Detector()
         self._findings: tuple[Finding, ...] = ()

@@ -89,7 +89,8 @@ class Loop:
         self._checkpoints = CheckpointWriter(handles, settings, call_trainer=self._with_published)
         self._failures = FailureWatch(settings.config)
         self._loading: asyncio.Task[None] | None = None
-        """Waits until the engines have the last version, then records its step; None if done."""
+        """The task that records a step once the engines have its version; None if there is no such
+        task."""
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)

@@ -175,8 +175,8 @@ class Supervisor:
         )
         self._roles_offered: frozenset[Role] = frozenset()
         self._unreadable: dict[str, str] = {}
-        """Why a checkpoint cannot be loaded, by its directory; no term continues from such a one.
-        """
+        """The reason why a checkpoint cannot be loaded, by its directory; no term continues from
+        it."""
         self._is_stopping = self._is_over = False
         if notice:
             self._recorder.notice(notice)

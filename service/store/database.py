@@ -80,7 +80,7 @@ class Database:
         self._is_read_only = is_read_only
         self._patience_s = patience_s
         self._given_up: dict[str, StoreError] = {}
-        """Errors by the operation that failed for too long; later calls then try it only once."""
+        """The error of each operation that failed for too long; later calls try it only once."""
         self._away_since: dict[int, float] = {}
         """For each waiting thread the time (time.monotonic) at which it began to wait."""
         self._writing = threading.Lock()

@@ -12,7 +12,7 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """A living process owns the lease, which the caller wants only if no process owns it."""
+    """A living process owns the lease; the caller asked to take only a lease without an owner."""
 
 
 class Damaged(Exception):

@@ -78,7 +78,7 @@ class SessionStore:
         return self._store.read(load)
 
     def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
-        """Return those of the sessions that are known, by id. Raises: StoreError."""
+        """Return the known sessions among these, by id. Raises: StoreError."""
         query = _session_query(session_ids)
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}

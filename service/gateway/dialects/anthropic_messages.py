@@ -113,7 +113,7 @@ _STOP = {
 def read(
     body: object, headers: Mapping[str, str], *, ignores: bool = False
 ) -> tuple[ChatRequest, AnswerStyle]:
-    """See `Dialect.read`."""
+    """Return the request in a body, and the wanted form of the answer (`Dialect.read`)."""
     ignored: list[str] | None = [] if ignores else None
     given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
@@ -260,7 +260,7 @@ def _may_call(value: object, ignored: list[str] | None) -> bool:
 
 
 def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
-    """See `Dialect.answer`."""
+    """Return the whole answer as JSON (`Dialect.answer`)."""
     return {
         **_head(reply, style),
         "content": _blocks(reply),
@@ -274,7 +274,7 @@ def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
 
 
 def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
-    """See `Dialect.events`."""
+    """Yield the answer as server-sent events (`Dialect.events`)."""
     begun = {"input_tokens": reply.num_prompt_tokens, "output_tokens": 0}
     message = {**_head(reply, style), "content": [], "stop_reason": None, "usage": begun}
     yield _event("message_start", message=message)
@@ -341,7 +341,10 @@ def _event(name: str, **data: Any) -> bytes:
 
 
 def error(refusal: Refused) -> dict[str, Any]:
-    """See `Dialect.error`; `code` and `param` are ours, since Anthropic's types are coarser."""
+    """Return the body of a refusal's answer (`Dialect.error`).
+
+    `code` and `param` are Rayloom's, because Anthropic's types of errors are coarser.
+    """
     message = refusal.message
     kind_of_error = ERROR_TYPES.get(refusal.code, "invalid_request_error")
     if refusal.code is RefusalCode.NOT_AVAILABLE:
@@ -361,12 +364,12 @@ def error(refusal: Refused) -> dict[str, Any]:
 
 
 def error_event(refusal: Refused) -> bytes:
-    """See `Dialect.error_event`."""
+    """Return the event of an error that ends a stream (`Dialect.error_event`)."""
     return event(error(refusal), name="error")
 
 
 def counted(num_tokens: int) -> dict[str, int]:
-    """See `Dialect.counted`."""
+    """Return the answer to a count of a prompt's tokens (`Dialect.counted`)."""
     return {"input_tokens": num_tokens}
 
 

@@ -110,7 +110,7 @@ _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CALL
 def read(
     body: object, headers: Mapping[str, str], *, ignores: bool = False
 ) -> tuple[ChatRequest, AnswerStyle]:
-    """See `Dialect.read`."""
+    """Return the request in a body, and the wanted form of the answer (`Dialect.read`)."""
     ignored: list[str] | None = [] if ignores else None
     given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
@@ -195,7 +195,7 @@ def _tools(value: object) -> tuple[ToolSchema, ...]:
 
 
 def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
-    """See `Dialect.answer`."""
+    """Return the whole answer as JSON (`Dialect.answer`)."""
     message: dict[str, Any] = {"role": "assistant", "content": _content(reply)}
     if reply.message.reasoning:
         message["reasoning_content"] = reply.message.reasoning
@@ -219,7 +219,7 @@ def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
 
 
 def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
-    """See `Dialect.events`."""
+    """Yield the answer as server-sent events (`Dialect.events`)."""
     head = _head(reply, style, "chat.completion.chunk")
     if style.shows_usage:
         head["usage"] = None
@@ -271,7 +271,10 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 
 def error(refusal: Refused) -> dict[str, Any]:
-    """See `Dialect.error`; the code is a string, as OpenAI's own codes are."""
+    """Return the body of a refusal's answer (`Dialect.error`).
+
+    The code is a string, as OpenAI's own codes are.
+    """
     message = refusal.message
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
         # Some clients search for these words, and repeat the request if they are missing.
@@ -290,7 +293,7 @@ def error(refusal: Refused) -> dict[str, Any]:
 
 
 def error_event(refusal: Refused) -> bytes:
-    """See `Dialect.error_event`."""
+    """Return the event of an error that ends a stream (`Dialect.error_event`)."""
     return event(error(refusal))
 
 

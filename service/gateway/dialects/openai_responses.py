@@ -125,7 +125,7 @@ _PARTS = {"rs_": Part.REASONING, "msg_": Part.CONTENT, "fc_": Part.CALL}
 def read(
     body: object, headers: Mapping[str, str], *, ignores: bool = False
 ) -> tuple[ChatRequest, AnswerStyle]:
-    """See `Dialect.read`."""
+    """Return the request in a body, and the wanted form of the answer (`Dialect.read`)."""
     ignored: list[str] | None = [] if ignores else None
     given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
@@ -388,7 +388,7 @@ def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
 
 
 def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
-    """See `Dialect.answer`."""
+    """Return the whole answer as JSON (`Dialect.answer`)."""
     is_cut_off = reply.stop_reason is StopReason.LENGTH
     return {
         **_head(reply, style),
@@ -408,7 +408,7 @@ def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
 
 
 def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
-    """See `Dialect.events`."""
+    """Yield the answer as server-sent events (`Dialect.events`)."""
     numbers = count()
 
     def send(kind_of_event: str, /, **data: Any) -> bytes:
@@ -516,7 +516,7 @@ def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
 
 
 def error_event(refusal: Refused) -> bytes:
-    """See `Dialect.error_event`.
+    """Return the event of an error that ends a stream (`Dialect.error_event`).
 
     OpenAI's SDK raises the value of `error`, other clients read the event's own fields, and Codex
     waits for a failed response.
@@ -535,7 +535,7 @@ def error_event(refusal: Refused) -> bytes:
 
 
 def counted(num_tokens: int) -> dict[str, int | str]:
-    """See `Dialect.counted`."""
+    """Return the answer to a count of a prompt's tokens (`Dialect.counted`)."""
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
