@@ -305,7 +305,7 @@
 {{/* Takes: key (where they stand), names. */}}
 {{- define "rayloom.repetitions" -}}
 {{- range include "rayloom.repeated" .names | fromJsonArray }}
-- {{ printf "%s: %s stands twice, or is set by the chart; expected it once: take one out, here or in pods" $.key . | quote }}
+- {{ printf "%s: %s is named twice, or is set by the chart; expected it once: remove one, here or in pods" $.key . | quote }}
 {{- end }}
 {{- end -}}
 
