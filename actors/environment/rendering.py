@@ -288,7 +288,7 @@ class ChatRenderer:
         if hidden:
             raise RenderError(
                 f"chat template: it shows no tools and no calls: {', '.join(hidden)} would be in "
-                "no prompt; leave them out, or set model.chat_template to a template with tools",
+                "no prompt; remove the tools, or set model.chat_template to a template with tools",
                 param="tools",
             )
 

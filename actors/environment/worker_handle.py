@@ -38,9 +38,9 @@ class WorkerHandle:
         self.is_home = is_home
         self.is_loop = is_loop
         self.process = 0
-        """Its process id; 0 until it has started."""
+        """Id of the worker's process; 0 until it has started."""
         self.loaded: set[str] = set()
-        """The names of the functions whose modules it has imported."""
+        """The names of the functions whose modules the worker has imported."""
         self.answers: dict[int, asyncio.Future[Any]] = {}
         """The answers that callers wait for, by the number of the call."""
         self.lock = asyncio.Lock()
@@ -48,9 +48,9 @@ class WorkerHandle:
         self._sending = asyncio.Lock()
         self.num_homes = 0
         self.resident_bytes = 0
-        """Its resident memory at its last answer; 0 before."""
+        """The worker's resident memory in bytes at its last answer; 0 before the first answer."""
         self.why = ""
-        """Why it has ended; empty if it has not ended."""
+        """Why the worker has ended; empty if it has not ended."""
         self.is_over = False
         self.is_explained = False
         """Whether the pool ended the process itself, or has counted its end already."""

@@ -41,7 +41,8 @@ class LoraSettings:
     """Names of the linear layers with adapters, such as [q_proj, v_proj]; null: all linear layers
     of attention and of the MLP, but no router."""
     dropout: Annotated[float, Ge(0), Le(0)] = 0.0
-    """Only 0: with dropout, the trainer would compute other log-probabilities than the engines."""
+    """Dropout of the adapters; only 0, because with dropout the trainer would compute other
+    log-probabilities than the engines."""
     publish_merged: bool = False
     """Whether the engines receive whole weights W + alpha / rank * B A instead of the adapters: for
     models whose adapters vLLM cannot serve. With model.dtype bfloat16, rounding the sum loses small

@@ -269,8 +269,8 @@ class ReadyRollouts:
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[bool, int, int, str]]] = {}
-        """By environment, a heap of (is first attempt, group number, member, rollout id), so that
-        retries come first."""
+        """A heap for each environment, of (is first attempt, group number, member, rollout id), so
+        that retries come first."""
 
     def add(self, rollout: Rollout, group: Group) -> None:
         member = int(rollout.rollout_id.rpartition("-")[2])

@@ -86,7 +86,7 @@ class QueueState:
         """The actor that scores each group that must be scored as a whole, by the group's number;
         empty if no actor has taken the group."""
         self._withheld: dict[str, TrajectorySummary] = {}
-        """By rollout id, the summaries that are drained only after their group is scored."""
+        """The summaries that are drained only after their group is scored, by rollout id."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()

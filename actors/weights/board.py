@@ -244,7 +244,7 @@ class Board:
         ):
             raise StaleVersion(
                 f"board: got policy version {publication.version}, expected at least "
-                f"{current.version}; going back takes a new term"
+                f"{current.version}; to go back, start a new term"
             )
         self._current = publication
         self._settle(now)

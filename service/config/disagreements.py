@@ -366,7 +366,7 @@ def kept_tokens_problems(key: str, kept: KeptTokens, *, temperature: float) -> I
         if temperature == 0 and not is_off:
             yield (
                 f"{prefix}{name} is {value:g} with temperature 0, which always takes the likeliest "
-                "token; expected a temperature above 0; set it, or leave the other out"
+                f"token; expected a temperature above 0; set it, or remove {name}"
             )
     if kept.structured_outputs is not None:
         yield from _structured_problems(f"{prefix}structured_outputs", kept.structured_outputs)

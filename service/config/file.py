@@ -73,7 +73,7 @@ def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
 
 
 def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
-    """Return the configuration of `rayloom sft` of a plain tree, as `parse_config` does for a run.
+    """Return the configuration of `rayloom sft` in a plain tree, as `parse_config` does for a run.
 
     Raises: ConfigError that names the problems.
     """

@@ -77,8 +77,8 @@ class StepSource:
         if len(self.between) < self.num_behind:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "
-                f"{self.step.step - 1}, got {len(self.between)} of {self.num_behind}; leave it "
-                f"out, to compute the gradient at the weights of step {self.weights_step}"
+                f"{self.step.step - 1}, got {len(self.between)} of {self.num_behind}; omit "
+                f"--replay to compute the gradient at the weights of step {self.weights_step}"
             )
         return tuple(load_step(file.path) for file in self.between)
 

@@ -35,12 +35,12 @@ class Reference:
     message: int
     """Index of the request's message to which the part is added when it is looked up."""
     call: int = 0
-    """For a call: its index in that message."""
+    """Index of the call in that message; only if the part is a call."""
     turn_id: str
     """The id of the turn whose reply has the part."""
     part: Part
     number: int = 0
-    """For a call: its index in the reply."""
+    """Index of the call in the turn's reply; only if the part is a call."""
     where: str
     """Position of the id in the body, for an error."""
 

@@ -333,7 +333,7 @@ def _add_models(app: FastAPI) -> None:
         return models_answer(MODEL, created_at=0)
 
     async def bound(name: str) -> dict[str, Any]:
-        """Answer as `/v1/models`, for any session."""
+        """Return the answer of `/v1/models`, which is the same for every session."""
         return await models()
 
     async def one(request: Request, model: str) -> Response:
@@ -350,7 +350,7 @@ def _add_models(app: FastAPI) -> None:
         )
 
     async def bound_model(request: Request, name: str, model: str) -> Response:
-        """Answer as `/v1/models/NAME`, for any session."""
+        """Return the answer of `/v1/models/NAME`, which is the same for every session."""
         return await one(request, model)
 
     # Require no key, because the answer is the same for every session.

@@ -81,13 +81,13 @@ class Node:
     root: Node = field(init=False)
     """The first turn of its conversation; it may be this turn."""
     num_in_root: int = 0
-    """For a root: number of turns that continue from it, including itself."""
+    """Number of turns that continue from this turn, including itself; only for a root."""
     num_of_task: int = 0
-    """For a root: number of these turns that are not marked as auxiliary."""
+    """Number of the turns in `num_in_root` that are not marked as auxiliary."""
     is_continued: bool = False
     """Whether a client sent its reply back, which shows that it received it."""
     is_quoting: bool | None = None
-    """For a root: whether its messages quote a reply sampled before; None: not checked yet."""
+    """Whether the messages of a root quote a reply sampled before; None: not checked yet."""
 
     def __post_init__(self) -> None:
         self.reply = ReplyText(message=self.turn.reply, history=lambda: self.history()[:-1])

@@ -141,6 +141,6 @@ def check_sources(file: Path, sources: Sources) -> None:
             began = then.get(name, origin)
             if origin != began:
                 raise ConfigError(
-                    f"the {what} {name} is {origin or 'not there'}, the run began with {began}; "
+                    f"the {what} {name} is {origin or 'missing'}, the run began with {began}; "
                     f"start where the run was started; if the file was moved, correct {file}"
                 )

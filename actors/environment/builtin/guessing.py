@@ -70,8 +70,8 @@ class GuessingOptions:
     def __post_init__(self) -> None:
         if self.low > self.high:
             raise ValueError(
-                f"low: got {self.low}, expected at most high, which is {self.high}; exchange or "
-                "lower them"
+                f"low: got {self.low}, expected at most high, which is {self.high}; lower low, "
+                "or raise high"
             )
 
 

@@ -65,7 +65,7 @@ class Dialect:
     answer: Callable[[ChatReply, AnswerStyle], dict[str, Any]]
     """The whole answer, as JSON."""
     events: Callable[[ChatReply, AnswerStyle], Iterator[bytes]]
-    """The same answer as server-sent events, up to the last one."""
+    """The whole answer as server-sent events, up to the last one."""
     error: Callable[[Refused], dict[str, Any]]
     """The body of an answer with the status `refused.code.status`."""
     error_event: Callable[[Refused], bytes]
