@@ -1,11 +1,11 @@
 """Turn messages into token ids by appending, so that history is not rendered again.
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
-messages. A delta is rendered after two different dummy chats. It is used only if both give the same
-ids, both chats stay unchanged before it, and it shows the text of every new message; otherwise the
-whole chat is rendered, and the reason is counted. A whole chat that does not show the text of a
-message, or its tools, is an error. The dummy chats end as the reply does: in text, after a thought,
-or in calls with the same names and ids. The turn loop and the gateway use this module.
+messages. A delta is rendered after two different dummy chats. The delta is used only if both chats
+give the same ids and are unchanged before it, and if it shows the text of every new message;
+otherwise the whole chat is rendered, and the reason is counted. A whole chat that does not show the
+text of a message, or its tools, is an error. The dummy chats end as the reply does: in text, after
+a thought, or in calls with the same names and ids. The turn loop and the gateway use this module.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ _CALL = ToolCall(id="lookup001", name="look_up", arguments={"title": _ARGUMENT})
 
 
 def template_traits(renderer: ChatRenderer) -> dict[str, str]:
-    """Render small chats with a model's template, and return what it does with each by its name."""
+    """Render small chats with a model's template, and return the template's traits by name."""
     return {
         "first system message": _system_first(renderer),
         "second system message": _placed(

@@ -30,8 +30,8 @@ def _plain(tree: Any) -> Any:
 def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
     """Return a schema with its `$defs` put in place of the references to them.
 
-    vLLM's parsers qwen3_coder and qwen3_xml read an argument by the type that its schema has at
-    its own level. A type that contains itself keeps its references. within: the names of the
+    vLLM's parsers qwen3_coder and qwen3_xml read an argument's type only at the top level of the
+    argument's schema. A type that contains itself keeps its references. within: the names of the
     definitions that contain this one.
     """
     if isinstance(tree, list):

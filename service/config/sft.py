@@ -32,7 +32,8 @@ class SftSettings:
     split: str = "train"
     """Split of a data set's directory or of a hub's data set; a file is read completely."""
     columns: dict[str, str | None] = field(default_factory=dict)
-    """Column of the data set for messages and for tools, if they have other names there."""
+    """Names of the data set's columns for messages and for tools, if they differ from these
+    names."""
     template_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking: false; use the same values in
     rollouts.template_options of a later run.

@@ -172,7 +172,8 @@ class SessionsBody(StrictBody):
     ) -> RolloutRequest:
         """Return the group to submit.
 
-        Args: caller: the sessions' keys are derived from its key. group_size: the default.
+        Args: caller: the client, from whose key the sessions' keys are derived. group_size: number
+        of sessions if the body sets none.
         Raises: ValueError for limits beyond the run's, or sampling other than the run's.
         """
         self._check_sampling(rollouts)

@@ -1,4 +1,4 @@
-"""Check by a request's headers that it has a key of its session, before its body is read.
+"""Check the key of a session's request by the headers, before the body is read.
 
 A key that names another session, or no session, is refused at once. Before a large body is read,
 the gateway checks that the key belongs to the session. As for every request, it checks what the key

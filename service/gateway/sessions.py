@@ -89,7 +89,7 @@ class Sessions:
             now=now,
         )
         self._sessions: dict[str, asyncio.Task[Session | None]] = {}
-        """The sessions in memory, by name, each as the task that loads it or has loaded it."""
+        """The tasks that load, or have loaded, the sessions in memory, by the session's name."""
         self._claiming = asyncio.Lock()
         self._is_closed = False
 

@@ -85,7 +85,7 @@ class Node:
     num_of_task: int = 0
     """Number of the turns in `num_in_root` that are not marked as auxiliary."""
     is_continued: bool = False
-    """Whether a client sent its reply back, which shows that it received it."""
+    """Whether a client sent the turn's reply back, which shows that the client received it."""
     is_quoting: bool | None = None
     """Whether the messages of a root quote a reply sampled before; None: not checked yet."""
 

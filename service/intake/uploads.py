@@ -178,7 +178,7 @@ class _Stored:
     trajectory: Trajectory
     """The trajectory, whose samples have no versions."""
     runs: tuple[tuple[tuple[int, int], ...], ...]
-    """For each sample its runs: a version, and the number of consecutive tokens with it."""
+    """The runs of equal versions in each sample: a version, and the number of tokens in its run."""
 
 
 _decoder = decoder_of(_Stored)

@@ -353,8 +353,7 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the terms that it continued from, newest first.
 
-    Returns: each term with that of its checkpoints from which the later term continued; None for
-    `term`.
+    Returns: each term, with its checkpoint from which the later term continued; None for `term`.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

@@ -312,7 +312,7 @@ class Finding:
     For `component_falls`, the mean of the component in earlier steps.
     """
     now: float
-    """Share or mean in the newest steps, of which `before` is that in earlier steps."""
+    """The share or mean in the newest steps; `before` is that in earlier steps."""
     reward_before: float
     """Mean return in earlier steps, divided by the best possible return if it is known."""
     reward_now: float

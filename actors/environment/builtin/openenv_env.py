@@ -70,7 +70,7 @@ class OpenEnvOptions(TurnOptions):
     action_field: str | None = ACTION_FIELD
     """Field of the action for the policy's text; null: the text is the action, as JSON."""
     action: JsonObject | None = None
-    """Other fields of the action."""
+    """Further fields of the action, besides `action_field`."""
     tools: bool = False
     """Whether the policy calls the environment's MCP tools instead of writing an action."""
     observation_field: str | None = None

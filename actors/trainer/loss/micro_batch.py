@@ -49,7 +49,7 @@ class MicroBatchTerms:
     loss_weights: Tensor
     """float32, each token's share of the update, computed by the merge actor."""
     trajectory_index: Tensor
-    """int64, equal for the tokens of a trajectory, each less than M."""
+    """int64, a number below M, which is the same for all tokens of a trajectory."""
     sampled_versions: Tensor
     """int64, the policy version that sampled each token."""
     trainer_version: int

@@ -59,7 +59,7 @@ CallOption = Annotated[
     typer.Option(
         "--call/--no-call",
         metavar="",
-        help="call functions and judges before the start, or neither; default: only functions",
+        help="call functions and judges before the start, or call nothing; default: only functions",
     ),
 ]
 AnswerOption = Annotated[
