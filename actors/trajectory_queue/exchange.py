@@ -1,7 +1,7 @@
 """Take assignments from the queue and send it finished trajectories, in an actor that plays.
 
 Invariant: every assignment becomes exactly one trajectory that is sent to the queue, or `run`
-raises, and the supervisor then gives this actor's rollouts to another one. A slot is free again
+raises, and the supervisor then gives this actor's rollouts to another actor. A slot is free again
 only after its trajectory has been sent, so a full queue slows down the actor. If the queue dies,
 the exchange drops its assignments and trajectories, and the next queue hands the rollouts out
 again. Called by the actors that play: environment actors and the gateway.

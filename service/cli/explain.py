@@ -185,7 +185,7 @@ def _legend(found: Explanation, by: Order) -> list[str]:
     if found.source.step.group_rule is None:
         lines.append("own is the norm: advantages do not depend on the group's returns here")
     else:
-        lines.append("own: the part of |g| that stays whichever other group member is left out")
+        lines.append("own: the part of |g| that remains if any other group member is left out")
     return lines
 
 

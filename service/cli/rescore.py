@@ -105,7 +105,7 @@ def _warn_of_missing_tasks(
     own = {e.trajectory.task_id for e in found if e.trajectory.environment in with_data}
     if missing := sorted(each for each in own if not verifier.knows(each)):
         warn(
-            f"{len(missing)} of {len(own)} tasks are not in the run's data as they are now, such "
+            f"{len(missing)} of {len(own)} tasks are no longer in the run's data, such "
             f"as {missing[0]}: their functions got only the prompt; expected the data that the run "
             "was trained on; restore them"
         )

@@ -54,7 +54,8 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
             time.sleep(LOOK_EVERY_S)
     for run_id in running:
         say(
-            f"rayloom: {run_id} has not ended {END_LIMIT_S:g} s after its grace of {grace_s:g} s; "
+            f"rayloom: {run_id} has not ended {END_LIMIT_S:g} s after its grace "
+            f"period of {grace_s:g} s; "
             "if it is killed now, it can be resumed from its newest checkpoint",
             err=True,
         )

@@ -137,7 +137,7 @@ def _check_refills(config: Config) -> list[str]:
     if algorithm.turn_discount is not None:
         found.append(
             got + "turn_discount: equal returns that fell to different turns are a signal there; "
-            "expected one of the two; leave the other out"
+            "expected only one of these settings; remove the other"
         )
     return found
 

@@ -364,6 +364,6 @@ def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
         tell(
             f"{compared[0].answer} scores {right:.6g}, and {compared[-1].answer} scores "
             f"{other:.6g} for the same task; expected the right one to score higher: look at what "
-            "the functions make of answers as the data have them, or name another column by "
+            "the functions make of answers in the form of the data, or name another column by "
             "--answer"
         )

@@ -154,7 +154,7 @@ class Loop:
             await self._join_loading()
         except StepAbandoned:
             self._handles.recorder.notice(
-                f"step {self._step} is abandoned, because the grace of the stop is over; its "
+                f"step {self._step} is abandoned, because the grace period is over; its "
                 "rollouts are played again when the run is resumed"
             )
             await self._join_loading()

@@ -310,7 +310,7 @@ class RunRecorder:
         drop = self._rewards.drop
         self._metrics.statistics.collapsed_since.set(self.collapsed_since)
         if drop is not None and before is None:
-            self.notice(f"step {record.step}: {drop.text}; a checkpoint from before is kept")
+            self.notice(f"step {record.step}: {drop.text}; a checkpoint from before it is kept")
         elif drop is None and before is not None:
             self.notice(f"step {record.step}: the mean return has recovered")
 

@@ -200,7 +200,7 @@ def test_a_group_function_is_called_again_beside_those_of_one_answer(
     assert run_rescore(run, rewards=[], group_rewards=["of_try.py:breaks"], limit=0) == 1
     out, err = capsys.readouterr()
     assert "breaks raised KeyError: 'no' (" in out
-    assert "1 of 1 tasks are not in the run's data as they are now, such as one" in err
+    assert "1 of 1 tasks are no longer in the run's data, such as one" in err
 
 
 def test_a_session_is_scored_by_its_last_reply(
