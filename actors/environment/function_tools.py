@@ -68,8 +68,8 @@ class FunctionTool:
     """The name by which another process finds the tool, such as my_tools.py:search or
     my_tools.py:Desk.look; empty if there is none."""
     instance: Any = None
-    """The instance whose method the tool is, if a worker keeps it (a `workers.Held`); None for any
-    other tool."""
+    """For a method of an instance that a worker keeps: the instance (a `workers.Held`). None for
+    any other tool."""
 
     @property
     def tools(self) -> tuple[FunctionTool, ...]:

@@ -159,7 +159,7 @@ class ToolSchema:
     name: str
     description: str
     parameters: Mapping[str, Any] = field(hash=False)
-    """The JSON schema of its arguments object."""
+    """The JSON schema of the object with the tool's arguments."""
 
     def __post_init__(self) -> None:
         _check_text(self.name, "tool: name")

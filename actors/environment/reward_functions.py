@@ -111,7 +111,7 @@ class RewardFunction:
     """The name by which another process finds the function, such as my.py:score; empty if there is
     none."""
     instance: Any = None
-    """The instance whose method the function is, if a worker keeps it (a `workers.Held`); None for
+    """For a method of an instance that a worker keeps: the instance (a `workers.Held`). None for
     any other function."""
     of_trainer: frozenset[str] = frozenset()
     """The names in TRAINER_ARGUMENTS that are arguments of the function."""

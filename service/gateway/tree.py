@@ -174,7 +174,7 @@ class SessionTree:
     def __init__(self, session_id: str, *, leaves_titles_out: bool = False) -> None:
         """Make an empty tree.
 
-        leaves_titles_out: titles, as docs/semantics.md describes them, are not trained.
+        leaves_titles_out: whether titles (docs/semantics.md) are left out of the training.
         """
         self._session_id = session_id
         self.leaves_titles_out = leaves_titles_out

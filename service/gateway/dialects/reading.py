@@ -76,7 +76,7 @@ def kind(value: object) -> str:
 def read_body(
     body: object, parameters: Parameters, ignored: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return the body's parameters that are given and read; others have no effect or are refused.
+    """Return the given parameters that sessions read; others have no effect or are refused.
 
     ignored: collects the names of ignored parameters; None refuses such parameters.
     """
