@@ -364,7 +364,7 @@ class SessionTree:
         raise Refused(
             RefusalCode.INVALID_REQUEST,
             f"{where}: no answer of this session has this id; send the id of an answer of this "
-            "session, or leave it out and send the whole conversation",
+            "session, or send the whole conversation without this field",
             param=where,
         )
 

@@ -50,7 +50,7 @@ def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
     try:
         url = run_dir.database_url
     except StoreError as error:
-        raise ConfigError(f"inspect: {error}") from error
+        raise ConfigError(str(error)) from error
     database, file = shown(url), sqlite_file(url)
     if file is not None and not file.is_file():
         _check_copied(run_dir, file)
@@ -86,7 +86,7 @@ def read_rows(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answe
         with run_dir.looked_into() as store:
             return read(store)
     except StoreError as error:
-        raise ConfigError(f"inspect: {error}") from error
+        raise ConfigError(str(error)) from error
     except (SQLAlchemyError, LookupError, TypeError, ValueError) as error:
         # These are errors of rows that no run wrote.
         raise ConfigError(
