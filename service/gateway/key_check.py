@@ -59,7 +59,11 @@ class SessionKeyCheck:
     async def _check(self, path: str, headers: Headers) -> None:
         key = sent_key(headers)
         if not key:
-            raise no_key()
+            raise Refused(
+                RefusalCode.INVALID_KEY,
+                "no key was sent, expected a key of the session; send it as Authorization: Bearer "
+                "KEY",
+            )
         named = _name_in(path) or headers.get(SESSION_HEADER) or session_of_key(key)
         whole = holder_of(key).whole(named)
         of_key = session_of_key(key)
@@ -84,14 +88,6 @@ def sent_key(headers: Mapping[str, str]) -> str:
 def holder_of(key: str) -> Caller:
     """Return the caller who has a session's key: a client of the session's tenant."""
     return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
-
-
-def no_key() -> Refused:
-    """Return the refusal of a request to a session's route that was sent without a key."""
-    return Refused(
-        RefusalCode.INVALID_KEY,
-        "no key was sent, expected a key of the session; send it as Authorization: Bearer KEY",
-    )
 
 
 def unknown_session(name: str) -> Refused:

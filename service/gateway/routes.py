@@ -60,7 +60,6 @@ from service.gateway.key_check import (
     SessionKeyCheck,
     as_problem,
     holder_of,
-    no_key,
     sent_key,
 )
 from service.intake.listing import SessionFilter, SessionView
@@ -438,7 +437,7 @@ async def _read_call(
 
     defaults: values of parameters that the body leaves out. Raises: Refused.
     """
-    key = _key_of(request.headers)
+    key = sent_key(request.headers)
     # Do not use `body()`, which keeps the body as long as the request: a turn may take minutes.
     body = await _parsed(b"".join([part async for part in request.stream()]))
     if defaults and isinstance(body, dict):
@@ -529,14 +528,6 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
     return JSONResponse(
         dialect.error(refused), status_code=refused.code.status, headers=error_headers(refused)
     )
-
-
-def _key_of(headers: Mapping[str, str]) -> str:
-    """Return the key that a client sent. Raises: Refused."""
-    key = sent_key(headers)
-    if not key:
-        raise no_key()
-    return key
 
 
 def _session_of(headers: Mapping[str, str]) -> str:
