@@ -144,7 +144,8 @@ def _loaded(path: str) -> ChatTokenizer:
     is_plain = config.get("tokenizer_class") in _PLAIN or _is_misread(Path(path), config)
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     try:
-        tokenizer: Any = loader.from_pretrained(path)
+        # Without this argument transformers asks in the terminal whether to run the model's code.
+        tokenizer: Any = loader.from_pretrained(path, trust_remote_code=False)
     except OSError:
         raise
     except Exception as error:

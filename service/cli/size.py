@@ -286,7 +286,7 @@ def _architecture(config: Config) -> Any | None:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(directory)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -16,6 +16,7 @@ import difflib
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -141,11 +142,14 @@ def check_architecture(
     from actors.trainer import model_check, weights_check
 
     try:
-        config = AutoConfig.from_pretrained(directory)
+        # Without this argument transformers asks in the terminal whether to run the model's code.
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         # Each architecture's settings check themselves and raise types of their own.
         # The setting that is wrong is on the first line, and what is wrong with it on the second.
         reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code from the model's directory (auto_map)"
         raise ConfigError(
             f"{key}: {directory / 'config.json'} is not a model that can be loaded "
             f"({reason}); expected the settings of an architecture that transformers knows; "
@@ -331,6 +335,8 @@ _READ_BY_VLLM = {
     "HYV3ForCausalLM": ("first_k_dense_replace", "expert_hidden_dim", "route_norm"),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Embedding and reward models, of which vLLM samples nothing.
+_NO_POLICY = re.compile(r"(?<!LMHead)(?<!Chat)Model$|Classification$|RewardModeling$")
 _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
@@ -374,6 +380,16 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
         yield (
             f"{', '.join(sorted(named))} is not among the architectures of the installed vLLM, "
             "expected one that the engines serve; choose another model"
+        )
+    trained = getattr(_causal_kind(config), "__name__", "")
+    # Publishers write some names with other capitals (LLaMAForCausalLM).
+    is_other = named and trained.casefold() not in {name.casefold() for name in named}
+    if is_other and trained in served and any(n in served or _NO_POLICY.search(n) for n in named):
+        yield (
+            f"config.json names the architecture {', '.join(sorted(named))}, which the engines "
+            f"build, and the model type {config.model_type}, for which the trainer builds "
+            f"{trained}; expected the same; set architectures to [{trained!r}] if the weights are "
+            "of this architecture, or choose another model"
         )
     for name in sorted(named & _NOT_LOADED.keys()):
         yield f"{name}: the installed vLLM {_NOT_LOADED[name]}; choose another model"
@@ -434,14 +450,19 @@ def _runs_in_transformers(config: Any, named: set[str]) -> bool:
     Return False for a mixture of experts, because vLLM would combine its own experts with a router
     that it does not know.
     """
-    from transformers import AutoModelForCausalLM
-
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kind = _causal_kind(config)
     if any(getattr(config, name, None) for name in _EXPERTS):
         return False
     if kind is None or named & registered_architectures(_NO_LONGER):
         return False
     return bool(kind.is_backend_compatible())
+
+
+def _causal_kind(config: Any) -> Any:
+    """Return transformers' class of a causal model with this configuration; None if it has none."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
 def head_size(config: Any) -> int | None:

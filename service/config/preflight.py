@@ -167,7 +167,8 @@ def _check_hub_name(name: str, *, key: str) -> None:
     from transformers import AutoConfig  # two seconds of import that a local path does not need
 
     try:
-        AutoConfig.from_pretrained(name)
+        # Without this argument transformers asks in the terminal whether to run the model's code.
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -158,6 +158,22 @@ def test_a_template_with_a_token_that_the_model_lacks_is_refused(directory: Path
         check_all(config, directory)
 
 
+def test_code_of_the_models_own_is_refused_without_a_question(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal, transformers asks whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked in the terminal"))
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    path = with_settings(directory, model_type="own", auto_map=code)
+    with pytest.raises(ConfigError, match=r"it needs Python code from the model's directory"):
+        check_all(config_with(path), path)
+    tokenizer = directory / "tokenizer_config.json"
+    changes = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | changes))
+    with pytest.raises(ValueError, match="custom code"):
+        load_tokenizer(path)
+
+
 def test_an_end_that_the_model_can_never_sample_is_refused(directory: Path) -> None:
     (directory / "generation_config.json").write_text("{}")
     file = directory / "tokenizer_config.json"

@@ -95,6 +95,22 @@ def test_the_registry_and_the_sizes_of_heads_are_read() -> None:
             Dtype.FLOAT32,
             "MiniMaxM2ForCausalLM: the installed vLLM cannot load its weights a second time",
         ),
+        *(
+            (
+                qwen3(architectures=[name]),
+                ON_GPU,
+                Dtype.FLOAT32,
+                f"names the architecture {name}, which the engines build, and the model type qwen3,"
+                " for which the trainer builds Qwen3ForCausalLM",
+            )
+            for name in (
+                "LlamaForCausalLM",
+                "Qwen2ForCausalLM",
+                "Qwen3Model",
+                "Qwen3ForSequenceClassification",
+            )
+        ),
+        (LlamaConfig(architectures=["LLaMAForCausalLM"]), ON_GPU, Dtype.FLOAT32, None),
         (ApertusConfig(), ON_CPU, Dtype.FLOAT32, "whose constants vLLM rounds to bfloat16"),
         (ApertusConfig(), ON_CPU, Dtype.BFLOAT16, None),
     ],
