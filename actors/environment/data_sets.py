@@ -63,6 +63,11 @@ _OF_PROMPTS = ("single_turn", "tools")
 _NO_IMAGES = "; Rayloom trains on text only"
 _BESIDE_PROMPT = {
     "tools": "; name the tools in tasks.options.tools of the environment tools",
+    "chat_template_kwargs": "; set rollouts.template_options, for all rows",
+    **dict.fromkeys(
+        ("system", "system_prompt"),
+        "; write it as the first message of a prompt that is a list, or set tasks.options.system",
+    ),
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _NO_IMAGES),
 }
 _FREE = ("arguments", "parameters", "input_schema")

@@ -406,6 +406,8 @@ def test_a_chat_that_a_csv_file_has_as_text_is_reported_once(
             "row 1: prompt ends with a message of the assistant",
         ),
         ({"prompt": "hi", "images": ["a.png"]}, "row 1: the column images is given to functions"),
+        ({"prompt": "hi", "system": "Be brief."}, "set tasks.options.system"),
+        ({"prompt": "hi", "chat_template_kwargs": {"a": 1}}, "set rollouts.template_options"),
         ({"prompt": "hi", "tools": [{"name": "f"}]}, "name the tools in tasks.options.tools"),
         ({"prompt": [{"role": "user", "content": "hi"}], "images": [], "tools": None}, ""),
     ],
