@@ -265,6 +265,19 @@ class ChatRenderer:
         """Return the number of characters of the vocabulary's longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
 
+    @cached_property
+    def _special_texts(self) -> tuple[str, ...]:
+        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return tuple(str(token) for token in added.values() if token.special)
+
+    def special_in(self, messages: Sequence[Message]) -> str | None:
+        """Return a special token whose text the messages contain, or None.
+
+        The tokenizer reads the text as the token. Raw prompts are meant to contain such texts.
+        """
+        texts = () if self._raw is not None else self._special_texts
+        return next((text for text in texts if any(text in m.content for m in messages)), None)
+
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the rendering of the beginning of a chat with the generation prompt.
 

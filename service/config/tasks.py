@@ -265,9 +265,13 @@ def _fitting(
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
     vocabulary = vocabulary_size(Path(model_path))
     fitting: list[int] = []
+    special: list[str] = []
     for position, task in enumerate(tasks):
+        messages = first_messages(task.data)
+        if token := renderer.special_in(messages):
+            special.append(f"{token!r} in {task.task_id}")
         try:
-            prompt = renderer.first_prompt(first_messages(task.data), tools)
+            prompt = renderer.first_prompt(messages, tools)
         except RenderError as error:
             raise ConfigError(
                 f"model: its chat template cannot render the prompt of {task.task_id}: {error}"
@@ -275,6 +279,12 @@ def _fitting(
         check_prompt_ids(prompt, vocabulary, renderer, what=f"the prompt of {task.task_id}")
         if prompt.shape[0] <= room:
             fitting.append(position)
+    if special:
+        tell(
+            f"{len(special)} of {len(tasks)} prompts contain the text of a special token, such as "
+            f"{special[0]}, which the model reads as that token; expected plain text; if the chat "
+            "template was applied to the prompts already, set model.chat_template: none"
+        )
     problem = (
         f"{len(tasks) - len(fitting)} of {len(tasks)} prompts have more than {room} tokens "
         "(model.max_context_tokens less rollouts.max_tokens_per_turn)"

@@ -113,6 +113,21 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
         open_tasks(config, model_path=str(model), tell=print)
 
 
+def test_prompts_to_which_the_template_was_applied_already_are_reported(
+    tmp_path: Path, data: str, small_model: str
+) -> None:
+    file = tmp_path / "rendered.jsonl"
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("2?", "<|user|>1?<|end|>", "3?")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told: list[str] = []
+    config = asked(str(file), "tasks.evaluation_tasks=0")
+    open_tasks(config, model_path=small_model, tell=told.append)
+    assert told[0].startswith("1 of 3 prompts contain the text of a special token, such as '<|")
+    raw = asked(str(file), "tasks.evaluation_tasks=0", "model.chat_template=none")
+    open_tasks(raw, model_path=small_model, tell=told.append)
+    assert len(told) == 1
+
+
 def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
     tmp_path: Path, data: str, small_model: str
 ) -> None:
