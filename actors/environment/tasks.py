@@ -285,7 +285,7 @@ class MixedTasks:
         """Combine sources by their weights, each above 0."""
         self._sources = dict(sources)
         self._counts = apportioned(weights, total=MIXTURE_PERIOD)
-        self._pattern = _spread(self._counts)
+        self._pattern = spread(self._counts)
 
     @property
     def digest(self) -> str:
@@ -349,7 +349,7 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
     return counts
 
 
-def _spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return each name as often as its count, spread evenly, with the number of the occurrence.
 
     Among the first j items, a name of count c occurs j c / total times, within one.
@@ -357,7 +357,7 @@ def _spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     At position j a name may be chosen if it is late by at least 1 / (2 n - 2), for n names; among
     these names, the one that would first be too late is chosen (R. Tijdeman, The chairman
     assignment problem, Discrete Mathematics 32, 1980).
-    Example: _spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
+    Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
     total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)
     taken = dict.fromkeys(counts, 0)
