@@ -316,4 +316,4 @@ def test_the_names_that_the_configuration_allows_are_those_of_vllm(child: Child)
     tool, reasoning = child(reply_parsing.vllm_names)
     assert read["tool"] == tool - {"openai"}
     assert read["reasoning"] == reasoning - {"openai_gptoss"}
-    assert {form.parser for form in CALL_FORMS} <= read.tool
+    assert {form.parser for form in CALL_FORMS} <= read["tool"]
