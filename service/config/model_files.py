@@ -26,12 +26,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actors.environment.chat_template import template_variables
+from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.rendering import ChatRenderer
+from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.settings import LoraSettings
 from actors.types import Dtype, TokenIds
 from actors.user_code import type_of
 from service.config.file import ConfigError
+from service.config.tree import Config
 from service.inference.settings import InferenceSettings
 
 _ROOT = Path(__file__).parents[2]
@@ -93,7 +95,21 @@ def check_prompt_ids(
         )
 
 
-def check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
+def renderer_of(config: Config, model_path: str) -> ChatRenderer:
+    """Return the renderer of the configured model.
+
+    Raises: ConfigError if the tokenizer, the template or its options cannot be used.
+    """
+    options = config.rollouts.template_options
+    try:
+        tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
+        _check_template_options(tokenizer, options)
+        return ChatRenderer(tokenizer, template_options=options)
+    except (RenderError, OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
+
+
+def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
     """Check that the chat template has a variable for each option.
 
     The template itself would ignore a misspelt option. Raises: ConfigError if an option is unknown.

@@ -98,17 +98,19 @@ def check_with_model(
     *,
     model_path: str,
     was_loaded: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Run the checks that need the model's files.
 
     Args: model_path: directory of the model's files, after the tiny model was built. was_loaded:
-        whether the resumed run has loaded this model before.
+        whether the resumed run has loaded this model before. tell: called with each warning about
+        the tasks, which a run reports itself.
     Raises: ConfigError if a check fails.
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
     check_token_ids(config, Path(model_path))
-    check_prompts(config, model_path, observations)
+    check_prompts(config, model_path, observations, tell=tell)
 
 
 def check_model_sources(config: Config) -> None:

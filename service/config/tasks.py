@@ -47,14 +47,13 @@ from actors.environment.tasks import (
     read_tasks,
 )
 from actors.environment.template_traits import call_form
-from actors.environment.tokenizer import load_tokenizer
 from actors.options import user_code
 from actors.types import SESSION, Task
 from actors.user_code import closing, describe, location, note_of_close, root_cause, type_of
 from service.config.file import ConfigError
 from service.config.model_files import (
     check_prompt_ids,
-    check_template_options,
+    renderer_of,
     vocabulary_size,
 )
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
@@ -78,8 +77,8 @@ def open_tasks(
     """Return the source of a run's tasks, without the tasks whose prompts are too long.
 
     Args: model_path: model whose tokenizer measures the prompts. If it is None, or the environment
-        does not build prompts from data, no task is left out. tell: called with a sentence on the
-        number of tasks that were left out.
+        does not build prompts from data, no task is left out. tell: called with each warning, such
+        as the number of tasks that were left out.
     Raises: ConfigError if a file cannot be used, or has no prompt that fits.
     """
     if config.mixture:
@@ -260,7 +259,7 @@ def _fitting(
     if (first_messages := _first_messages(config)) is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
-    renderer = _renderer(config, model_path)
+    renderer = renderer_of(config, model_path)
     _check_tools(config, renderer, (), tools)
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
     vocabulary = vocabulary_size(Path(model_path))
@@ -337,15 +336,23 @@ class _Exited(Exception):
     """An environment's attempt to end the process."""
 
 
-def check_prompt(config: Config, model_path: str, observation: Observation) -> None:
+def check_prompt(
+    config: Config,
+    model_path: str,
+    observation: Observation,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> None:
     """Check that the first prompt can be rendered and leaves room for an answer.
 
     If prompts are known in advance, it is enough that one of them fits.
-    observation: the first observation of the environment; `config` must not be a mixture.
+    observation: the first observation of the environment; `config` must not be a mixture. tell: as
+    for `open_tasks`.
     Raises: ConfigError if the prompt cannot be rendered or does not fit.
     """
     if _first_messages(config) is not None:
-        open_sets(config, open_tasks(config, model_path=model_path), model_path=model_path)
+        tasks = open_tasks(config, model_path=model_path, tell=tell)
+        open_sets(config, tasks, model_path=model_path, tell=tell)
         return
     num_prompt = _num_prompt_tokens(config, model_path, observation)
     room = config.model.max_context_tokens - num_prompt
@@ -372,13 +379,20 @@ def first_observations(config: Config) -> dict[str, Observation]:
     return found
 
 
-def check_prompts(config: Config, model_path: str, observations: Mapping[str, Observation]) -> None:
+def check_prompts(
+    config: Config,
+    model_path: str,
+    observations: Mapping[str, Observation],
+    *,
+    tell: Callable[[str], None],
+) -> None:
     """Call `check_prompt` for each environment. Raises: ConfigError if a check fails."""
     if not config.mixture:
-        return check_prompt(config, model_path, observations[config.tasks.environment])
+        return check_prompt(config, model_path, observations[config.tasks.environment], tell=tell)
     for name, member in config.members.items():
         with _named_refusals(name):
-            check_prompt(member, model_path, observations[name])
+            tell_member = partial(_tell_with_key, f"mixture.{name}", tell)
+            check_prompt(member, model_path, observations[name], tell=tell_member)
 
 
 def first_observation(config: Config) -> Observation:
@@ -521,7 +535,7 @@ async def _ended(method: str, call: Awaitable[Any]) -> object:
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
     try:
-        renderer = _renderer(config, model_path)
+        renderer = renderer_of(config, model_path)
         _check_tools(config, renderer, observation.messages, observation.tools)
         prompt = renderer.first_prompt(observation.messages, observation.tools)
     except RenderError as error:
@@ -578,17 +592,3 @@ def _check_tools(
             "the form of calls in the model's chat template is not known; name one of "
             "vLLM's parsers, or none if the environment reads calls out of the text itself"
         )
-
-
-def _renderer(config: Config, model_path: str) -> ChatRenderer:
-    """Return the renderer of the configured model.
-
-    Raises: ConfigError if the tokenizer, the template or its options cannot be used.
-    """
-    options = config.rollouts.template_options
-    try:
-        tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
-        check_template_options(tokenizer, options)
-        return ChatRenderer(tokenizer, template_options=options)
-    except (RenderError, OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error

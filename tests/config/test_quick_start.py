@@ -149,7 +149,9 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
     own, more = open_sets(config, tasks, model_path=small_model, tell=told.append)
     assert (len(own.tasks), len(more.tasks)) == (1, 3)
     assert told[1] == f"evaluation.sets.more: {told[0]}"
-    check_prompt(config, small_model, first_observation(config))
+    checked: list[str] = []
+    check_prompt(config, small_model, first_observation(config), tell=checked.append)
+    assert checked == told
     config = asked(str(file), "model.max_context_tokens=33", "rollouts.max_tokens_per_turn=32")
     with pytest.raises(ConfigError, match="5 of 5 prompts have more than 1 tokens"):
         check_prompt(config, small_model, first_observation(config))
