@@ -102,9 +102,8 @@ def run_evaluate(
     signals.check()
     name, config = config.run.name, _without_trainer(config)
     stages.next("reading rows")
-    _chosen_set(
-        config, set_name, num_tasks
-    )  # early, without the checks that need the model's tokenizer
+    # Early, without the checks that need the model's tokenizer.
+    _chosen_set(config, set_name, num_tasks)
     directory = None if uses_model else _checkpoint(run, checkpoint)
     out = _out(out, run, name if directory is None else directory.name)
     with tempfile.TemporaryDirectory(prefix="rayloom-evaluate-") as scratch:

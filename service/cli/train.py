@@ -63,13 +63,13 @@ def run_training(
     """Train until the run ends or a signal arrives, and return the exit code.
 
     Args: stages: display of the start's progress; its current stage is the loading of packages.
-    address: address of the Ray cluster to join; None starts a local cluster. new_run, resume:
-    directory of a new run, or of the run to resume; None and None choose a new one. The caller has
-    checked them (`check_resumable`, `check_new`). checkpoint: with `resume`, the directory name of
-    the checkpoint to return to; empty for the newest. takes_over: whether to resume a run even if
-    another process has its lease. store: location of a new run's database. trial: selects which of
-    the user's functions are called before the start. api: settings for accepting tasks over HTTP;
-    None plays the configuration's own tasks.
+    address: address of the Ray cluster to join; None starts a local cluster. new_run: directory of
+    a new run; None chooses one. resume: directory of the run to resume; None starts a new run. The
+    caller has checked both (`check_new`, `check_resumable`). checkpoint: with `resume`, the
+    directory name of the checkpoint to return to; empty for the newest. takes_over: whether to
+    resume a run even if another process has its lease. api: settings for accepting tasks over HTTP;
+    None plays the configuration's own tasks. store: location of a new run's database. trial:
+    selects which of the user's functions are called before the start.
     Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()

@@ -52,8 +52,8 @@ async def play(
     idle_s: seconds without an ended rollout after which a share is abandoned. notice: called for
     each lost share. slots_share: share of rollouts.slots_per_actor that each actor plays at once.
 
-    Returns: a result for each play, in the order of the plays;
-    the plays of lost shares are left out.
+    Returns: a result for each play, in the order of the plays; the plays of lost shares are left
+    out.
     """
     size = len(members)
     shares = [range(index, len(plays), size) for index in range(size)]
