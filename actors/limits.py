@@ -6,12 +6,9 @@ that code constructs directly is not checked.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict, JsonValue
 
 # Nats. A token that one policy finds e^20 times likelier than another was not sampled as recorded,
 # or was recorded wrongly; its ratio counts as e^20, sends no gradient and overflows nothing.
@@ -31,16 +28,16 @@ GIB = 1 << 30
 
 # `__pydantic_config__` of all settings: unknown keys are refused, and a field's docstring is its
 # description. This is a plain dict, so that actors need no pydantic.
-STRICT: ConfigDict = {
+STRICT = {
     "extra": "forbid",
     "use_attribute_docstrings": True,
     "allow_inf_nan": False,
 }
 # `__pydantic_config__` of a task's data that may have more entries than its class declares.
-OPEN: ConfigDict = {"use_attribute_docstrings": True}
+OPEN = {"use_attribute_docstrings": True}
 
 
-def strict_unless_empty(**rule: JsonValue) -> ConfigDict:
+def strict_unless_empty(**rule: object) -> dict[str, Any]:
     """Return STRICT with a JSON schema's rule for the data of a task that may also have none.
 
     Example: strict_unless_empty(required=["question"])

@@ -155,7 +155,7 @@ async def test_a_game_for_two_needs_an_opponent() -> None:
         ({"game": "Nothing-v0"}, "game: got 'Nothing-v0', expected a name of its registry"),
         ({}, "options.game: missing"),
         ({"game": "TicTacToe-v0", "opponent": "first_free"}, "expected FILE.py:NAME"),
-        ({"game": "TicTacToe-v0", "opponent": f"{HERE}:HERE"}, "a str, expected a function"),
+        ({"game": "TicTacToe-v0", "opponent": f"{HERE}:HERE"}, "of type str, expected a function"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

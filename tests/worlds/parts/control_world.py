@@ -169,11 +169,11 @@ class AskedControl:
     is_gone: bool = False
 
     def __getattr__(self, call: str) -> Any:
-        async def ask(*arguments: Any) -> Any:
+        async def ask(*arguments: Any, **named: Any) -> Any:
             if self.is_gone:
                 raise RunUnavailable("the run does not answer")
             try:
-                return await getattr(self.control, call)(*arguments)
+                return await getattr(self.control, call)(*arguments, **named)
             except (LeaseLost, StoreError) as error:
                 raise RunUnavailable(str(error)) from error
 
