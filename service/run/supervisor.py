@@ -334,13 +334,13 @@ class Supervisor:
         term = self._control.term
         return None if term is None else term.gateway
 
-    async def control(self, call: str, *arguments: Any) -> Any:
+    async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of `Control` by its name, and return its answer.
 
         Raises: ControlRefused, LeaseLost, StoreError.
         """
         self._check_owned()
-        return await getattr(self._control, call)(*arguments)
+        return await getattr(self._control, call)(*arguments, **named)
 
     async def _evict(self, group_id: str) -> bool:
         """Cancel a group in the queue; return False if a step has taken it.
