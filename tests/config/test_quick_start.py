@@ -83,6 +83,8 @@ def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
     assert tree["model"] == {"path": "org/model", "dtype": "bfloat16"}
     assert tree["trainer"]["learning_rate"] == 1e-6 and tree["trainer"]["device"] == "cuda"
     assert tree["inference"]["gpus_per_replica"] + tree["trainer"]["gpus_per_rank"] == 1
+    on_cpu = quick_tree("org/set", model="org/model", has_gpu=False, has_tools=False)
+    assert on_cpu["inference"] == {"enforce_eager": True} and "dtype" not in on_cpu["model"]
     # The tiny model is for the CPU.
     tiny = quick_tree("d.csv", model=None, has_gpu=True, has_tools=True)
     assert "device" not in tiny["trainer"] and tiny["rollouts"]["max_turns"] == MAX_TOOL_TURNS

@@ -243,4 +243,7 @@ def _tree(dataset: str, *, model: str | None, has_gpu: bool) -> dict[str, Any]:
             "dtype": "bfloat16",
             "gradient_checkpointing": True,
         }
+    else:
+        # To compile takes a minute at every start, also with vLLM's cache, and a C++ compiler.
+        tree["inference"] = {"enforce_eager": True}
     return tree
