@@ -56,7 +56,7 @@ from service.inference.deployment import delete_inference, deploy_inference, wai
 from service.inference.replica import ReplicaDescription
 from service.inference.settings import EngineSettings
 from service.launch.cluster import joined
-from service.launch.gguf_models import build_tiny
+from service.launch.model_directories import build_tiny
 from service.run.environment_pool import start_environment_actor
 from service.run.start import engine_settings
 

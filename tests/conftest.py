@@ -139,7 +139,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from worlds.runs.run_driver import SMALL
 
     from service.config.tree import TinyModelSettings
-    from service.launch.gguf_models import build_tiny
+    from service.launch.model_directories import build_tiny
 
     directory = tmp_path_factory.mktemp("small") / "model"
     build_tiny(directory, TinyModelSettings(**SMALL["model"]["tiny"]))

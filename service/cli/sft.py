@@ -36,7 +36,7 @@ from service.config.preflight import (
 )
 from service.config.sft import SftConfig
 from service.launch.cluster import joined
-from service.launch.gguf_models import with_converted_models
+from service.launch.model_directories import with_converted_models
 from service.launch.run_dir import RunDir, check_new, held_alone, model_path
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.health import RunFailed

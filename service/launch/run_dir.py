@@ -23,7 +23,7 @@ from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes, refused_temperature
 from service.config.tree import Config
 from service.config.trial import Trial
-from service.launch.gguf_models import build_tiny
+from service.launch.model_directories import build_tiny
 from service.launch.sources import check_sources, sources_of, write_sources
 from service.store.errors import StoreError
 from service.store.leases import check_kind

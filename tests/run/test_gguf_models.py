@@ -14,7 +14,7 @@ from worlds.builders.gguf_files import TEMPLATE, TOKENS, tiny_llama, write_gguf
 from actors.environment.tokenizer import stop_token_ids
 from service.config.file import ConfigError, parse_config
 from service.config.preflight import check_model_source
-from service.launch.gguf_models import (
+from service.launch.model_directories import (
     MARKER,
     converted_model,
     models_directory,

@@ -9,7 +9,7 @@ from worlds.runs.stored_run import BEFORE, unpack_run
 
 from service.cli.artifacts import export_checkpoint, export_to_address
 from service.config.file import ConfigError, parse_config
-from service.launch.gguf_models import fetched_model, with_converted_models
+from service.launch.model_directories import fetched_model, with_converted_models
 from service.remote_files import MARKER
 
 

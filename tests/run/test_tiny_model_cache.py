@@ -8,7 +8,7 @@ import pytest
 
 from service.config.file import ConfigError
 from service.config.tree import TinyModelSettings
-from service.launch.gguf_models import build_tiny
+from service.launch.model_directories import build_tiny
 
 SETTINGS = TinyModelSettings(warmup_steps=0)
 

@@ -11,7 +11,7 @@ from worlds.runs.run_driver import START_S, STEP_S, running, small_config
 from worlds.servers.object_server import BUCKET, object_server
 
 from service.cli.artifacts import export_to_address
-from service.launch.gguf_models import fetched_model
+from service.launch.model_directories import fetched_model
 from service.remote_files import RemoteDirectory
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]

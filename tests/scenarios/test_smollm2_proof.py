@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from worlds.runs.run_driver import ROOT
 
 from actors.environment.tokenizer import stop_token_ids
-from service.launch.gguf_models import MARKER, SMOLLM2, SMOLLM2_VERSION
+from service.launch.model_directories import MARKER, SMOLLM2, SMOLLM2_VERSION
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(1800)]
 CONFIG = "deploy/configs/addition-cpu.yaml"

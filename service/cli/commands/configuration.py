@@ -107,7 +107,7 @@ def converted(config: Config) -> Config:
 
     Raises: ConfigError if a file cannot be converted.
     """
-    from service.launch.gguf_models import with_converted_models
+    from service.launch.model_directories import with_converted_models
 
     return with_converted_models(config, tell=partial(say, err=True))
 

@@ -29,7 +29,7 @@ from actors.types import Sample, Trajectory
 from service.config.file import dump_config, parse_config
 from service.config.parts import rank_settings, step_settings
 from service.config.tree import Config
-from service.launch.gguf_models import build_tiny
+from service.launch.model_directories import build_tiny
 from service.launch.run_dir import RunDir
 from service.store.run_store import RunStore
 from service.telemetry.records import StageSeconds, step_record
