@@ -1,4 +1,4 @@
-"""Await with a deadline or beside other work without losing a cancellation, and retry.
+"""Await a call with a deadline or during other work, without losing a cancellation; retry calls.
 
 These functions replace `asyncio.wait_for`, which in Python 3.11 loses a cancellation that arrives
 together with the result, so that a loop around it never stops. Use them wherever an actor awaits

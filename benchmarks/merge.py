@@ -6,10 +6,10 @@ Both sides make rows of the same trajectories in one run, alternately (ours, the
 each from its own form of input: Rayloom from turns with int32 arrays, SkyRL from lists of ints that
 share their objects, as its own generator makes them. In *run*, the turns of a turn loop, each of
 which is known to continue the last one, pass through the sample builder and the codec, and are
-decoded again. *Comparison* is the same without the information which sample a turn extends.
-*Obvious* is the rule in plain loops over Python's lists, without the codec. Times are CPU seconds
-of one thread. The benchmark prints one JSON line, and exits with 1 if the upper quartile of a ratio
-misses its goal.
+decoded again. *Comparison* is the same, but turns do not say which sample they extend, so prompts
+are compared. *Obvious* applies the merge rule with loops over Python's lists, without the codec.
+Times are CPU seconds of one thread. The benchmark prints one JSON line, and exits with 1 if the
+upper quartile of a ratio misses its goal.
 """
 
 from __future__ import annotations

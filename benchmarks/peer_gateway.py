@@ -26,9 +26,9 @@ marks it, with an idempotency key; the other gateway ignores both and samples th
 also has a sub-agent of three turns with its own instructions between them, a compaction, and three
 turns after it. It plays once with answers as the tokenizer would encode them (*canonical*: no
 answer changes), and once with the first word of each answer in single letters (*split*: all change,
-the worst case; a real model's answers are between these cases). `trained_once` counts sampled
-tokens by names that their log-probabilities carry through either gateway. The benchmark prints one
-line of JSON.
+the worst case; a real model's answers are between these cases). `trained_once` is the number of
+sampled tokens that are trained exactly once; a token is recognised by its log-probability, which is
+different for each token and passes both gateways unchanged. The benchmark prints one line of JSON.
 """
 
 from __future__ import annotations

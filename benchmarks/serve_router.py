@@ -7,8 +7,8 @@ proxy, a Python process, and its router; with it HAProxy sends it to the replica
 Ray has one replica that answers with the request's body, and one of Rayloom's HTTP API, whose
 `/healthz` answers without a run. The client keeps its connections and sends the next request as
 soon as it is answered. The sides alternate their windows. The benchmark prints one line of JSON.
-Ratios are Serve's proxy over HAProxy: HAProxy was better if a ratio of seconds is above 1, the
-proxy if a ratio of requests is.
+A ratio is the value of Serve's proxy divided by that of HAProxy: HAProxy was better if a ratio of
+seconds is above 1, or if a ratio of requests is below 1.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class EnvironmentActor:
         temperature: float | None = None,
         kept: KeptTokens | None = None,
     ) -> Trajectory:
-        """Play one rollout. temperature, kept: those of an evaluation; None: those of training."""
+        """Play one rollout. temperature, kept: an evaluation's sampling; None: as in training."""
         name = assignment.task.environment
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts

@@ -237,7 +237,7 @@ def _field_of(reply: str, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a column as readable text; in a chat, each message follows its role."""
+    """Return a column as readable text; a chat has the form `ROLE: CONTENT` for each message."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(

@@ -357,14 +357,15 @@ class RewardError(Exception):
 
 
 class Environment(Protocol):
-    """An environment that plays one episode at a time, with random choices only from task seeds.
+    """An environment that plays one episode at a time; all randomness comes from the task's seed.
 
     A constructor takes the options as keyword arguments, or as one argument `options`, a dataclass.
-    It does nothing slow; slow work belongs in `reset`. No method may block the event loop: other
-    episodes share it. An attribute `data_schema` may be a dataclass of its tasks' data, or their
-    JSON schema (`task_data`); without it any object is accepted. A method `first_messages(data)`
-    may return a task's first messages without beginning the task, and an attribute `tools` may
-    contain the tools. Tasks with too long prompts are then left out before the start.
+    It must be fast: slow work belongs in `reset`. No method may block the event loop, because other
+    episodes share it. The attribute `data_schema` may be a dataclass with the fields of a task's
+    data, or a JSON schema (`task_data`); without it any object is accepted. The method
+    `first_messages(data)` may return a task's first messages without beginning the task, and the
+    attribute `tools` may contain the tools. With them, the run leaves out tasks whose prompts are
+    too long before it starts.
 
     Example:
         ```python

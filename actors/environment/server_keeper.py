@@ -2,14 +2,14 @@
 
     python -I -S server_keeper.py PID COMMAND...
 
-PID is the id of the user, which is the process that starts this one. A server may start other
-processes (launchers such as npx, uvx or `sh -c` do), which would outlive the server and the user.
-So there are two processes in between: the first, the user's child, passes signals on; the second,
-the keeper, becomes the parent of orphaned descendants, so that it can reach all of them, and ends
-them when the server, the first process or the user has ended. The keeper is not the user's child,
-because Ray kills the children of a worker that it ends. Only the server has the standard input and
-output. `mcp_servers` starts this program. It needs Linux, and only Python's own library, so that
-one for each server costs little.
+PID is the id of the user: the process that uses the server, and starts this program. A server may
+start other processes (launchers such as npx, uvx or `sh -c` do), which would outlive the server and
+the user. So there are two processes between user and server. The first is the user's child, and
+passes signals on. The second, the keeper, becomes the parent of the server's orphaned descendants;
+it ends all descendants when the server, the first process or the user has ended. The keeper is not
+the user's child, because Ray kills the children of a worker that it ends. Only the server has the
+standard input and output. `mcp_servers` starts this program once for each server; the program
+imports only the standard library, so that it costs little. It needs Linux.
 """
 
 from __future__ import annotations

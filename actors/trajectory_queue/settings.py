@@ -75,4 +75,4 @@ class ExchangeSettings:
     max_block: int = 64
     """Largest number of trajectories that are sent together."""
     queue_deadline_s: float = 60.0
-    """Longest time that the queue may take to answer, in seconds, in addition to a poll."""
+    """Longest time to wait for the queue's answer, in seconds; for a poll, poll_s is added."""

@@ -91,7 +91,7 @@ HEIGHTS: Mapping[Look, int] = {"number": 4, "name": 4, "lines": 8, "heatmap": 8}
 
 
 Choice = Literal["environment", "replica", "ray_cluster"]
-"""A variable of a dashboard besides the data source, the place and the run."""
+"""A variable that only some dashboards have. All have the data source, the run and PLACE_LABELS."""
 # The caption of each choice, and the query for its values.
 CHOICES: Mapping[Choice, tuple[str, str]] = {
     "environment": (

@@ -31,7 +31,7 @@ gcsFaultToleranceOptions:
 {{- end }}
 headGroupSpec:
   rayStartParams:
-    # No CPU, so that no engine, rank or environment actor lands beside the control store.
+    # Without CPUs, so that no engine, rank or environment actor is placed next to the control store.
     num-cpus: "0"
     dashboard-host: 0.0.0.0
     object-store-memory: {{ include "rayloom.objectStore" .Values.head.shmSize | quote }}
@@ -47,7 +47,7 @@ workerGroupSpecs:
   {{- range $name := include "rayloom.workers" . | fromJsonArray }}
   {{- $group := index $.Values $name }}
   - groupName: {{ $name }}
-    # Of a fixed size: a run does not grow with its pods.
+    # The size is fixed, because a run places all its parts at the start.
     replicas: {{ $group.replicas }}
     minReplicas: {{ $group.replicas }}
     maxReplicas: {{ $group.replicas }}
@@ -83,8 +83,8 @@ applications:
     args: {{- include "rayloom.arguments" . | nindent 6 }}
 {{- end -}}
 
-{{/* What deploy/serve_app.py and deploy/train_job.py are told. The configuration itself is in it, so that
-     it cannot be older or younger than the command. */}}
+{{/* The arguments of deploy/serve_app.py and deploy/train_job.py. They contain the configuration itself, so that
+     configuration and command always have the same version. */}}
 {{- define "rayloom.arguments" -}}
 {{- $config := include "rayloom.config" . | fromYaml -}}
 config: {{- include "rayloom.sentConfig" . | nindent 2 }}
@@ -94,8 +94,8 @@ state_dir: {{ printf "/database/%s" $config.run.name | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Bytes of Ray's objects in /dev/shm, of which NCCL and vLLM want some too. Ray's own choice does not look
-     at its size, and lies on the disk where it does not fit. Takes: shmSize. */}}
+{{/* Size of Ray's object store in bytes: a part of /dev/shm, which NCCL and vLLM use too. Ray's default ignores the
+     size of /dev/shm, and puts the store on the disk if it does not fit. Takes: shmSize. */}}
 {{- define "rayloom.objectStore" -}}
 {{- mulf 0.8 (include "rayloom.quantity" .) | int64 -}}
 {{- end -}}

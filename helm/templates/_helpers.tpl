@@ -1,4 +1,4 @@
-{{/* The name of the Ray resource, and the beginning of every other name. _validate.tpl bounds it. */}}
+{{/* The name of the Ray resource, with which every other name begins. _validate.tpl limits its length. */}}
 {{- define "rayloom.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if .Values.fullnameOverride -}}
@@ -19,17 +19,17 @@
 {{- $groups | toJson -}}
 {{- end -}}
 
-{{/* Whether the ranks run on the pods of the engines, as where both share a GPU. */}}
+{{/* Whether the ranks run on the pods of the engines, for example because both share a GPU. */}}
 {{- define "rayloom.isColocated" -}}
 {{- eq (int .Values.trainer.replicas) 0 -}}
 {{- end -}}
 
-{{/* The names of the ports that Prometheus reads, as JSON; all but the first are the head's alone. */}}
+{{/* The names of the ports that Prometheus reads, as JSON; only the first is also on workers. */}}
 {{- define "rayloom.metricsPorts" -}}
 ["metrics", "as-metrics", "dash-metrics", "rayloom-metrics"]
 {{- end -}}
 
-{{/* Left out where it is false: Kueue sets it too. */}}
+{{/* The field `suspend`, left out if it is false, because Kueue sets the field too. */}}
 {{- define "rayloom.suspend" -}}
 {{- if .Values.suspend -}}
 suspend: true
@@ -46,13 +46,14 @@ suspend: true
 {{- include "rayloom.metadata" (dict "context" . "labels" $labels "annotations" $annotations) -}}
 {{- end -}}
 
-{{/* Of the two halves of the operator's object, by which the next upgrade sees what it changes. */}}
+{{/* Digests of the two halves of the operator's object; the next upgrade compares them to see which half changes. */}}
 {{- define "rayloom.digests" -}}
 rayloom/cluster: {{ include "rayloom.clusterSpec" . | fromYaml | toJson | sha256sum | trunc 16 | quote }}
 rayloom/serve: {{ include "rayloom.serveConfig" . | fromYaml | toJson | sha256sum | trunc 16 | quote }}
 {{- end -}}
 
-{{/* What a pod is found by. Stable: any other label in a pod template would ask for a new cluster. */}}
+{{/* The labels by which pods are found. They never change, because a changed label in a pod template would
+     require a new cluster. */}}
 {{- define "rayloom.selectorLabels" -}}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/part-of: rayloom
@@ -66,9 +67,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end -}}
 
-{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name; annotations, and labels beside the
-     chart's own or in their place, if it has any; another namespace than the release's, in which the name begins with
-     the release's, as there may be a release of this name in each. */}}
+{{/* The metadata of an object. Takes: context; suffix or name (the whole name); annotations; labels, which are added to
+     the chart's labels and override them; namespace, if it is not the release's. In another namespace, the name begins
+     with the release's namespace, because each namespace may have a release of the same name. */}}
 {{- define "rayloom.metadata" -}}
 {{- $release := .context.Release.Namespace -}}
 {{- $isElsewhere := and (not (empty .namespace)) (ne (toString .namespace) $release) -}}
@@ -80,8 +81,8 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* The image of a group and when it is pulled: its own keys over those of image. A repository or a tag of its own
-     takes the place of a digest of image. Takes: context, name (of the group). */}}
+{{/* The image of a group and its pull policy: the group's own keys override those of image. If the group has a
+     repository or a tag, the digest of image is not used. Takes: context, name (of the group). */}}
 {{- define "rayloom.imageOf" -}}
 {{- $own := index .context.Values .name "image" | default dict -}}
 {{- $image := deepCopy .context.Values.image -}}
@@ -91,8 +92,8 @@ name: {{ ternary (printf "%s@%s" $image.repository $image.digest) (printf "%s:%s
 pullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
-{{/* Environments may run code that nobody vouches for: they get nothing of what the account may do, nor
-     what a cloud hands to its pods. Takes: context, name (of the group). */}}
+{{/* The service account of a group. Environments may run untrusted code, so their pods have an account without the
+     rights of the run's account, in the cluster and in the cloud. Takes: context, name (of the group). */}}
 {{- define "rayloom.serviceAccountName" -}}
 {{- $account := .context.Values.serviceAccount -}}
 {{- $name := include "rayloom.fullname" .context -}}
@@ -111,9 +112,9 @@ pullPolicy: {{ $image.pullPolicy }}
 {{- default (printf "%s-ray-token" (include "rayloom.fullname" .)) .Values.auth.ray.existingSecret -}}
 {{- end -}}
 
-{{/* A secret's value, base64: the one that is there, else a new one; a new one also where the text of
-     auth.rotation is another than when it was drawn. Takes: context, name, key. `helm template` sees no
-     cluster, and makes a new one each time. */}}
+{{/* A secret's value in base64: the value in the cluster, or a new value if there is none or if auth.rotation
+     has changed since that value was made. Takes: context, name, key. `helm template` sees no cluster, and
+     makes a new value each time. */}}
 {{- define "rayloom.keptSecret" -}}
 {{- $found := lookup "v1" "Secret" .context.Release.Namespace .name -}}
 {{- $rotation := dig "metadata" "annotations" "rayloom/rotation" "" $found -}}
@@ -121,7 +122,8 @@ pullPolicy: {{ $image.pullPolicy }}
 {{- default (randAlphaNum 48 | b64enc) $kept -}}
 {{- end -}}
 
-{{/* The configuration as it is sent: your own without sections that are null, and where a pod listens. */}}
+{{/* The configuration as it is sent: your own without sections that are null, and the addresses at which a pod
+     listens by default. */}}
 {{- define "rayloom.sentConfig" -}}
 {{- $own := deepCopy .Values.config -}}
 {{- range $section, $settings := .Values.config -}}
@@ -131,7 +133,7 @@ pullPolicy: {{ $image.pullPolicy }}
 {{- mergeOverwrite $listens $own | toYaml -}}
 {{- end -}}
 
-{{/* The same with the tree's defaults, for the templates to read. */}}
+{{/* The sent configuration with all of Rayloom's defaults, for the templates to read. */}}
 {{- define "rayloom.config" -}}
 {{- mergeOverwrite (.Files.Get "files/config-defaults.yaml" | fromYaml) (include "rayloom.sentConfig" . | fromYaml) | toYaml -}}
 {{- end -}}
@@ -149,12 +151,12 @@ pullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 {{- end -}}
 
-{{/* A quantity as it stands in a manifest: a large number would become 3e+09. */}}
+{{/* A quantity as text for a manifest, in which a large number would become 3e+09. */}}
 {{- define "rayloom.size" -}}
 {{- toJson . | trimAll "\"" | quote -}}
 {{- end -}}
 
-{{/* Those of a list of texts that stand in it more than once, as JSON. */}}
+{{/* The texts that occur more than once in a list, as JSON. */}}
 {{- define "rayloom.repeated" -}}
 {{- $seen := dict -}}
 {{- $repeated := list -}}
@@ -165,8 +167,8 @@ pullPolicy: {{ $image.pullPolicy }}
 {{- uniq $repeated | toJson -}}
 {{- end -}}
 
-{{/* What a group offers to the parts of its role (service/launch/placement.py), as the operator hands
-     it to `ray start` through a shell. Takes: the roles. */}}
+{{/* The custom resources by which a group offers its roles (service/launch/placement.py), quoted because the
+     operator passes them to `ray start` through a shell. Takes: the roles. */}}
 {{- define "rayloom.roles" -}}
 {{- $offered := list -}}
 {{- range . }}{{- $offered = append $offered (printf "\"rayloom_%s\": 1" .) -}}{{- end -}}

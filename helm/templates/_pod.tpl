@@ -1,4 +1,4 @@
-{{/* A group's values: what every pod has, and under it the group's own. Takes: context, name. */}}
+{{/* A group's values: those of pods, which the group's own values extend or override. Takes: context, name. */}}
 {{- define "rayloom.group" -}}
 {{- $group := deepCopy .context.Values.pods -}}
 {{- range $key, $own := deepCopy (index .context.Values .name) -}}
@@ -14,8 +14,8 @@
 
 {{/* The pod template of one group. Takes: context, name.
 
-     Neither the chart's version nor a checksum may stand in here: the operator compares pod templates,
-     and would want a new cluster for every release. */}}
+     The template must contain neither the chart's version nor a checksum: the operator compares pod templates,
+     and would require a new cluster for every release. */}}
 {{- define "rayloom.podTemplate" -}}
 {{- $root := .context -}}
 {{- $values := $root.Values -}}
@@ -32,7 +32,7 @@ spec:
   serviceAccountName: {{ include "rayloom.serviceAccountName" $pod | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
-  # On the head the run ends first, and then Ray's node.
+  # On the head, the run ends first, and then Ray's node.
   terminationGracePeriodSeconds: {{ add (mul $values.drain.timeoutSeconds (ternary 2 1 $isHead)) 30 }}
   securityContext: {{- include "rayloom.podSecurity" $group.podSecurityContext | nindent 4 }}
   {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsConfig" "hostAliases" "hostNetwork" "resourceClaims" }}
@@ -40,7 +40,7 @@ spec:
   {{ $key }}: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
-  {{- /* By Kubernetes' own default a pod on the node's network asks the node's name servers, which do not know the head. */}}
+  {{- /* By default, a pod on the node's network uses the node's name servers, which do not know the head. */}}
   {{- with default (ternary "ClusterFirstWithHostNet" "" $group.hostNetwork) $group.dnsPolicy }}
   dnsPolicy: {{ . }}
   {{- end }}
@@ -74,8 +74,8 @@ spec:
       lifecycle:
         preStop:
           exec:
-            # In half the time that the workers, which may be told to go too, still have; the other half is
-            # for the checkpoint.
+            # The current step has half of the workers' drain time, because the workers may be stopped at the
+            # same time; the other half is for the checkpoint.
             command: [rayloom, stop, --grace, {{ div $values.drain.timeoutSeconds 2 | quote }}]
       {{- end }}
       {{- with include "rayloom.probes" $pod | trim }}
@@ -88,8 +88,8 @@ spec:
   volumes: {{- include "rayloom.volumes" $pod | nindent 4 }}
 {{- end -}}
 
-{{/* Of a group's pod template as it is stored. A node of Ray bears it, and tells so what it was made of.
-     Takes: context, name. */}}
+{{/* The hash of a group's pod template. It is a label of the group's Ray nodes, and shows from which template a
+     node was made. Takes: context, name. */}}
 {{- define "rayloom.templateHash" -}}
 {{- include "rayloom.podTemplate" . | fromYaml | toJson | sha256sum | trunc 16 -}}
 {{- end -}}
@@ -99,7 +99,7 @@ spec:
 app.kubernetes.io/component: {{ .name }}
 {{- end -}}
 
-{{/* An id that is null is the platform's to choose. Takes: a group's podSecurityContext. */}}
+{{/* The security context of a pod; the platform chooses ids that are null. Takes: a group's podSecurityContext. */}}
 {{- define "rayloom.podSecurity" -}}
 runAsNonRoot: {{ ne (toString .runAsUser) "0" }}
 {{- range $key, $value := . }}
@@ -121,10 +121,10 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{/* Probes of Ray's container. Serve's proxy runs on the head alone, and the readiness probe that the operator gives to
-     workers asks for it: workers always have one of the chart's. The operator sets what is missing here: readiness of
-     the head, which must be ready before Serve is configured, and liveness. Where a probe has periods and no request of
-     its own, it asks Ray's agent, as the operator's do. Takes: name, group. */}}
+{{/* Probes of Ray's container. Workers always have a readiness probe from the chart, because the operator's probe would
+     ask for Serve's proxy, which runs only on the head. The operator adds the probes that are missing here: the head's
+     readiness probe (the head must be ready before Serve is configured) and the liveness probes. A probe that has
+     periods but no request asks Ray's agent, as the operator's probes do. Takes: name, group. */}}
 {{- define "rayloom.probes" -}}
 {{- $defaults := dict
       "readinessProbe" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 6)
@@ -153,8 +153,8 @@ capabilities:
       key: {{ .key | quote }}
 {{- end -}}
 
-{{/* The Secrets that a pod reads from files, which Kubernetes replaces when a Secret changes: processes use the new
-     value without a restart. Takes: context, name (of the group). */}}
+{{/* The Secrets that a pod reads from files. Kubernetes replaces the files when a Secret changes, and processes use the
+     new value without a restart. Takes: context, name (of the group). */}}
 {{- define "rayloom.secretSources" -}}
 {{- $values := .context.Values -}}
 {{- if ne $values.mode "job" }}
@@ -169,14 +169,15 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* The database is the head's alone. Serve may build the application, and start its ingress, on any
-     node: each has the key of the API. Actors of every group load the tokenizer. */}}
+{{/* The variables of a pod. Only the head has the database. Every pod has the API's key, because Serve may build the
+     application, and start its ingress, on any node. Every pod can read the models, because actors of every group
+     load the tokenizer. */}}
 {{- define "rayloom.variables" -}}
 {{- $values := .context.Values -}}
 {{- if ne $values.mode "job" }}
 - name: RAYLOOM_API_KEY_FILE
   value: /secrets/api-key
-# What stands before every route of Ray Serve's proxy.
+# The middleware before every route of Ray Serve's proxy.
 - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
   value: service.api.door.middlewares
 {{- end }}
@@ -190,7 +191,7 @@ capabilities:
   value: {{ $values.modelCache.mountPath | quote }}
 {{- end }}
 {{- if and $values.modelCache.enabled (include "rayloom.hubContents" .context | fromJsonArray) }}
-# Only the head's init container asks the hub, and has its token.
+# Only the head's init container uses the hub, and has the hub's token.
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- else }}
@@ -203,11 +204,11 @@ capabilities:
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: {{ $values.drain.timeoutSeconds | quote }}
 {{- if ne $values.gcs.backend "memory" }}
-# How long a node waits for a head that comes back, before it ends itself.
+# Seconds that a node waits for a restarted head before the node ends itself.
 - name: RAY_gcs_rpc_server_reconnect_timeout_s
   value: "600"
 {{- end }}
-{{- /* Without the first of these the files of Ray's workers grow without a limit. */}}
+{{- /* Without RAY_ROTATION_MAX_BYTES, the files of Ray's workers grow without a limit. */}}
 {{- $own := list }}
 {{- range .group.env }}{{- $own = append $own .name }}{{- end }}
 {{- range $name, $value := dict "RAY_ROTATION_MAX_BYTES" (mul 16 1048576) "RAY_ROTATION_BACKUP_COUNT" 2 }}
@@ -218,7 +219,7 @@ capabilities:
 {{- end }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
-# Without it Ray reports 0 % for the disk of every pod.
+# Without this variable Ray reports 0 % for the disk of every pod.
 - name: RAY_DASHBOARD_ENABLE_K8S_DISK_USAGE
   value: "1"
 - name: VLLM_NO_USAGE_STATS
@@ -242,8 +243,8 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* The operator makes its Serve Service only where the head has a port of the name `serve`; its own
-     PodMonitors ask for as-metrics and dash-metrics. */}}
+{{/* The ports of a pod. The operator makes its Serve Service only if the head has a port named `serve`; its own
+     PodMonitors read the ports as-metrics and dash-metrics. */}}
 {{- define "rayloom.ports" -}}
 {{- $ports := dict "metrics" 8080 -}}
 {{- if eq .name "head" -}}
@@ -260,7 +261,7 @@ capabilities:
 
 {{- define "rayloom.resources" -}}
 {{- $resources := deepCopy .resources -}}
-{{- /* Without a name of the resource, claims ask for the GPUs. */}}
+{{- /* If gpuResource is empty, resource claims request the GPUs. */}}
 {{- if and .gpus .gpuResource -}}
 {{- $_ := set $resources.requests .gpuResource (int .gpus) -}}
 {{- $_ := set $resources.limits .gpuResource (int .gpus) -}}
@@ -268,9 +269,9 @@ capabilities:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* With a root file system that is read-only, /tmp and the home directory are what is written to beside
-     the volumes: Ray's session, what it spills, and what torch compiles; models, and the caches of vLLM, Triton and
-     FlashInfer. */}}
+{{/* The mounts of a pod. If the root file system is read-only, only /tmp, the home directory and the volumes can be
+     written. Ray's session, spilled objects and torch's compiled code are in /tmp; models, and the caches of vLLM,
+     Triton and FlashInfer, are in the home directory. */}}
 {{- define "rayloom.mounts" -}}
 {{- $values := .context.Values -}}
 - name: checkpoints
@@ -282,7 +283,7 @@ capabilities:
 - name: home
   mountPath: /home/rayloom
 {{- if include "rayloom.secretSources" . | fromYamlArray }}
-# A directory, not single files by subPath, which would never change.
+# A whole directory, because a single file mounted by subPath would not change with the Secret.
 - name: secrets
   mountPath: /secrets
   readOnly: true
@@ -359,7 +360,7 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* The models that the configuration names by a hub's name, as JSON. */}}
+{{/* The names of the models that the configuration takes from a hub, as JSON. */}}
 {{- define "rayloom.hubModels" -}}
 {{- $config := include "rayloom.sentConfig" . | fromYaml -}}
 {{- $models := list -}}
@@ -369,8 +370,8 @@ capabilities:
 {{- uniq $models | toJson -}}
 {{- end -}}
 
-{{/* The splits of data sets that the configuration names by a hub's name, as JSON: name, subset and split of each.
-     As service/config/tasks.py reads tasks, the parts of a mixture and the sets of evaluations. */}}
+{{/* The splits of data sets that the configuration takes from a hub, as JSON: name, subset and split of each. They are
+     found in the tasks, a mixture's parts and the evaluation sets, as service/config/tasks.py reads these. */}}
 {{- define "rayloom.hubDataSets" -}}
 {{- $config := include "rayloom.sentConfig" . | fromYaml -}}
 {{- $own := dig "tasks" dict $config -}}
@@ -395,7 +396,7 @@ capabilities:
 {{- uniq $found | toJson -}}
 {{- end -}}
 
-{{/* What is fetched from a hub, as JSON: with the revision of each. */}}
+{{/* The models and the splits of data sets that are fetched from a hub, each with its revision, as JSON. */}}
 {{- define "rayloom.hubContents" -}}
 {{- $found := list -}}
 {{- range $name := include "rayloom.hubModels" . | fromJsonArray }}{{- $found = append $found (dict "name" $name) -}}{{- end -}}
@@ -407,9 +408,10 @@ capabilities:
 {{- $pinned | toJson -}}
 {{- end -}}
 
-{{/* The head's init container, as a list: workers start once the head is there. It ends within its
-     deadline, and is then started again by Kubernetes, each time later. It has the pod's own variables and
-     volumes (a proxy, certificates), and starts after the pod's own init containers, which may bring them. */}}
+{{/* The init container that downloads models, as a list. Only the head has it, because workers start after the head.
+     If it exceeds its deadline, it is ended, and Kubernetes starts it again after a growing pause. It has the pod's own
+     variables and volumes (for a proxy or certificates), and starts after the pod's own init containers, which may
+     provide them. */}}
 {{- define "rayloom.modelDownload" -}}
 {{- $contents := include "rayloom.hubContents" .context -}}
 {{- $cache := .context.Values.modelCache -}}

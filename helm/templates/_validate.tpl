@@ -1,6 +1,6 @@
-{{/* What the chart alone can know: its values against each other, and the configuration against the
-     pods. What is wrong with the configuration by itself, Rayloom says (`rayloom check`). Every
-     sentence names its key: what was got, what was expected, what to do. All are told at once. */}}
+{{/* Checks that only the chart can make: of its values against each other, and of the configuration against the pods.
+     Rayloom itself checks the configuration alone (`rayloom check`). Every message names the key, what was got, what
+     was expected and what to do. All problems are reported together. */}}
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
       (include "rayloom.nameProblems" . | fromYamlArray)
@@ -33,7 +33,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* Keys of other charts that this one does not have, and why: the schema only knows that they are there. */}}
+{{/* Keys that other charts have and this chart does not have, with the reason. The schema accepts them, so that this
+     check can give the reason. */}}
 {{- define "rayloom.keyProblems" -}}
 {{- $ids := "expected the user's and the groups' ids in podSecurityContext, as {runAsUser: 1000, fsGroup: 1000, supplementalGroups: [5000]}; put it there" -}}
 {{- $scale := "expected replicas alone: a run places all of its parts at the start and keeps them, so that Ray's autoscaler would find no pod idle and none missing (and it needs a token of the API server in the head, which no pod has); set replicas, and change it while the run is suspended" -}}
@@ -81,7 +82,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Helm reads each number as a float of 64 bits, and would change larger integers without a word. */}}
+{{/* Integers that are too large: helm reads each number as a 64-bit float, and would change them silently. */}}
 {{- define "rayloom.valueProblems" -}}
 {{- range $key := list "config" "test" "extraManifests" -}}
 {{- include "rayloom.largeIntegers" (dict "path" $key "value" (index $.Values $key)) -}}
@@ -116,7 +117,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Labels that the API server refuses. The operator would try again and again to create such a pod. */}}
+{{/* Labels that the API server refuses. The operator would try to create such a pod again and again. */}}
 {{- define "rayloom.labelProblems" -}}
 {{- $maps := dict "commonLabels" .Values.commonLabels "labels" .Values.labels
       "kueue.queueName" (dict "kueue.x-k8s.io/queue-name" .Values.kueue.queueName)
@@ -149,8 +150,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* Volumes over what the image, Kubernetes and Ray have there. The volume of checkpoints is every pod's: two pods
-     with one session directory of Ray, or one /dev/shm, would break each other. */}}
+{{/* Volumes that would hide directories of the image, of Kubernetes or of Ray. Every pod has the volume of
+     checkpoints: two pods with a common session directory of Ray, or a common /dev/shm, would break each other. */}}
 {{- define "rayloom.mountProblems" -}}
 {{- $own := list -}}
 {{- range $key := list "checkpoints" "modelCache" "workspace" }}
@@ -170,7 +171,7 @@
 {{- $path := clean $mount.path }}
 {{- range $place := $needed }}
 {{- $isOver := or (eq $path $place) (hasPrefix (printf "%s/" (trimSuffix "/" $path)) $place) }}
-{{- /* A scratch volume of each pod may take what Ray spills. */}}
+{{- /* A scratch volume, which each pod has for itself, may be mounted for Ray's spilled objects. */}}
 {{- $isIn := and (has $place (list "/tmp/ray" "/dev/shm" "/opt/rayloom" "/database" "/secrets" "/proc" "/sys")) (hasPrefix (printf "%s/" $place) $path) }}
 {{- if and (or $isOver $isIn) (not (and $mount.isScratch (hasPrefix "/tmp/ray" $path))) (not (and (eq $path "/tmp") (eq $place "/tmp/ray"))) }}
 - {{ printf "%s: got %s, where the pod needs %s of its own; expected a directory that nothing else uses, such as /data; choose another" $mount.where $path $place | quote }}
@@ -179,8 +180,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. The server
-     does not: to it, they are a part of the operator's object. */}}
+{{/* Problems of the rendered pods, which also have the values that the chart itself sets. The API server does not check
+     the pods, because they are part of the operator's object. */}}
 {{- define "rayloom.podProblems" -}}
 {{- $users := dict }}
 {{- range $name := prepend (include "rayloom.workers" . | fromJsonArray) "head" }}
@@ -213,7 +214,7 @@
 {{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
 - {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
 {{- end }}
-{{- /* Of which 80% are the store's, and Ray does not start with less than 75 MiB. */}}
+{{- /* The object store has 80% of it, and Ray does not start with a store of less than 75 MiB. */}}
 {{- if lt (include "rayloom.quantity" $group.shmSize | float64) 98304000.0 }}
 - {{ printf "%s.shmSize: got %v, expected at least 94Mi: 80%% of it is Ray's object store, of which Ray needs 75 MiB; raise it" $name $group.shmSize | quote }}
 {{- end }}
@@ -227,8 +228,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* What the API server refuses in a pod, although its types are right. The operator would try again and again to
-     create it. Takes: name, pod (its specification). */}}
+{{/* Values that the API server refuses in a pod although their types are right. The operator would try to create such
+     a pod again and again. Takes: name, pod (its specification). */}}
 {{- define "rayloom.specProblems" -}}
 {{- $name := .name }}
 {{- range .pod.tolerations }}
@@ -258,7 +259,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What a group's values say against each other. Takes: context, name, group, container (Ray's). */}}
+{{/* Contradictions between a group's values. Takes: context, name, group, container (Ray's). */}}
 {{- define "rayloom.groupProblems" -}}
 {{- $name := .name }}
 {{- $group := .group }}
@@ -302,14 +303,15 @@
 {{- end }}
 {{- end -}}
 
-{{/* Takes: key (where they stand), names. */}}
+{{/* Names that occur more than once. Takes: key (that has the names), names. */}}
 {{- define "rayloom.repetitions" -}}
 {{- range include "rayloom.repeated" .names | fromJsonArray }}
 - {{ printf "%s: %s is named twice, or is set by the chart; expected it once: remove one, here or in pods" $.key . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Takes: where (it stands), container, volumes (names of the pod's). */}}
+{{/* Problems of a container's variables, mounts and resources. Takes: where (the container's key), container, volumes
+     (the names of the pod's volumes). */}}
 {{- define "rayloom.containerProblems" -}}
 {{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
 {{- $inFiles := dict "RAYLOOM_API_KEY" "auth.api.existingSecret" "RAYLOOM_DATABASE_URL" "database.existingSecret" -}}
@@ -342,7 +344,7 @@
 {{- range $name, $_ := merge (deepCopy $requests) $limits }}
 {{- $request := get $requests $name }}
 {{- $limit := get $limits $name }}
-{{- /* A limit without a request is the request. */}}
+{{- /* If there is a limit without a request, Kubernetes uses the limit as the request. */}}
 {{- if and (contains "/" $name) (hasKey $requests $name) (ne (toString $request) (toString $limit)) }}
 - {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $where (default "none" $request) (default "none" $limit) $name | quote }}
 {{- else if and (hasKey $requests $name) (hasKey $limits $name) (gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64)) }}
@@ -351,8 +353,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* Whether the pods of each group have room for the parts of its role. A part lies whole on one pod, so
-     that sums would not do: on two pods of 3 GPUs there is room for two engines of 2. */}}
+{{/* Groups whose pods do not have room for the parts of their role. A part is never divided between pods, so sums
+     would be wrong: two pods of 3 GPUs each have room for two engines of 2 GPUs, not for three. */}}
 {{- define "rayloom.placeProblems" -}}
 {{- $config := include "rayloom.config" . | fromYaml -}}
 {{- $parts := list
@@ -374,7 +376,7 @@
 {{- $room := include "rayloom.room" (dict "part" $part "cpus" $group.rayCpus "gpus" $group.gpus) | int }}
 {{- $places := mul $room $group.replicas }}
 {{- if $isShared }}
-{{- /* Beside the engines, which fill one pod after the other. */}}
+{{- /* The ranks have the room that the engines leave; engines fill one pod after the other. */}}
 {{- $engines := first $parts }}
 {{- $beside := include "rayloom.room" (dict "part" $engines "cpus" $group.rayCpus "gpus" $group.gpus) | int | max 1 }}
 {{- $places = 0 }}
@@ -393,7 +395,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* How many of a part have room on a pod. Takes: part, cpus and gpus (of the pod). */}}
+{{/* The number of copies of a part for which a pod has room. Takes: part, cpus and gpus (of the pod). */}}
 {{- define "rayloom.room" -}}
 {{- $room := 10000 }}
 {{- range list (list .part.cpus .cpus) (list .part.gpus .gpus) }}
@@ -409,7 +411,7 @@
 {{- define "rayloom.configProblems" -}}
 {{- $config := include "rayloom.config" . | fromYaml -}}
 {{- if and (eq .Values.mode "cluster") (not .Values.config) }}
-{{- /* Nothing is started by the chart. */}}
+{{- /* The chart starts no run, so it needs no configuration. */}}
 {{- else if not .Values.config }}
 - "config: got none, expected Rayloom's configuration; begin with one of the chart's own, by --values helm/values-cpu-dev.yaml, values-gpu-small.yaml or values-production.yaml"
 {{- else if not (and .Values.config.model (or .Values.config.tasks .Values.config.mixture)) }}
@@ -493,7 +495,7 @@
 {{- if and $database.existingClaim .Values.modelCache.enabled (eq $database.existingClaim .Values.modelCache.existingClaim) }}
 - {{ printf "database.existingClaim: got %s, which is modelCache.existingClaim too; expected a volume of its own: every pod has that one" $database.existingClaim | quote }}
 {{- end }}
-{{- /* A class that gives ReadWriteMany is a network file system, where SQLite breaks (docs/storage.md). */}}
+{{- /* A storage class with ReadWriteMany is a network file system, on which SQLite breaks (docs/storage.md). */}}
 {{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (not $database.existingClaim) (eq $database.storageClass $checkpoints.storageClass) }}
 - {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
@@ -523,7 +525,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* A duration of Prometheus in milliseconds. */}}
+{{/* A duration in Prometheus' form, such as 1m30s, as milliseconds. */}}
 {{- define "rayloom.milliseconds" -}}
 {{- $sum := 0 -}}
 {{- range regexFindAll "[0-9]+(ms|s|m|h)" . -1 -}}
@@ -535,7 +537,7 @@
 
 {{- define "rayloom.alertProblems" -}}
 {{- with .Values.monitoring.podMonitor }}
-{{- /* The operator of Prometheus leaves a monitor out that it cannot read, and only logs this. */}}
+{{- /* The Prometheus operator ignores a monitor that it cannot read, and only logs this. */}}
 {{- if and .enabled .scrapeTimeout (gt (include "rayloom.milliseconds" .scrapeTimeout | int) (include "rayloom.milliseconds" .interval | int)) }}
 - {{ printf "monitoring.podMonitor.scrapeTimeout: got %s, expected at most the interval, %s; lower it, or raise the interval" .scrapeTimeout .interval | quote }}
 {{- end }}
@@ -557,7 +559,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What may not be changed while the cluster runs. `helm template` sees no cluster, and refuses nothing here. */}}
+{{/* Changes that are refused while the cluster runs. `helm template` sees no cluster, and refuses nothing here. */}}
 {{- define "rayloom.runningProblems" -}}
 {{- $kinds := dict "service" "RayService" "job" "RayJob" "cluster" "RayCluster" -}}
 {{- $name := include "rayloom.fullname" . -}}
@@ -567,7 +569,7 @@
 {{- range (lookup "ray.io/v1" $kind $.Release.Namespace "").items }}
 {{- $labels := default dict .metadata.labels }}
 {{- $isOurs := and (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) (eq (get $labels "app.kubernetes.io/part-of") "rayloom") }}
-{{- /* What has an owner is the operator's: the cluster of a RayService. */}}
+{{- /* An object with an owner is the operator's own, such as the cluster of a RayService. */}}
 {{- if and $isOurs (not .metadata.ownerReferences) (not .spec.suspend) }}
 {{- $before := default dict .metadata.annotations }}
 {{- if or (ne $kind $own) (ne .metadata.name $name) }}

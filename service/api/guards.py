@@ -1,4 +1,4 @@
-"""Checks before a route runs, of the requested host, the headers' size, the key and the body.
+"""Check a request's host, headers' size, key and body before its route runs.
 
 The check of the key includes its scope and its rate. Invariants: no byte of a body is read before
 the request's key was looked up; at most `MAX_BODIES_BYTES` of large bodies are in memory at once,

@@ -174,7 +174,7 @@ def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> 
 
 
 def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need]:
-    """Return the sizes in memory: those of a rank and of publications."""
+    """Return the memory that a rank and the publications need."""
     trainer, algorithm = config.trainer, config.algorithm
     of_dtype = 4 if trainer.dtype is Dtype.FLOAT32 else 2
     trained = num if num_adapted is None else num_adapted

@@ -395,7 +395,7 @@ def check_processes(config: Config) -> None:
 
 
 def check_gpus(config: Config) -> None:
-    """Check that a local run has the configured GPUs; those of a cluster are checked later.
+    """Check that a local run has the configured GPUs; a cluster's GPUs are checked later.
 
     Raises: ConfigError if GPUs are missing.
     """

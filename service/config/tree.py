@@ -85,8 +85,8 @@ class RunSettings:
     evaluate_every: Positive = 20
     """Steps between evaluations."""
     stop_at_reward: float | None = None
-    """Mean return of the last five steps, scaled if the scale is known, at which the run ends;
-    null: the run does not end early.
+    """The run ends when the mean return of the last five steps reaches this value. The returns are
+    divided by the best possible return if that is known. Null: the run does not end early.
     """
     journal_steps: Natural = 200
     """Number of the newest steps whose trajectories `rayloom inspect` can show; 0: none."""
@@ -421,8 +421,8 @@ class ServiceSettings:
     each.
     """
     allowed_hosts: tuple[str, ...] = ()
-    """Names besides those of loopback that a Host header may have if the API listens on
-    loopback.
+    """Names that a Host header may have if the API listens on loopback, in addition to localhost
+    and loopback addresses.
     """
     max_tasks_per_request: Positive = 256
     """Maximum number of tasks in a request."""
@@ -557,7 +557,7 @@ class Config:
 
     @property
     def policy_schedule(self) -> ScheduleSettings:
-        """The schedule of the policy's learning rate; null `updates` become those of the run."""
+        """The schedule of the policy's learning rate; null `updates` are replaced by the run's."""
         return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
 
     @property

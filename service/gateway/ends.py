@@ -404,7 +404,7 @@ def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether the whole reply is a later message, or a value in a later call."""
+    """Return whether a later message, or a value in a later call, is exactly the turn's reply."""
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
     messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))

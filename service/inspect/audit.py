@@ -141,7 +141,7 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """Collects the offences of all steps. recorded, events: those of the run's database, if any."""
+    """Collects the offences of all steps; recorded, events: steps and events in the database."""
 
     def __init__(
         self, journal: OpenJournal, recorded: Iterable[int], events: Sequence[LedgerEvent] | None

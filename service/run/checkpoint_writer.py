@@ -62,8 +62,8 @@ class CheckpointWriter:
         """The task that commits the last checkpoint once it is written; None if there is no such
         task."""
         self._requests: dict[asyncio.Future[Commit], int] = {}
-        """Answers that callers wait for, each with the last step that was finished at its request;
-        a later step's checkpoint answers it too.
+        """The requests without an answer, each with the newest step that was finished when it came.
+        A checkpoint of that step or of a later one answers the request.
         """
         self._is_over = False
 

@@ -236,7 +236,10 @@ class _Arrival:
 
 
 class CutsInOrder:
-    """A buffer that keeps the cuts of the queue's current opening in order, in one event loop."""
+    """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
+
+    Each restart of the queue begins a new opening; cuts of an earlier opening are refused.
+    """
 
     def __init__(self, keep: Keep) -> None:
         """Accept the cuts of opening 0.

@@ -191,7 +191,7 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions whose weights are those of the version before."""
+        """The versions that have the same weights as the version before."""
         return self._trainer.republished
 
     @property

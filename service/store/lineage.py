@@ -195,7 +195,7 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 
 
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
-    """Return the mean return at each of these steps, scaled if the environment's scale is known.
+    """Return the mean return at each step, divided by the best possible return if that is known.
 
     Returns: a pair for each step. The pair is True and the mean of the scheduled evaluation, or
         False and the mean of the training rollouts if there was no such evaluation; so the pair of

@@ -115,8 +115,9 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return bool(judges) or any(each.has_reward for each in self._classes)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
-        """Check a task's data as `SingleTurnEnvironment` does, and that they have the columns that
-        the methods `reset` of the tool classes need.
+        """Check a task's data as `SingleTurnEnvironment` does, for the tool classes too.
+
+        The data must have the columns that the classes' `reset` methods need.
 
         Raises: ValueError if a check fails.
         """

@@ -123,7 +123,10 @@ def build_layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The keys of one piece, and the queries of its descendants that see them."""
+    """A part of the attention: the keys of one piece, and the later queries that see these keys.
+
+    A piece is a segment or a part of one; the queries are in the piece's descendants.
+    """
 
     queries: slice | Tensor
     """[Q] row positions, all different; a slice if they are contiguous."""

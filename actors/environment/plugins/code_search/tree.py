@@ -43,7 +43,7 @@ class BadArgument(ToolError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of one answer."""
+    """The limits of the answer to one call of a search tool."""
 
     max_lines: int
     max_chars: int
@@ -52,7 +52,7 @@ class Bounds:
 
 
 class _Page:
-    """The lines of an answer, up to a bound."""
+    """The lines of an answer; lines that exceed the bounds are left out."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds

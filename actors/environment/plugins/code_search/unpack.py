@@ -161,7 +161,7 @@ def _write(target: int, parts: tuple[str, ...], content: IO[bytes], room: int) -
         while chunk := content.read(_CHUNK_BYTES):
             num_bytes += len(chunk)
             if num_bytes > room:
-                raise Refused("it unpacks to more bytes than are allowed")
+                raise Refused("it unpacks to more bytes than max_repository_mib allows")
             while chunk:
                 chunk = chunk[os.write(file, chunk) :]
     finally:

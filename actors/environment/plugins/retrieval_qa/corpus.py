@@ -74,7 +74,7 @@ class RetrievalQaData:
     question: Annotated[str, MinLen(1), MaxLen(20_000)] = ""
     """The question about the documents."""
     answers: str | Annotated[Sequence[str], MinLen(1)] = ()
-    """A right answer, or several, of which the best match counts."""
+    """A right answer, or several right answers; the best match counts."""
     documents: Sequence[str | int] = ()
     """Ids of the documents with the answer."""
 
