@@ -1,6 +1,7 @@
 """The algorithm's settings, which the queue, the merge actor and the trainer must share.
 
-This is `algorithm` of the configuration: each setting is declared once, with its derived values.
+This is `algorithm` of the configuration: each setting is declared once, with its derived values,
+such as the learning rate of an update.
 Each choice of the loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the
 table. The aggregation is not a part of the loss function: the merge actor turns it into a weight of
 each token. The module imports neither Ray nor torch.

@@ -270,7 +270,7 @@ KEPT_REPLIES = 20_000
 LOCK_LIMIT_S = 2.0
 """Seconds to wait for another process that has locked the file."""
 PAUSE_S = 60.0
-"""Seconds without using the file after an error, so that not every judgement waits for it."""
+"""Seconds after an error in which the file is not used, so that judgements do not wait for it."""
 _log = logging.getLogger(__name__)
 
 

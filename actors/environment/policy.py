@@ -47,7 +47,7 @@ class GenerateRequest:
     """The replica that sampled the trajectory's last reply and has its prefix cached; empty on the
     first turn."""
     stop: tuple[str, ...] = ()
-    """Strings that end the reply, with the token that completes one of them."""
+    """Strings that end the reply; the reply includes the token that completes a string."""
     kept: KeptTokens | None = None
     """The tokens that may be sampled; None means every token, as in training."""
     tools: tuple[ToolSchema, ...] | None = None

@@ -153,7 +153,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether the values of a class of settings are its instances, not plain dicts."""
+    """Return whether the class makes instances; a TypedDict makes plain dicts."""
     return not issubclass(section, dict)
 
 

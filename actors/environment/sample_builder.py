@@ -50,7 +50,7 @@ class _OpenSample:
     observed: TokenIds = field(default_factory=_NO_IDS.copy)
     turns: list[TurnSpan] = field(default_factory=list)
     recorded: list[Turn] = field(default_factory=list)
-    """The turns without their prompts, which would be kept once for each turn."""
+    """The turns without their prompts, because a prompt repeats all earlier turns."""
 
     def id_at(self, position: int) -> int:
         num_prompt = self.prompt.shape[0]

@@ -14,6 +14,8 @@ weighted as if they were the whole step. Called by the merge actor.
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
 merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives all tokens
 of a trajectory the same weight w. Letters: [N] trajectories of one update.
+
+Supervised training (`rayloom sft`) packs the chats of its steps with `imitation_shards`.
 """
 
 from __future__ import annotations

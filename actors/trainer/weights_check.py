@@ -90,7 +90,7 @@ def _loaded_empty(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress transformers' progress bar and its report, of which a refusal names a part."""
+    """Suppress transformers' progress bar and its report; a refusal gives the needed part of it."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

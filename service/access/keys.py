@@ -1,9 +1,10 @@
-"""Keys of a run's API: named keys with their permissions and tenants, and the keys of sessions.
+"""Keys of a run's API: named keys with permissions, tenants and limits, and the keys of sessions.
 
-Plain values, no HTTP, no Ray. Invariant: a raw named key is shown once, to its creator; only its
-SHA-256 is stored. A key has 256 random bits, so that a plain digest is as safe as a slow one, and a
-look-up in a dict as safe as a comparison in constant time: its duration depends only on digests,
-and an attacker who does not know a key cannot choose a digest.
+`Rates` counts requests against the limits. Plain values, no HTTP, no Ray. Invariant: a raw named
+key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random bits, so that a
+plain digest is as safe as a slow one, and a look-up in a dict as safe as a comparison in constant
+time: its duration depends only on digests, and an attacker who does not know a key cannot choose a
+digest.
 """
 
 from __future__ import annotations

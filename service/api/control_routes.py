@@ -1,8 +1,8 @@
-"""The routes of operators, for pauses, checkpoints, evaluations, policies and the run's stop.
+"""The routes of operators: pauses, checkpoints, evaluations, policies, the run's stop, named keys.
 
 Each call that changes something is recorded with its answer (`CallAnswer`), also if the run refuses
-the call. A request that no route accepted, such as one with an invalid body, is not recorded. The
-routes with which admins create, list and revoke named keys are here too; a key is shown only once.
+the call. A request that no route accepted, such as one with an invalid body, is not recorded. Only
+an admin may create, list and revoke named keys; a key is shown only once.
 """
 
 from __future__ import annotations

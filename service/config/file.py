@@ -1,4 +1,4 @@
-"""Read a configuration from YAML with overrides, and describe its errors in sentences."""
+"""Read a configuration from YAML with overrides, write it, and describe its settings and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a configuration against the machine before anything starts.
+"""Check a configuration against the machine, the models and the trackers before anything starts.
 
 A failed check raises ConfigError, whose message says what is wrong, what was given, what was
 expected and what to do. The checks read files, load the tokenizer and begin one task in each

@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM can reserve an adapter; a smaller adapter is padded to one of them."""
 CPU_BLOCK_TOKENS = 32
-"""The smallest block that vLLM's attention accepts on CPU, besides its multiples."""
+"""The smallest block that vLLM's attention accepts on CPU; it also accepts the multiples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Check whether a stored run can resume: whether its lease is free, and which checkpoint to read.
+"""The start and the retention of a stored run: its lease, the checkpoint to read, those to keep.
 
-The command calls this module before anything starts, and the supervisor calls it again at the start
-of each term.
+The command checks before anything starts whether the run can resume, and the supervisor checks it
+again at the start of each term. A term also removes checkpoints that need not be kept.
 """
 
 from __future__ import annotations

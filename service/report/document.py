@@ -1,7 +1,8 @@
-"""The data of a run's page: one JSON tree with the same form for a finished and a live run. Pure.
+"""The data of a run's page: one JSON tree with the same form for a finished and a live run.
 
 This module and `tables` make all texts, also the explanations of the numbers; the page draws the
 columns of the steps. report.html contains this tree, and the API serves it for the page at `/`.
+Only `write_report` has side effects.
 """
 
 from __future__ import annotations

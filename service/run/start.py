@@ -1,7 +1,7 @@
 """Start the two actors that the run's command, or its host on Ray Serve, owns.
 
 These actors are the metrics endpoint, which outlives supervisors, and the supervisor, which starts
-all other actors.
+all other actors. `engine_settings` derives the settings of the engines from the configuration.
 """
 
 from __future__ import annotations

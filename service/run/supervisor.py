@@ -4,6 +4,7 @@ The command line and the Ray Serve entry point both start this actor and show it
 takes a lease of the run's database. The loss of an actor ends the term, and the next term continues
 from the newest checkpoint; a newer lease of another process ends the supervisor. All actors of the
 run are its children, so that they end with it. `run_view` has the data that the supervisor shows.
+`configure_logging` opens the run's log file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The records that the loop writes: one for each training step and one for each evaluation.
+"""The records of training steps and of evaluations, and the findings of the audit.
 
 Records are stored unchanged. The line in the log and the displays, the metrics, the report and
 summary.json are all made from them, so that they always agree. A finding of the audit for reward

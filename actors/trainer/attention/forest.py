@@ -161,7 +161,10 @@ def plan_for(layout: PackedLayout, *, window: int | None) -> AttentionPlan:
 
 
 def build_plan(segments: Segments, *, window: int | None, device: torch.device) -> AttentionPlan:
-    """Plan one row. window: number of keys that a query sees, including itself; None for all."""
+    """Return the plan of one row.
+
+    window: number of keys that a query sees, including itself; None for all.
+    """
     positions = segments.token_positions()
     if window is not None and window > positions.max():
         window = None
