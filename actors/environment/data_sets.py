@@ -87,12 +87,12 @@ def read_data_set(
 ) -> PackedTasks:
     """Return tasks made of a data set's rows.
 
-    Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
-    data, by the entry's name; None leaves out the column of that name. Every other column keeps its
-    name, if the environment accepts it; `task_id` and `seed` also become the task's. split: the
-    split of a directory or a hub's data set; a file is read whole. subset: one of several
-    configurations of a data set. check: the check of every task's data. section: the section of the
-    configuration that names the data set, for messages.
+    Args: source: a file, a directory or a hub's name. columns: the data set's column for an
+    entry of a task's data, by the entry's name; None: the column with the entry's name is left out.
+    Every other column keeps its name, if the environment accepts it; `task_id` and `seed` also
+    become the task's. split: the split of a directory or a hub's data set; a file is read whole.
+    subset: one of several configurations of a data set. check: the check of every task's data.
+    section: the section of the configuration that names the data set, for messages.
     Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.

@@ -234,7 +234,7 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Move longrope's switch to a length that the rows exceed, if the context reaches it.
+    """Move longrope's switch, if the context reaches it, to a length that the rows exceed.
 
     Returns: the context of the copy.
     """
