@@ -1,4 +1,4 @@
-"""Guess from token ids why a turn extended no sample.
+"""Guess from token ids why a turn began a new sample instead of extending one.
 
 Ids show the position where two histories part, but not the cause. The prompt is compared with the
 sample that shares most with it, as if only one span had changed: the last few tokens of the sample
@@ -13,7 +13,7 @@ and prompt are equal again, and the tokens before that position are the change. 
 - retokenised, if the change is in sampled tokens, which were encoded differently
 
 A rewritten text that keeps its end looks like a re-tokenised text, and two small changes in one
-turn look like a rewritten history. So the counts are a hint where to look, and not a proof. The
+turn look like a rewritten history. So the counts are hints, not proofs. The
 sample builder calls this module.
 """
 

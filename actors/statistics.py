@@ -70,16 +70,16 @@ class Statistic:
     name: str
     """The statistic's name, in records, reports and dashboards."""
     values: str
-    """The name of its values in the part that produces them."""
+    """The name of the statistic's values in the part that produces them."""
     source: Source
     reduction: Reduction
     unit: Unit
     group: str
-    """The caption under which the report and the documents list it."""
+    """The caption under which the report and the documents list the statistic."""
     help: str
     """A sentence that describes the values; the same for all reductions of the values."""
     given_metric: str = ""
-    """The name of its Prometheus gauge; empty if the name is made from the statistic's name."""
+    """The name of the statistic's Prometheus gauge; empty if it is made from `name`."""
 
     @property
     def metric(self) -> str:

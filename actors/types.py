@@ -338,8 +338,8 @@ class Trajectory(Attempt):
     turns.
     """
     was_rewarded: bool | None = None
-    """Whether a number was given as its reward, also 0. None if this is not known; `is_graded` then
-    depends on the rewards.
+    """Whether the trajectory got a number as its reward, even 0. None if this is not known;
+    `is_graded` then depends on the rewards.
     """
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the environment logged, by name; they are not rewarded."""
@@ -428,7 +428,7 @@ class SampledText:
     prompt: str
     """The prompt of the trajectory's first turn."""
     answer: str
-    """The text after that prompt in the first sample: its turns and the observations between them.
+    """The text after `prompt` in the first sample: its turns and the observations between them.
     """
 
 

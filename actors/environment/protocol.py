@@ -364,8 +364,8 @@ class Environment(Protocol):
     episodes share it. The attribute `data_schema` may be a dataclass with the fields of a task's
     data, or a JSON schema (`task_data`); without it any object is accepted. The method
     `first_messages(data)` may return a task's first messages without beginning the task, and the
-    attribute `tools` may contain the tools. With them, the run leaves out tasks whose prompts are
-    too long before it starts.
+    attribute `tools` may contain the tools. With them, before it starts, the run
+    leaves out the tasks whose prompts are too long.
 
     Example:
         ```python

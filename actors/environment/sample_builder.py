@@ -234,7 +234,7 @@ def _experts(sample: _OpenSample) -> ExpertRecords | None:
 
 
 def build_samples(turns: Iterable[Turn], *, trajectory_id: str) -> tuple[Sample, ...]:
-    """Return the samples of recorded turns, each added by its whole prompt."""
+    """Return the samples of recorded turns; each turn must have its whole prompt."""
     builder = SampleBuilder(trajectory_id)
     for turn in turns:
         builder.add(turn)

@@ -174,7 +174,7 @@ class EnvironmentSettings:
     """The environment's registered name, or package.module:Class."""
     options: Mapping[str, Any]
     rollouts: RolloutSettings | None = None
-    """The limits of its rollouts; None for `EnvironmentActorSettings.rollouts`."""
+    """The limits of the environment's rollouts; None for `EnvironmentActorSettings.rollouts`."""
 
     @property
     def scores_groups(self) -> bool:

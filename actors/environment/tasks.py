@@ -60,7 +60,7 @@ class TaskSource(Protocol):
         ...
 
     def comes_again(self, task: Task) -> bool:
-        """Return whether a task is one of a list that is played in every epoch."""
+        """Return whether a task is from a list, which is played again in every epoch."""
         ...
 
     def find(self, task_id: str) -> Task | None:

@@ -38,7 +38,7 @@ class TrajectoryEntry:
 
     trajectory: Trajectory
     reason: EvictionReason | None
-    """The reason why it is not in the loss; None if it is trained."""
+    """The reason why the trajectory is not in the loss; None if it is trained."""
     baseline_return: float | None
     """The trajectory's return in its group's baseline; None if the baseline does not use it."""
     advantages: tuple[Float32s, ...]
@@ -46,7 +46,7 @@ class TrajectoryEntry:
     trainer received them. Empty if the trajectory is not in the loss.
     """
     problem: str = ""
-    """A sentence on its fault; empty if it has none."""
+    """A sentence on the trajectory's fault; empty if it has none."""
 
     @property
     def num_trained(self) -> int:
@@ -77,7 +77,7 @@ class JournalStep:
     for the same step.
     """
     group_rule: GroupRule | None
-    """The rule of its advantages; None if they depend on more than the group's returns."""
+    """The rule of the step's advantages; None if they depend on more than the group's returns."""
     num_packed_trained: int
     """Trained tokens in the packed rows of all ranks."""
     entries: tuple[TrajectoryEntry, ...]

@@ -47,7 +47,7 @@ class Member:
     baseline.
     """
     no_signal: EvictionReason | None = None
-    """The reason why all advantages of its group are 0; None if the group has a training signal."""
+    """The reason why all advantages of the member's group are 0; None if they are not."""
     old_values: tuple[Float32s, ...] = ()
     """For each sample, [M]: the critic's values of the states in which the tokens were sampled."""
     value_targets: tuple[Float32s, ...] = ()

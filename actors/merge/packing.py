@@ -51,7 +51,7 @@ class WeightedSample:
 
     sample: Sample
     advantage: float | NDArray[np.float64] | Float32s
-    """[M] float, or one number for all of them."""
+    """The tokens' advantages: [M] float, or one number for all M tokens."""
     loss_weight: float
     """The weight of each trained token (`trajectory_weights`); 0 in rows that are not trained."""
     temperature: float = 1.0

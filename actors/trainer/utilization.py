@@ -56,7 +56,7 @@ def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> floa
 
     The input embedding is counted only if it is tied to the head, because its rows are only looked
     up. Only the experts to which a token is routed are counted. A frozen parameter counts as two
-    thirds.
+    thirds, because its own gradient is not computed.
 
     Returns: the number; None if the model has experts and the shape of its routing is not known.
     """

@@ -124,8 +124,8 @@ def check_loaded(model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
     if unused := sorted(_unused(model, loading["unexpected_keys"])):
         raise NotImplementedError(
             f"its files have {unused[0]}, for which config.json has no parameter "
-            f"({_count(unused, 'is', 'are')} like this), so that it would be left out; expected "
-            f"the configuration of these weights; {_REMEDY}"
+            f"({_count(unused, 'such tensor', 'such tensors')}), so that the tensor would be "
+            f"ignored; expected the configuration of these weights; {_REMEDY}"
         )
 
 

@@ -302,7 +302,7 @@ class WaitingRollouts:
         return len(self._payloads)
 
     def ids(self) -> list[str]:
-        """Return their ids, in the order in which they finished."""
+        """Return the rollouts' ids, in the order in which the rollouts finished."""
         return list(self._payloads)
 
     def oldest_s(self, now: float) -> float | None:

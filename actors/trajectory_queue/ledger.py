@@ -152,8 +152,8 @@ class LedgerEvent:
 
 
 RolloutOutcomes = Mapping[str, EvictionReason | None]
-"""How the rollouts of a taken step leave the ledger, by their ids: the reason of the eviction; None
-if the rollout was trained. (`Outcome` is the end of a trajectory.)"""
+"""The result of each rollout of a taken step, by the rollout's id: the reason of its eviction, or
+None if it was trained. (`Outcome` is the end of a trajectory.)"""
 
 
 def check_outcomes(step: int, expected: set[str], outcomes: RolloutOutcomes) -> None:

@@ -258,7 +258,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Add a summary that was withheld until its group was scored to the next drain."""
+        """Let the next drain return a summary that was withheld until its group was scored."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 

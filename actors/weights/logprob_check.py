@@ -163,7 +163,7 @@ def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: in
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the text with at most its last FAR_TOKENS tokens scored."""
+    """Return the text, of which at most the last FAR_TOKENS tokens are scored."""
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))

@@ -110,7 +110,10 @@ class ProgressState:
         return lines
 
     def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
-        """Return a line with the duration of the start's last stage, if a stage has just ended."""
+        """Return a line with the name and duration of the start-up stage that has just ended.
+
+        Return [] if the run was not starting.
+        """
         if previous is None or previous.phase is not Phase.STARTING:
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]

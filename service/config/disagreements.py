@@ -353,7 +353,7 @@ TASK_CHECKS = (
 
 
 def kept_tokens_problems(key: str, kept: KeptTokens, *, temperature: float) -> Iterator[str]:
-    """Yield a sentence for each invalid setting of the tokens that an evaluation may sample.
+    """Yield a sentence for each invalid setting of `KeptTokens`, such as top_p at temperature 0.
 
     key: name of the section with the settings, for messages; empty if there is no section.
     """

@@ -32,7 +32,10 @@ class ReplyText:
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """The content and the strings in the arguments of its calls; none is empty."""
+        """The reply's content, its calls' arguments and the strings in these arguments.
+
+        Empty texts and empty arguments are left out.
+        """
         given = [text for _, _, text in self.message.call_texts]
         inner = (each for text in given for each in _strings(json.loads(text)))
         found = (each.strip() for each in (self.message.content, *given, *inner))

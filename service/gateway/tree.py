@@ -79,7 +79,7 @@ class Node:
     reply: ReplyText = field(init=False)
     """The turn's reply, to be searched for in later prompts."""
     root: Node = field(init=False)
-    """The first turn of its conversation; it may be this turn."""
+    """The first turn of the conversation, which may be this turn."""
     num_in_root: int = 0
     """Number of turns that continue from this turn, including itself; only for a root."""
     num_of_task: int = 0
@@ -101,12 +101,12 @@ class Node:
 
     @property
     def is_instructed(self) -> bool:
-        """Whether the first message of its conversation came as a request's instructions."""
+        """Whether the first message of the conversation came as a request's instructions."""
         return self.root.turn.is_instructed
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is the only turn of its conversation and was offered no tools."""
+        """Whether the turn is the only one of its conversation, and was offered no tools."""
         return self.parent is None and self.num_in_root == 1 and not self.tools
 
     @property
@@ -114,14 +114,14 @@ class Node:
         return self.turn.is_unseen and not self.is_continued
 
     def path(self) -> Iterator[Node]:
-        """Yield the turns from this one back to the start of its conversation."""
+        """Yield the turns from this turn back to the start of the conversation."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def prompt(self) -> tuple[TokenIds, ...]:
-        """Return the pieces of its prompt."""
+        """Return the turn's whole prompt as pieces, in their order."""
         pieces = [self.turn.new_token_ids]
         node = self
         while node.turn.extends_parent:
@@ -135,7 +135,7 @@ class Node:
         return sum(int(piece.shape[0]) for piece in self.prompt())
 
     def full_ids(self) -> TokenIds:
-        """Return its prompt and its sampled tokens, [P + A] int32."""
+        """Return the turn's prompt and its sampled tokens, [P + A] int32."""
         return np.concatenate((*self.prompt(), self.turn.sampled_token_ids))
 
     def history(self) -> tuple[Message, ...]:

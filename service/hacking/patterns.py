@@ -384,7 +384,11 @@ def _component_excess(window: Window) -> Finding | None:
 
 
 def _failures(window: Window) -> Finding | None:
-    """Find failed rollouts that replace low rewards, which raises the mean of the others."""
+    """Find a rise of failed rollouts together with a fall of low rewards.
+
+    The mean reward is over the other rollouts, so it rises if rollouts fail instead of getting a
+    low reward.
+    """
     totals = window.num_rollouts
     cut_off = np.bincount(window.place[~window.is_graded], minlength=len(window.steps))
     failed = cut_off + window.num_missing

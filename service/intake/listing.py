@@ -54,7 +54,7 @@ class SessionView:
     """The session's outcome, or None if it has not ended."""
     detail: str
     totals: SessionTotals | None
-    """Totals of its turns; None in a list."""
+    """Totals of the session's turns; None in a list."""
 
     @classmethod
     def of(cls, stored: StoredSession, *, totals: SessionTotals | None = None) -> SessionView:

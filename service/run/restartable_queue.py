@@ -261,7 +261,7 @@ class CutsInOrder:
 
     @property
     def num_kept(self) -> int:
-        """The number of cuts of this opening that were kept."""
+        """The number of cuts that were kept since the current opening of the queue began."""
         return self._num_kept
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:

@@ -87,7 +87,7 @@ def as_they_are(weights: Weights) -> Weights:
         ({"vocab_size": 100}, as_they_are, r"the shape \[512, 128\] .*expected \[100, 128\]"),
         ({"intermediate_size": 512}, as_they_are, r"the shape .*\(12 differ\); correct config"),
         ({"tie_word_embeddings": False}, as_they_are, r"lack 1 .*lm_head\.weight.*tie_word_emb"),
-        ({}, of_five_layers, r"have model\.layers\.4\..* no parameter \(11 are like this\)"),
+        ({}, of_five_layers, r"have model\.layers\.4\..* no parameter \(11 such tensors\)"),
         ({"num_hidden_layers": 0, "layer_types": []}, as_they_are, r"have model\.layers\.0\..*44"),
         ({}, with_a_bias, r"q_proj\.bias, for which config\.json has no parameter"),
         (

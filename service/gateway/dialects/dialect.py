@@ -56,7 +56,7 @@ class Dialect:
 
     name: str
     path: str
-    """Path of its POST route, after the session's address."""
+    """Path of the dialect's POST route, after the session's address."""
     parameters: Parameters
     """Parameters of the body."""
     heartbeat: bytes

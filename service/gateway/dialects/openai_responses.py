@@ -345,7 +345,7 @@ def _output(item: Mapping[str, Any], where: str) -> Message:
 
 
 def _tools(value: object) -> tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]:
-    """Return the functions, and the form in which an answer repeats them."""
+    """Return the functions of a request's `tools`, and the value of `tools` in the answer."""
     found: list[ToolSchema] = []
     shown: list[dict[str, Any]] = []
     for where, tree in read_objects(value, "tools"):
