@@ -476,7 +476,7 @@ class Refills:
         self._counts = dict(counts or {})
 
     def claim(self, number: int, returns: Sequence[float]) -> bool:
-        """Decide whether a closed group must be replaced; if so, count a refill of its number."""
+        """Return whether a closed group must be replaced; if so, count a refill of `number`."""
         used = self._counts.get(number, 0)
         if used >= self._limit or not are_equal(returns):
             return False

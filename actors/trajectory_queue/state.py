@@ -356,7 +356,7 @@ class QueueState:
         self.num_changes += 1
 
     def set_loaded_version(self, version: int) -> None:
-        """Record that every ready engine holds `version`. Raises: ValueError if it was higher."""
+        """Record that every ready engine holds `version`. Raises: ValueError if it decreases."""
         self._window.set_loaded_version(version)
         self.num_changes += 1
 

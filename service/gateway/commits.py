@@ -98,8 +98,8 @@ class GroupCommit:
         except TimeoutError:
             self._hide(change)
             raise StoreAway(
-                f"the run's database has not answered for {self._hold_s:g} s, expected it to store "
-                "the turn before the answer; send the same request again"
+                f"the run's database has not answered for {self._hold_s:g} s, and a turn is "
+                "answered only after it is stored; send the same request again"
             ) from None
         except asyncio.CancelledError:
             self._hide(change)

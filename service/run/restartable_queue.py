@@ -256,7 +256,7 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The number of the queue's opening whose cuts are accepted."""
+        """The number of the current opening of the queue; only its cuts are accepted."""
         return self._opening
 
     @property

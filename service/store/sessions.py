@@ -408,7 +408,7 @@ def _rows(
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return `_Rows.marks`, for the turns in the changes that are already stored."""
+    """Return the marks (`_Rows.marks`) of those added turns that the database already has."""
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)

@@ -131,8 +131,8 @@ class ServerThreads:
     def __init__(self, program: str) -> None:
         """Prepare the servers; each starts at its thread's first request.
 
-        Args: program: the module, as `name` of `start_program`; the field `cpu_s` of its answers is
-        the CPU time that it has used.
+        Args: program: the server's module, as `name` of `start_program`. Each of the server's
+        answers must have the field `cpu_s`, the CPU time that the server has used.
         """
         self._program = program
         self._own = threading.local()
