@@ -1,10 +1,10 @@
 """The algorithm's settings, which the queue, the merge actor and the trainer must share.
 
-This is `algorithm` of the configuration: each setting is declared once, with its derived values,
-such as the learning rate of an update.
-Each choice of the loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the
-table. The aggregation is not a part of the loss function: the merge actor turns it into a weight of
-each token. The module imports neither Ray nor torch.
+The module declares the section `algorithm` of the configuration, each setting once, and computes
+values that derive from the settings, such as the learning rate of an update. Each choice of the
+loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the table. The
+aggregation is not a part of the loss function: the merge actor turns it into a weight of each
+token. The module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of the update after `num_updates` applied updates.
 
-    It is a pure function of the number, so that checkpoints need no state of a scheduler, and a
-    resumed run computes the same rate for its next update as an uninterrupted run.
+    The rate depends only on num_updates and the settings, so that checkpoints need no state of a
+    scheduler, and a resumed run computes the same rate for its next update as an uninterrupted run.
 
     Let n = num_updates, W = warmup_updates, N = updates. The decay begins at B = W, or for wsd at
     B = N - decay_updates. Let p = (n - B) / (N - B), clipped to [0, 1].
@@ -77,8 +77,9 @@ def learning_rate_at(
     If n < W: rate = learning_rate (n + 1) / W. Otherwise rate = learning_rate (m + (1 - m) f), with
     m = min_ratio and f = 1 (constant), 1 - p (linear, wsd), (1 + cos(pi p)) / 2 (cosine).
 
-    Source: transformers' `get_scheduler`. Deviations: its warm-up begins with an update of rate 0,
-    ours with learning_rate / W; its wsd warms up from the minimum, ours from 0.
+    Source: transformers' `get_scheduler`. Deviations: transformers' warm-up begins with an update
+    of rate 0, ours with learning_rate / W; with wsd transformers warms up from the minimum rate, we
+    from 0.
 
     Args: schedule: `updates` must be set unless the kind is constant.
     Examples: learning_rate 1.0 and warmup_updates 4: .25, .5, .75, 1, 1, …; also linear with
@@ -108,7 +109,8 @@ def learning_rate_at(
 class CriticSettings:
     """A value model, and GAE over its values (PPO); used only if the baseline is critic.
 
-    The other settings of the value model's optimiser are those of the policy (`trainer`).
+    The value model's optimiser takes its other settings from the section `trainer`, as the policy's
+    optimiser does.
     """
 
     __pydantic_config__ = STRICT
@@ -189,12 +191,12 @@ class KlSettings:
     __pydantic_config__ = STRICT
 
     coefficient: NotNegative = 0.0
-    """Weight of the term; if 0, no reference model is loaded for it."""
+    """Weight of the term; if 0, no reference model is loaded for this term."""
     estimator: KlEstimator = "k3"
     """Estimator of the KL at each token."""
     corrected: bool = False
-    """Whether the estimate at each token is multiplied by the ratio policy / sampler, which k1
-    needs.
+    """Whether the estimate at each token is multiplied by the ratio policy / sampler; required with
+    k1.
     """
 
 
@@ -202,8 +204,9 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is a range [low, high] of the ratio trainer / sampler. The trainer's probability in this
-    ratio is that at the step's start if the denominator is old, and otherwise the current one.
+    A band is a range [low, high] of the ratio trainer / sampler. This ratio uses the trainer's
+    probability at the step's start if the denominator is old, and the trainer's current probability
+    otherwise.
     """
 
     __pydantic_config__ = STRICT
@@ -227,7 +230,7 @@ class LossSettings:
     this value. The value must exceed 1, the ratio of a token whose probability has not changed.
     """
     ratio_cap: Rate = 20.0
-    """Largest value of a token's ratio, by which its gradient is weighted (reinforce, dppo_*)."""
+    """Upper limit of the ratio that weights a token's gradient (reinforce, dppo_*)."""
     sapo_tau_positive: Rate = 1.0
     """Steepness of SAPO's gate for advantages above 0."""
     sapo_tau_negative: Rate = 1.05
@@ -237,7 +240,9 @@ class LossSettings:
     negative_weight: NotNegative = 1.0
     """Factor of negative advantages; 0: only positive advantages are trained."""
     correction: Literal["none", "truncate_token", "truncate_sequence"] = "none"
-    """Importance weight old / behaviour; only with denominator old."""
+    """Importance weight old / behaviour, truncated for each token or for each trajectory; only with
+    denominator old.
+    """
     correction_cap: Rate = 2.0
     """Upper limit of the importance weight (`correction`)."""
     token_band: tuple[Rate, Rate] | None = None
@@ -245,7 +250,9 @@ class LossSettings:
     sequence_band: tuple[Rate, Rate] | None = None
     """Trajectories whose geometric-mean ratio is outside this range are not trained."""
     outlier_below: Annotated[float, Gt(0), Lt(1)] | None = None
-    """A trajectory is not trained if one of its tokens has a lower ratio than this."""
+    """A trajectory is not trained if the ratio trainer / sampler of any of its tokens is below this
+    value.
+    """
     entropy_coefficient: NotNegative = 0.0
     """Weight of the entropy bonus. The bonus is the entropy of all trained tokens, weighted as in
     the loss; tokens that a band or outlier_below removes from the policy loss are included."""
@@ -274,7 +281,7 @@ class OverlongSettings:
     max_tokens: Positive
     """Number of sampled tokens at which a trajectory gets the full punishment; L_max."""
     cache_tokens: Positive
-    """Tokens over which the punishment grows; L_cache, at most max_tokens."""
+    """Number of sampled tokens over which the punishment grows; L_cache, at most max_tokens."""
     factor: Rate = 1.0
     """Size of the full punishment."""
 
@@ -286,14 +293,16 @@ class KlRewardSettings:
     __pydantic_config__ = STRICT
 
     coefficient: Rate
-    """Amount subtracted from the return for each nat; beta."""
+    """Amount subtracted from the return for each nat of the KL; beta."""
     estimator: Literal["k1", "k3"] = "k1"
     """Estimator of the KL at each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """Changes to returns before they are compared in groups; each is off if it is null or 0."""
+    """Changes to returns before returns are compared in groups; a change whose setting is null or 0
+    is off.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -333,14 +342,18 @@ class AlgorithmSettings:
     """Number of usable members that a group needs to be trained; a member is usable if its return
     counts in the group's baseline."""
     min_usable_samples: Positive | None = None
-    """Number of usable members at which a group closes; null: it closes when all have ended."""
+    """Number of usable members at which a group closes; null: a group closes when all its members
+    have ended.
+    """
     max_lag: Natural = 0
     """S: number of versions that admission may run ahead of training; 0: synchronous."""
     window_groups: Positive | None = None
     """W: a step takes each of its groups from W consecutive group numbers, the first of which is
     the oldest that no step has taken; null: P, or 1 with max_lag 0."""
     baseline: Baseline = Baseline.MEAN
-    """Value subtracted from returns; critic: that of a value model, with GAE over tokens (PPO)."""
+    """Value subtracted from returns; critic: the estimate of a value model, with GAE over tokens
+    (PPO).
+    """
     scale: Scale = Scale.STD
     """Divisor of advantages; std and mean need a group baseline."""
     turn_discount: Fraction | None = None
@@ -398,8 +411,8 @@ class AlgorithmSettings:
     def trains_without_signal(self) -> bool:
         """Whether groups of equal returns are trained, with advantage 0.
 
-        This is so if the loss has a KL term or an entropy bonus, whose gradient does not depend on
-        the advantage.
+        Such groups are trained if the loss has a KL term or an entropy bonus, whose gradient does
+        not depend on the advantage.
         """
         return self.loss.needs_reference or self.loss.needs_entropy_gradient
 

@@ -1,8 +1,8 @@
 """The values that merge actor and trainer exchange: packed rows, their scores, a critic's rows.
 
-In shapes, T is the number of packed tokens of a row, S that of its segments, and M that of its
-trained tokens. A row is a forest: a token attends to the earlier tokens of its segment and of the
-segment's ancestors; in a row without shared prefixes every segment is a root. Invariants:
+In shapes, T is the number of a row's packed tokens, S the number of its segments, and M the number
+of its trained tokens. A row is a forest: a token attends to the earlier tokens of its segment and
+of the segment's ancestors; in a row without shared prefixes every segment is a root. Invariants:
 segment_lengths sums to T; segments are in preorder, so that a parent precedes its children and a
 subtree has no gap; position_ids count along each path from a root; the target of loss position p is
 the token after p in its segment, or the first token of a child if p is the last of its segment; all
@@ -52,7 +52,9 @@ class MicroBatch:
     sampled_versions: Int32s
     """[M] int32, the policy version of each token."""
     loss_weights: Float32s
-    """[M] float32, >= 0, each token's share of the update; they carry the aggregation."""
+    """[M] float32, >= 0, the weight of each token in the update's loss, computed from the
+    aggregation.
+    """
     trajectory_index: Int32s
     """[M] int32, the number of each token's trajectory in the row (0, 1, 2, ...); all samples of a
     trajectory have the same number."""
@@ -61,7 +63,7 @@ class MicroBatch:
     experts: ExpertRecords | None = None
     """The recorded routing, each record at the position of the token whose forward pass it
     describes; None if no routing was recorded. A position that several samples share has the record
-    of the first sample that has one.
+    of the first of these samples that recorded its routing there.
     """
     num_overruled_records: int = 0
     """Number of the samples' expert records that differ from the record used at their position."""
@@ -90,9 +92,13 @@ class ValueRow:
     row: MicroBatch
     """The packed row; loss weights sum to 1 over all rows of all ranks."""
     old_values: Float32s
-    """[M] float32, the critic's values of these states before the update."""
+    """[M] float32, the critic's value, before the update, of the state in which each token was
+    sampled.
+    """
     value_targets: Float32s
-    """[M] float32, the values to learn: GAE's advantage plus the old value."""
+    """[M] float32, the value that the critic learns for each of these states: GAE's advantage plus
+    the old value.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,9 +82,10 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Return the end of the sample's last tokens in `prompt`, searched from `position` on.
+    """Find the sample's last tokens in `prompt` from `position` on; return the index after the
+    match.
 
-    Return None if the prompt does not contain them there.
+    Return None if the prompt does not contain the sample's last tokens from `position` on.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):
@@ -95,7 +96,7 @@ def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | N
 
 
 def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
-    """Return the end in `ids` of the first `pattern` at or after `start`; None if it is absent."""
+    """Return the index after the first `pattern` in `ids` from `start` on; None without a match."""
     width = pattern.shape[0]
     if ids.shape[0] - start < max(width, 1):
         return None

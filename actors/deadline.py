@@ -66,7 +66,7 @@ async def race(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.
 
 
 async def beside(work: Awaitable[_Result], *helpers: Awaitable[object]) -> _Result:
-    """Return the result of the work, during which helpers run.
+    """Run helpers until the work ends, and return the work's result.
 
     The helpers may end earlier; otherwise they are cancelled after the work. If a helper raises,
     the work is cancelled and the helper's error is raised at once.
@@ -156,9 +156,9 @@ async def retry(
 ) -> _Result:
     """Repeat an attempt after each error of the kinds `on`, and return its result.
 
-    The pauses double, up to _LONGEST_PAUSE_S. Each is shortened at random by up to a half, so that
-    callers that failed together do not retry together. The caller must bound an attempt that may
-    hang.
+    The pauses double, up to _LONGEST_PAUSE_S. Each pause is shortened at random by up to a half, so
+    that callers that failed together do not retry together. The caller must bound an attempt that
+    may hang.
     Raises: the last error after limit_s seconds; an error of another kind at once.
     """
     loop = asyncio.get_running_loop()

@@ -88,8 +88,8 @@ def routed_layers(config: Any) -> tuple[int, ...]:
     """Return the decoder layers with a router that the trainer can replay, ascending.
 
     Args: config: Hugging Face's configuration of a language model.
-    Returns: an empty tuple if the model has no routers, or only kinds that `trainer.routing_replay`
-    lacks.
+    Returns: an empty tuple if the model has no routers, or only routers of kinds that
+    `trainer.routing_replay` does not support.
     Example: a Qwen3-MoE of four layers with decoder_sparse_step 2 -> (1, 3)
     """
     layers = range(config.num_hidden_layers)
@@ -104,7 +104,7 @@ def routed_layers(config: Any) -> tuple[int, ...]:
 def sampled_experts(
     records: NDArray[np.uint8] | NDArray[np.uint16], *, routed: Sequence[int]
 ) -> ExpertIndices:
-    """Return an engine's records in the form that a turn has.
+    """Convert an engine's expert records to the form of `Turn.expert_indices`.
 
     Args: records: [R, layers, K] of the first R sampled tokens, with an entry for every decoder
         layer; uint8, or uint16 above 256 experts. routed: the layers with a router.

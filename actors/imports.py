@@ -11,9 +11,9 @@ from contextlib import contextmanager
 def quick_imports() -> Iterator[None]:
     """Import within the block without garbage collection.
 
-    At the end all existing objects are exempted from later collections. Packages make a
-    million objects that never die. Visiting them repeatedly takes a fifth of the time of
-    `import vllm`.
+    At the end all existing objects are exempted from later collections. Large packages create a
+    million objects that exist until the process ends; without this block, repeated collections
+    visit these objects, which takes a fifth of the time of `import vllm`.
     """
     was_enabled = gc.isenabled()
     gc.disable()

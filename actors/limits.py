@@ -38,7 +38,8 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return STRICT with a JSON schema's rule for the data of a task that may also have none.
+    """Return STRICT for the data of a task, with a rule for its JSON schema that empty data need
+    not meet.
 
     Example: strict_unless_empty(required=["question"])
     """

@@ -91,7 +91,8 @@ class StoredHistograms(Collector):
 
 
 class AtomicRegistry(CollectorRegistry):
-    """A registry in which metrics are declared, and whose scrapes never show half a change.
+    """A registry in which metrics are declared; a scrape shows a change of related values
+    completely or not at all.
 
     Code that changes several related values holds the lock `change`; a scrape waits for it. The
     library's `_created` samples are left out, because they show when this process began, and a

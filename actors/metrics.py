@@ -54,7 +54,9 @@ every engine holds it.
 
 
 def secret_failures(gained: AtomicRegistry, secret: Literal["api_key", "database"]) -> Counter:
-    """Return a counter of failed readings of secrets' files, for a process that reads them."""
+    """Return a counter of the failed readings of a secret's file, for a process that reads the
+    file.
+    """
     counter = gained.counter(
         "rayloom_secret_read_failures",
         "Readings of a secret's file that found it missing, empty or invalid, by secret; the last "
@@ -168,7 +170,7 @@ class RolloutMetrics:
         )
 
     def meet(self, environment: str) -> None:
-        """Show every outcome of an environment, with 0 until it occurs."""
+        """Show a count of 0 for every outcome of an environment that has not occurred yet."""
         if environment not in self._seen:
             self._seen.add(environment)
             for outcome in Outcome:

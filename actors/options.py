@@ -75,7 +75,9 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weights of names by name; each is 1 if only a name or a list of names is given."""
+    """Return the weight of each name; all weights are 1 if only a name or a list of names is
+    given.
+    """
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()
@@ -244,7 +246,9 @@ def holding(part: str) -> AfterValidator:
 
 
 def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
-    """Return a sentence on one error of pydantic. where: the place of `kind` in a larger tree."""
+    """Return a sentence on one error of pydantic. where: the path of `kind` in the settings that
+    contain it.
+    """
     place = _STRICT.sub(r"\1", ".".join(map(str, [*filter(None, [where]), *detail["loc"]])))
     context = detail.get("ctx", {})
     match detail["type"]:
@@ -278,7 +282,8 @@ def _shown(bound: Any) -> Any:
 
 
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
-    """Return a hint what to write instead of an unknown key, the last part of `location`.
+    """Return a hint that names the key to write instead of the unknown key at the end of
+    `location`.
 
     Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
@@ -335,7 +340,8 @@ def _types_of(section: Any) -> Mapping[str, Any]:
 def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the types of the attributes of a class by their names.
 
-    unknown: types in place of names that were not found, as a ClassVar may have.
+    unknown: types to use for names in the annotations that cannot be resolved, such as a name in a
+    ClassVar.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)
@@ -386,7 +392,7 @@ def user_code(options: Any) -> list[str]:
 
 
 def data_paths(options: Any) -> list[Path]:
-    """Return the paths of data in an instance of a class of options; none if it is None."""
+    """Return the paths of data in an instance of a class of options; [] if `options` is None."""
     return [] if options is None else [Path(p).expanduser() for p in _marked(options, _DATA)]
 
 
@@ -406,9 +412,9 @@ def _has_mark(hint: Any, mark: str) -> bool:
 
 
 def expanded(text: str, *, what: str) -> str:
-    """Replace each `$NAME` in a text by a variable of the process's environment.
+    """Replace each `$NAME` in a text by the value of the environment variable NAME.
 
-    So secrets can be left out of a run's files.
+    So a run's files need not contain secrets.
 
     Args: what: the option's name, for the error.
     Raises: ValueError if a variable is not set.

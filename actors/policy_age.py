@@ -9,8 +9,8 @@ versions after that checkpoint, and gives their numbers to other weights. Tokens
 version are marked (`UNDONE`): they are trained with their recorded log-probabilities, which are not
 compared with a trainer's, and their age is at least 0.
 
-The merge actor uses ages in reports and the journal, the trainer in its bound; the audit and the
-gateway use them too.
+The merge actor records ages in reports and the journal, and the trainer refuses tokens whose age
+exceeds a bound; the audit and the gateway use ages too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from actors.types import NO_VERSION, UNDONE, VersionSpan, original_numbers
 
 
 def policy_ages(sampled: Int32s, trainer_version: int, republished: Sequence[int] = ()) -> Int32s:
-    """Return the age of each token: the training steps since the trainer held its policy.
+    """Return the age of each token: the training steps since the trainer held the token's version.
 
     age = v - s - |{r in republished: s < r <= v}|; negative if s > v, but 0 if s is undone.
 
@@ -53,7 +53,9 @@ def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int
 
 
 def newest_kept(sampled: Int32s) -> int:
-    """Return the newest version that no recovery has undone; NO_VERSION if there is none."""
+    """Return the newest version in `sampled` that no recovery has undone; NO_VERSION if there is
+    none.
+    """
     return int(np.where(sampled < UNDONE, sampled, NO_VERSION).max(initial=NO_VERSION))
 
 

@@ -2,8 +2,8 @@
 
 A part that produces values names them as in the table (`Statistic.values`). The reduction, the
 step's record, the metrics, the report, the dashboard and docs/metrics.md are made from the table. A
-statistic that is not known at a step is absent from it, never 0. To add a statistic, add an entry
-here and compute its values in the part that produces them: for the loss, one line in
+statistic that is not known at a step is absent from the step's record, never 0. To add a statistic,
+add an entry here and compute its values in the part that produces them: for the loss, one line in
 `actors/trainer/loss/micro_batch.py`. The module imports only the standard library.
 """
 

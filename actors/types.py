@@ -1,7 +1,7 @@
 """The types that all packages share: turns, samples, trajectories, rollouts.
 
-They are plain frozen values, without Ray and torch. Token ids are the source of truth: a trajectory
-holds the ids that the engine received and returned, never text. Terms and rules follow
+The types are plain frozen values, without Ray and torch. Token ids are the source of truth: a
+trajectory holds the ids that the engine received and returned, never text. Terms and rules follow
 docs/semantics.md.
 """
 
@@ -125,14 +125,14 @@ class Turn:
     """Named parts of the reward; their sum is not required to be the reward."""
     is_malformed: bool = False
     token_rewards: NDArray[np.float32] | None = None
-    """[A] float32, the reward of each sampled token; their sum is the reward. None if rewards by
-    token were not recorded.
+    """[A] float32, the reward of each sampled token; the sum over the tokens is the turn's reward.
+    None if rewards by token were not recorded.
     """
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, the K experts that each of L routed layers chose in the forward
     passes that processed the first R <= A sampled tokens. None if they were not recorded."""
     state_key: str | None = None
-    """The environment's key of the state before the turn; None if it gave none."""
+    """The environment's key of the state before the turn; None if the environment gave no key."""
 
     def __post_init__(self) -> None:
         _check_column("prompt_token_ids", self.prompt_token_ids, _INT32)
@@ -163,8 +163,8 @@ def _check_column(name: str, column: NDArray[Any], wanted: np.dtype[Any]) -> Non
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a turn in its sample; the turn's prompt is the sample's ids before `start`.
 
-    It is a Struct, which is created six times faster than a frozen dataclass: every turn has one,
-    and reading a trajectory creates them again.
+    The class is a Struct, which is created six times faster than a frozen dataclass: every turn has
+    a span, and reading a trajectory creates the spans again.
     """
 
     index: int
@@ -193,7 +193,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 class Sample:
     """One sequence of training data, made of turns that each extend the previous turn.
 
-    Its arrays are read-only.
+    The sample's arrays are read-only.
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
     [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may follow the
     last turn; a critic reads the value of a truncated trajectory there.
@@ -212,7 +212,8 @@ class Sample:
     """
     token_rewards: NDArray[np.float32] | None = None
     """[T] float32, 0 for tokens that were not sampled. None if no turn of the trajectory recorded
-    rewards by token. If only some turns did, the others have their reward on their last token.
+    rewards by token. If only some turns did, each other turn has its whole reward at its last
+    token.
     """
     experts: ExpertRecords | None = None
     """Recorded routing, each record at the position of the token whose forward pass it describes,
@@ -334,8 +335,8 @@ class Trajectory(Attempt):
     """One attempt of one rollout: its samples, rewards and outcome."""
 
     samples: tuple[Sample, ...] = ()
-    """The samples in the order in which they began; every turn is in exactly one. Empty without
-    turns.
+    """The samples in the order in which they began; every turn is in exactly one sample. Empty if
+    the trajectory has no turns.
     """
     was_rewarded: bool | None = None
     """Whether the trajectory got a number as its reward, even 0. None if this is not known;
@@ -381,7 +382,9 @@ class Trajectory(Attempt):
 
     @property
     def num_trained(self) -> int:
-        """Number of sampled tokens with a finite log-probability, before any disposition."""
+        """Number of sampled tokens with a finite log-probability, even if the trajectory is masked
+        later.
+        """
         return sum(sample.num_trained for sample in self.samples)
 
     @property
@@ -392,9 +395,9 @@ class Trajectory(Attempt):
     def is_graded(self) -> bool:
         """Whether the trajectory's return may be in a baseline unchanged.
 
-        This is so if it was played to its end, unless its reward could not be computed. A truncated
-        or aborted trajectory is graded only if a reward was given or, if was_rewarded is None, if
-        its last turn has a reward component or a reward other than 0.
+        A trajectory that was played to its end is graded, unless its reward could not be computed.
+        A truncated or aborted trajectory is graded only if a reward was given or, if was_rewarded
+        is None, if its last turn has a reward component or a reward other than 0.
         """
         if self.outcome in PLAYED_OUT:
             return True
@@ -411,8 +414,8 @@ class Trajectory(Attempt):
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version of its trained tokens, by their original numbers, also
-        if a recovery has undone them. None without trained tokens.
+        """Oldest and newest policy version of the trajectory's trained tokens. Versions that a
+        recovery has undone count by their original numbers. None without trained tokens.
         """
         seen = [sample.versions[sample.versions != NO_VERSION] for sample in self.samples]
         known = [original_numbers(versions) for versions in seen if versions.size]
@@ -444,7 +447,7 @@ class TrajectorySummary(Attempt):
     num_bytes: int
     is_graded: bool = True
     text: SampledText | None = None
-    """The text of an evaluation's first trajectories; None for all others."""
+    """The trajectory as text, only for the first trajectories of an evaluation; otherwise None."""
 
     @property
     def scaled_return(self) -> float | None:
@@ -453,7 +456,7 @@ class TrajectorySummary(Attempt):
 
 
 def original_numbers(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the numbers that versions had when they sampled.
+    """Return the version numbers without the mark of undone versions (UNDONE).
 
     Example: original_numbers([4, UNDONE + 7]) -> [4, 7]
     """

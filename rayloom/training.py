@@ -1,7 +1,7 @@
 """`rayloom.train`, `sft`, `serve` and `evaluate`: the commands for scripts and notebooks.
 
-The run has a separate process. It is not affected by a running event loop, a Ray that the caller
-has initialised or an earlier run, and its memory is freed when it ends.
+The run has a separate process, which is not affected by a running event loop, by a Ray that the
+caller has initialised or by an earlier run. The process's memory is freed when the run ends.
 
 Functions are passed by name if their module can be imported. A function from a notebook or from the
 script itself is passed by value: it is stored in the run's directory with its source, and a resumed
@@ -95,17 +95,15 @@ def train(
     """Train until the last step, show the progress, and return the result.
 
     Args:
-        config: A YAML file, or its content as a mapping. Without it, give dataset and a reward.
-        model: Directory or hub name of the model. Defaults to the configuration's model, or to the
-            tiny model if it has none.
-        dataset: A file, a data set of a hub, or rows, such as a list of dicts.
-        reward: Functions that score one rollout. The scores of several functions are added.
-        group_reward: Functions that score the rollouts of a group together.
-        tools: Functions that the policy may call, or classes of tools.
-        run_dir: Directory of a new run. Defaults to runs/NAME-TIME.
-        resume: Directory of a run to continue with its own data and functions. Cannot be combined
-            with dataset, functions or run_dir.
-        settings: Sections of the configuration, such as run={"steps": 20}.
+        config: A YAML file, or its content as a mapping. Without a configuration, dataset and a
+        reward are required. model: Directory or hub name of the model. Defaults to the
+        configuration's model, or to the tiny model if it has none. dataset: A file, a data set of a
+        hub, or rows, such as a list of dicts. reward: Functions that score one rollout. The scores
+        of several functions are added. group_reward: Functions that score the rollouts of a group
+        together. tools: Functions that the policy may call, or classes of tools. run_dir: Directory
+        of a new run. Defaults to runs/NAME-TIME. resume: Directory of a run to continue with its
+        own data and functions. Cannot be combined with dataset, functions or run_dir. settings:
+        Sections of the configuration, such as run={"steps": 20}.
 
     Raises:
         ConfigError: If the configuration, the data or a function is refused; nothing has started.
@@ -403,7 +401,7 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
 
 
 def _name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which a run imports a function; a function without one is stored first.
+    """Return the name by which a run imports a function; store a function that has no such name.
 
     store: directory of the run's functions. what: the argument, for an error's text.
     """

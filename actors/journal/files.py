@@ -3,10 +3,10 @@
 A file holds a line with the format's number, then two sections, each with its length and a
 checksum: the index of the step's trajectories, and the step itself, compressed. A file is written
 under a temporary name and renamed. A step that is played again in a later term gets another file;
-`service.store.lineage` decides which of them belongs to the run. A failure to write is reported
-once and never ends a run, because training and resuming do not read the journal: its oldest files
-may be removed at any time. The merge actor writes the journal; `rayloom inspect` and `rayloom
-explain` read it.
+`service.store.lineage` decides which of these files belongs to the run. A failure to write is
+reported once and never ends a run, because training and resuming do not read the journal: its
+oldest files may be removed at any time. The merge actor writes the journal; `rayloom inspect` and
+`rayloom explain` read it.
 
 A trajectory's samples are those that were packed for the trainer, with every sampled token's
 log-probability and version. The record also holds the advantages of the trained tokens.
@@ -46,7 +46,7 @@ class TrajectoryEntry:
     trainer received them. Empty if the trajectory is not in the loss.
     """
     problem: str = ""
-    """A sentence on the trajectory's fault; empty if it has none."""
+    """A sentence on the trajectory's fault; empty if the trajectory has no fault."""
 
     @property
     def num_trained(self) -> int:
@@ -79,7 +79,7 @@ class JournalStep:
     group_rule: GroupRule | None
     """The rule of the step's advantages; None if they depend on more than the group's returns."""
     num_packed_trained: int
-    """Trained tokens in the packed rows of all ranks."""
+    """Number of trained tokens in the packed rows of all ranks."""
     entries: tuple[TrajectoryEntry, ...]
 
 
@@ -97,7 +97,7 @@ class JournalDamaged(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepIndex:
-    """The ids of a step's trajectories, in the order of its entries."""
+    """The ids of a step's trajectories, in the order of the step's entries."""
 
     step: int
     term: int
@@ -202,7 +202,9 @@ def named_file(path: Path) -> JournalFile | None:
 
 
 def list_files(directory: Path) -> list[JournalFile]:
-    """Return the journal's files in order of step and term; an empty list without a directory."""
+    """Return the journal's files by step and term; an empty list if the directory does not
+    exist.
+    """
     found = [file for path in directory.glob("step-*.journal") if (file := named_file(path))]
     return sorted(found, key=lambda file: (file.step, file.term))
 
@@ -231,10 +233,11 @@ def write_file(directory: Path, step: JournalStep) -> Path:
 
 
 def prune(directory: Path, *, newest: int, keep_steps: int, keep_bytes: int) -> None:
-    """Remove the oldest files: steps up to newest - keep_steps, and files beyond `keep_bytes`.
+    """Remove the files of old steps, and the oldest files above a limit on their total size.
 
-    The files of the step `newest` are kept, however large they are. Raises: OSError if a file
-    cannot be removed.
+    A file is removed if its step is at most newest - keep_steps, or if it and all newer files have
+    more than keep_bytes together. The files of the step `newest` are kept, however large they are.
+    Raises: OSError if a file cannot be removed.
     """
     num_bytes = 0
     for file in reversed(list_files(directory)):

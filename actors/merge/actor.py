@@ -1,7 +1,7 @@
 """The merge actor, which fetches a step's payloads, builds the batch and stores the shards.
 
-In each step the loop calls `build` once, and before it `plan` if the run has a critic or a
-reference. Payloads are read without a copy (as views of shared memory), and the reply holds
+In each step the loop calls `build` once. If the run has a critic or a reference, it calls `plan`
+before `build`. Payloads are read without a copy (as views of shared memory), and the reply holds
 references. If payloads are lost, `PayloadsLost` names their rollouts, and the loop reports these to
 the queue.
 """
@@ -76,7 +76,7 @@ class BuiltStep:
 
 @ray.remote
 class MergeActor:
-    """The actor that builds batches. It keeps no state between two calls."""
+    """The actor that builds batches, and keeps no state between two calls."""
 
     def __init__(self, settings: StepSettings, journal: Journal | None = None) -> None:
         """Create the actor. journal: writes the steps; None if they are not recorded."""
@@ -87,7 +87,7 @@ class MergeActor:
         """Lay out the rows that the trainer must score; return a reference to each rank's shard.
 
         Called only if rewards or advantages need a reference or a critic. `build` repeats the
-        layout to read the scores, so that no state is kept between the two.
+        layout to read the scores, so that the actor keeps no state between the two calls.
         Raises: PayloadsLost, naming the rollouts.
         """
         shards = plan_scores(
@@ -149,7 +149,9 @@ class MergeActor:
 
 
 def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
-    """Fetch the blocks in their order; return None for a block that is lost or late."""
+    """Fetch the blocks; return them in order, with None in place of a block that is lost or
+    late.
+    """
     references = list(blocks)
     try:
         return list(ray.get(references, timeout=FETCH_DEADLINE_S))

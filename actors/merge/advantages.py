@@ -85,7 +85,7 @@ def credit_group(
 def reason_without_signal(
     returns: Sequence[float], *, baseline: Baseline = Baseline.MEAN, scale: Scale = Scale.STD
 ) -> EvictionReason | None:
-    """Return the reason why `group_advantages` of these returns are all 0; None if they are not."""
+    """Return the reason why all `group_advantages` of these returns are 0; None if any is not 0."""
     if baseline is Baseline.NONE:
         return None
     if are_equal(returns):
@@ -160,9 +160,9 @@ def turn_advantages(
 ) -> tuple[list[Float64s], EvictionReason | None]:
     """Turn the rewards of a group's turns into an advantage for each turn.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t the value of each member i of the group is
-    R_{i, min(t, last turn of i)}: that of its last turn if it has ended. `group_advantages` is
-    applied to these values, separately for each t.
+    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t the value of each member i of the group is R_{i,
+    min(t, last turn of i)}; a member that ended before turn t has the R of its last turn.
+    `group_advantages` is applied to these values, separately for each t.
     Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
         ours: a turn is compared with the same turn of the others; Kevin compares with all turns of
         the group, which penalises the first turns of a won game for their distance from the reward
@@ -170,7 +170,8 @@ def turn_advantages(
         turn gets the advantage of its trajectory, for any numbers of turns.
 
     Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
-    Returns: for each member [K_i] float64; and the reason if all of them are 0, otherwise None.
+    Returns: the advantages, for each member [K_i] float64; and the reason if all advantages are 0,
+    otherwise None.
     Example: rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] -> [[.25, .5],
         [-.25, -.5]]
     """
@@ -201,8 +202,8 @@ def state_advantages(
     """Compare each turn of a group with the group's turns that started from the same state.
 
     R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied to the R_{i,t} of all turns
-    with the same key, even if several are of one trajectory. A turn whose state has no other turn
-    gets 0.
+    with the same key, even if several are of one trajectory. A turn gets 0 if no other turn of the
+    group started from the same state.
     Source: GiGPO, arXiv 2505.10978, 4.2, equations 5 to 7. The episode's advantage plus a weight
         times this value is its equation 8.
 
@@ -248,8 +249,8 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """Return the rewards of the turns, including the KL of their tokens, [K]; [1] for a member
-    without turns.
+    """Return the reward of each turn, including the KL rewards of its tokens, [K]. For a member
+    without turns, return its return in the baseline, [1].
     """
     if not member.trajectory.turns:
         # A trajectory without turns counts in the baseline, but has no tokens to train.
@@ -263,8 +264,8 @@ def _turn_rewards(member: Member) -> Float64s:
 def _state_keys(member: Member) -> list[Hashable]:
     """Return the key of each turn's state: the environment's text, or the observation's tokens.
 
-    The observation before the first turn of a sample is the whole prompt. The key of a text is str
-    and that of tokens is bytes, so the two are never equal.
+    The observation before the first turn of a sample is the whole prompt. The key of a text is a
+    str and the key of tokens is bytes, so two such keys are never equal.
     """
     keys: list[Hashable] = [b""] * len(member.trajectory.turns)
     for sample in member.samples:
@@ -294,7 +295,7 @@ def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation)
     """Return the value of the state after the last action token.
 
     With bootstrap, the value is V(s_T) for a trajectory that was cut off (truncated, not
-    terminated). Otherwise it is 0.
+    terminated). In all other cases the value is 0.
 
     Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if no
     observation followed. is_truncated: read from the recorded outcome, not guessed from token ids.

@@ -130,17 +130,18 @@ def classify(
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    The policies, for a trajectory of return r: train leaves it unchanged. train_clamped trains it
-    with return min(r, 0, worst_completed), train_penalised with r - penalty. score leaves it
-    unchanged if it was graded, and otherwise does the same as mask. mask keeps it out of the loss,
-    but in the baseline if it was graded. drop keeps it out of both.
+    The policies, for a trajectory of return r: train trains it with r. train_clamped trains it with
+    min(r, 0, worst_completed), and train_penalised with r - penalty. score trains a graded
+    trajectory with r, and treats any other trajectory as mask does. mask keeps the trajectory out
+    of the loss, but counts r in the baseline if the trajectory was graded. drop keeps the
+    trajectory out of the loss and the baseline.
 
-    A trajectory is also out of both if it does not fit the model, or if its rewards are not finite
-    or exceed MAX_REWARD after shaping. A trajectory without tokens to train is not in the loss.
-    Each trajectory that is not in the loss has a reason.
+    A trajectory is also out of the loss and the baseline if it does not fit the model, or if its
+    rewards are not finite or exceed MAX_REWARD after shaping. A trajectory without tokens to train
+    is not in the loss. Each trajectory that is not in the loss has a reason.
 
-    Args: misfit: why its tokens do not fit the trained model; None if they fit. worst_completed:
-    `worst_completed_return` of its group.
+    Args: misfit: why the trajectory does not fit the trained model; None if it fits.
+    worst_completed: `worst_completed_return` of its group.
     """
     left_out = Member(
         trajectory=trajectory,
@@ -186,7 +187,9 @@ def classify(
 def worst_completed_return(
     trajectories: Sequence[Trajectory], reward: RewardSettings = _NO_SHAPING
 ) -> float | None:
-    """Return the lowest shaped return of a group's completed trajectories; None if it has none."""
+    """Return the lowest shaped return of a group's completed trajectories; None if none is
+    completed.
+    """
     returns = [
         total(shaped_rewards(each, reward))
         for each in trajectories
@@ -311,7 +314,7 @@ def is_end_missing(trajectory: Trajectory) -> bool:
 
 
 def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
-    """Subtract the KL penalty from a member's trained tokens, and its sum from the returns.
+    """Compute the KL rewards of a member's trained tokens, and add the sum to the member's returns.
 
     Args: member: must be in its group's baseline and have a reference's scores.
     """

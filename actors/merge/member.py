@@ -27,7 +27,9 @@ class Member:
     reason: EvictionReason | None
     """The reason why the trajectory is not in the loss; None if it is in the loss."""
     problem: str = ""
-    """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable one."""
+    """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable
+    trajectory.
+    """
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
     """[K], the reward of each turn after shaping and after the outcome's rule, which changes only
     the last reward.
@@ -47,7 +49,7 @@ class Member:
     baseline.
     """
     no_signal: EvictionReason | None = None
-    """The reason why all advantages of the member's group are 0; None if they are not."""
+    """The reason why all advantages of the member's group are 0; None if any of them is not 0."""
     old_values: tuple[Float32s, ...] = ()
     """For each sample, [M]: the critic's values of the states in which the tokens were sampled."""
     value_targets: tuple[Float32s, ...] = ()
@@ -83,7 +85,10 @@ def turn_bounds(member: Member) -> Int64s:
 
 
 def token_numbers(sample: Sample, bounds: Int64s) -> Int64s:
-    """Return the numbers of a sample's trained tokens, [M]. Args: bounds: from `turn_bounds`."""
+    """Return the number of each trained token of a sample within its trajectory, [M].
+
+    Args: bounds: from `turn_bounds`.
+    """
     return np.concatenate(
         [np.arange(bounds[turn.index], bounds[turn.index + 1]) for turn in sample.turns]
     )

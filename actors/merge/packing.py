@@ -34,7 +34,9 @@ from actors.merge.prefix_sharing import (
 from actors.types import Sample, TokenIds
 
 BALANCED = 1.05
-"""Ranks count as balanced if the costliest is at most this many times the mean."""
+"""Ranks count as balanced if the costliest rank costs at most this many times the mean of all
+ranks.
+"""
 # Bounds on the work of `_even_out`: the number of all moves, and of trajectories tried per move.
 _MAX_MOVES = 64
 _CANDIDATES = 16
@@ -146,7 +148,9 @@ def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow
 def unrouted(
     sample: Sample, *, loss_weight: float = 0.0, temperature: float = 1.0
 ) -> WeightedSample:
-    """Prepare a sample for a reference or a critic: without expert records, which they ignore."""
+    """Prepare a sample for a reference or a critic, which ignore expert records: remove the
+    records.
+    """
     return WeightedSample(
         sample=sample.without_experts(),
         advantage=0.0,
@@ -240,8 +244,8 @@ def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[li
     samples of a trajectory. A sample longer than the budget gets a row of its own.
 
     Args: lengths: tokens of each sample.
-    Returns: [num_ranks][rows][samples of the row]; the same number of rows for each rank, some
-        empty.
+    Returns: [num_ranks][rows][indices of the row's samples]; the same number of rows for each rank,
+        some empty.
     Example: lengths [4, 9, 5], 2 ranks, budget 10 -> [[[1]], [[2, 0]]]
     """
     rows: list[list[int]] = []
@@ -271,14 +275,14 @@ def assign_rows(
 
     Trajectories are sorted by their first sample and cut into bundles at the positions with the
     shortest common prefix, until each fits a row and a rank's part of the cost. Bundles are
-    assigned by longest processing time first: the costliest remaining bundle goes to the row that
-    has room for it and after which its rank costs least, counting what it shares with that row. If
-    the ranks then differ by more than BALANCED, single trajectories are moved from the costliest
-    rank to the cheapest; if that is not enough, smaller bundles are tried, and the assignment whose
-    costliest rank costs least is kept. Each rank gets the smallest number of rows with which all
-    bundles fit.
+    assigned by longest processing time first: the costliest remaining bundle goes to a row that has
+    room for it. Among these rows, the row is chosen whose rank then costs least; prefixes that the
+    bundle shares with the row cost nothing. If the ranks then differ by more than BALANCED, single
+    trajectories are moved from the costliest rank to the cheapest; if that is not enough, smaller
+    bundles are tried, and the assignment whose costliest rank costs least is kept. Each rank gets
+    the smallest number of rows with which all bundles fit.
 
-    Args: trajectories: the samples of each, as token ids.
+    Args: trajectories: for each trajectory, its samples as token ids.
     Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
     """
     if not trajectories:
@@ -369,8 +373,8 @@ def _try_assign(
 
 
 def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> None:
-    """Move trajectories, in place, from the costliest rank to the cheapest rank that can take
-    them.
+    """Move trajectories, in place, from the costliest rank to the cheapest rank that has room, at
+    most _MAX_MOVES times. Stop when the ranks are balanced, or no move lowers the highest cost.
     """
     for _ in range(_MAX_MOVES):
         if assignment.is_balanced:
@@ -384,10 +388,11 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Move the best trajectory from one rank to another, if that lowers the higher cost.
+    """Move a trajectory from rank `high` to rank `low` if the higher of their costs then falls.
 
-    Candidates are the trajectories that come nearest to halving the two ranks' difference. Return
-    whether a trajectory was moved.
+    Candidates are the trajectories whose cost is nearest to half the difference of the two ranks'
+    costs. Of these, the one is moved after which the higher cost is lowest. Return whether a
+    trajectory was moved.
     """
     costs = assignment.costs
     half = (costs[high] - costs[low]) / 2

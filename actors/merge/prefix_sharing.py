@@ -1,4 +1,5 @@
-"""Share the prefixes that samples of a row have in common: its forest, expert records and cost.
+"""Share the prefixes that samples of a row have in common; compute the row's forest, expert records
+and cost.
 
 Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
 trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
@@ -58,8 +59,8 @@ def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
 def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
     """Share every common prefix of the samples.
 
-    The samples are added in prefix order. Each adds the tokens after its common prefix with the
-    previous sample, and branches off that sample's path at the end of the common prefix.
+    The samples are added in prefix order. Each sample adds the tokens after its common prefix with
+    the previous sample, and branches off that sample's path at the end of the common prefix.
 
     Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0.
     Example: [1, 2, 3], [1, 2, 4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2,
@@ -125,8 +126,8 @@ def row_experts(
     a token that one sample has as context is replayed as in the sample in which it was sampled.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
-    Returns: the row's records, None if no sample has any; and the number of records whose experts,
-        in any order, differ from those of the record used at their position.
+    Returns: the row's records, None if no sample has any; and the number of records that name
+        another set of experts than the record used at their position.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
         the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
     """
@@ -205,14 +206,15 @@ class SortedItems:
     order: list[int]
     """[N], the index of each trajectory (or bundle) in the caller's order."""
     num_tokens: Int64s
-    """Tokens of each item in a row without others."""
+    """Number of tokens of each item if it is alone in a row."""
     cost: Float64s
-    """Cost of each item in a row without others, in the unit of `Size.cost`."""
+    """Cost of each item if it is alone in a row, in the unit of `Size.cost`."""
     shared: Int64s
     """Number of leading tokens that each item shares with the item before it; 0 for the first."""
     inner: Int64s
-    """The smallest common prefix of two neighbouring trajectories inside the item; the largest
-    int64 for an item of one trajectory."""
+    """Length of the shortest prefix that two neighbouring trajectories inside the item share; the
+    largest int64 for an item of one trajectory.
+    """
     attention_tokens: int
     """Sample length at which attention costs as much as all other computation."""
 
@@ -233,7 +235,7 @@ class SortedItems:
         return shared
 
     def between(self, left: int, right: int) -> int:
-        """Return the number of leading tokens that two items have in common, left < right."""
+        """Return the number of leading tokens that item `left` and a later item `right` share."""
         shared = int(self.shared[left + 1 : right + 1].min())
         return min(shared, int(self.inner[left + 1 : right].min(initial=shared)))
 
@@ -283,7 +285,7 @@ def sort_trajectories(
 
 def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
     """Cut the items wherever two neighbours share no prefix; then cut each part that is too large
-    at its shortest shared prefix.
+    between the two neighbours that share the shortest prefix.
 
     Among equally good cuts the one nearest to the middle is taken.
     Returns: the bounds of the parts, from 0 to N.

@@ -44,7 +44,7 @@ class MergeReport:
     """Number of turns, which is the number of samples without merging."""
     samples_after: int
     branches: Mapping[BranchReason, int]
-    """Samples that branched off an earlier one, by reason."""
+    """Number of samples that branched off an earlier sample, by reason."""
     num_saved_tokens: int
     """Tokens that merging saved: the tokens of one sample for each turn, minus the tokens of the
     merged samples.
@@ -79,12 +79,14 @@ class EnvironmentReport:
     num_sampled_tokens: int
     num_turns: int
     reward_mean: float | None
-    """Mean over the graded trajectories; None if there are none."""
+    """Mean return of the graded trajectories; None if no trajectory is graded."""
     scaled_reward_mean: float | None
 
     @property
     def best_known_reward(self) -> float | None:
-        """The reward, divided by the best return if that is known."""
+        """The mean reward, divided by the best possible return if that is known; otherwise
+        unscaled.
+        """
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -210,7 +212,9 @@ def count_tokens(members: Sequence[Member]) -> TokenCounts:
 
 
 def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, EnvironmentReport]:
-    """Describe each environment's share of a step, sorted by name; empty if there is only one."""
+    """Describe each environment's share of a step, sorted by name; empty with only one
+    environment.
+    """
     names = sorted({each.environment for each in trajectories})
     if len(names) < 2:
         return {}
@@ -260,7 +264,8 @@ def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Average each component of the reward over the trajectories that have it, sorted by name.
 
     Names are cut to MAX_COMPONENT_NAME characters; names beyond MAX_COMPONENTS are left out.
-    Example: turns {"form": 1}, {"form": 0.5} of one and {"form": 0} of another -> {"form": 0.75}
+    Example: one trajectory with the turns {"form": 1} and {"form": 0.5}, and another with the turn
+    {"form": 0} -> {"form": 0.75}
     """
     owns = []
     for trajectory in trajectories:

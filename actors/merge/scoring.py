@@ -24,8 +24,8 @@ from actors.types import Sample
 def plan_scores(
     groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
-    """Lay out the samples of all trajectories in a baseline. Returns: a shard to score for each
-    rank.
+    """Pack the samples of all trajectories that are in their group's baseline. Returns: for each
+    rank, the shard to score.
     """
     weighted, dealt = score_rows(groups, settings)
     return tuple(
@@ -68,7 +68,7 @@ def read_scores(
     """Return the members with the scores of their samples.
 
     Args: groups, settings: as for `plan_scores`. answers: for each rank, the scores of each row of
-    its shard; those of padding rows are ignored.
+    its shard; the scores of padding rows are ignored.
     Raises: ValueError, naming a trajectory of the row, if the scores of a row have another length
     or are not finite.
     """
@@ -92,7 +92,7 @@ def read_scores(
 
 
 def _split(answer: RowScores, samples: Sequence[Sample]) -> list[RowScores]:
-    """Split a row's scores into those of its samples."""
+    """Split a row's scores into the scores of each sample."""
     if not samples:
         return []
     name = samples[0].trajectory_id

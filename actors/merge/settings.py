@@ -29,8 +29,8 @@ class StepSettings:
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model, for `find_misfit`; None to check nothing."""
     attention_tokens: int = 8192
-    """Sample length at which attention costs as much as all other computation; balances the
-    ranks.
+    """Sample length at which attention costs as much as all other computation; used to balance the
+    costs of the ranks.
     """
 
     def temperature_of(self, trajectory: Attempt) -> float:

@@ -7,9 +7,10 @@ Invariant: every trajectory gets exactly one outcome, which is `trained` exactly
 in the batch.
 
 A group without a signal (equal returns, one member, or a negative return with scale mean) has
-advantage 0. It is trained if the loss has an entropy bonus or a KL term. Otherwise it is left out
-of the rows but counts in the loss weights; without it, the few groups whose returns differ would be
-weighted as if they were the whole step. Called by the merge actor.
+advantage 0. Such a group is trained if the loss has an entropy bonus or a KL term. Otherwise the
+group is left out of the rows but counts in the loss weights; if such groups did not count, the few
+groups whose returns differ would be weighted as if they were the whole step. Called by the merge
+actor.
 
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
 merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives all tokens
@@ -185,10 +186,10 @@ def weigh_updates(
     """Split the trained members into the step's updates, and weight their tokens.
 
     Members without a signal are not trained, but count in the denominators of the loss. Each update
-    counts a share of them, in proportion to the tokens, trajectories and groups that it trains
-    (`share_of`).
+    counts a share of these members, in proportion to the tokens, trajectories and groups that it
+    trains (`share_of`).
 
-    Args: members: all members of the step, in its order.
+    Args: members: all members of the step, in the step's order.
     Returns: for each update, a list for each of its trajectories: the samples that hold a trained
         token.
     """
@@ -295,9 +296,9 @@ def trajectory_weights(
     prompt). constant: 1 / (N C), C constant_tokens (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
     appendix A: the generation budget). D, N and G include groups without a signal, and all ranks.
 
-    Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
-        without_signal: [3], the tokens, trajectories and groups without a signal, which count but
-            are not in the rows; floats, because they may be shares.
+    Args: num_tokens: [N], the number of trained tokens in all samples of each trajectory, at least
+        1. group_ids: [N]. without_signal: [3], the tokens, trajectories and groups without a
+        signal, which count but are not in the rows; floats, because they may be shares.
     Returns: [N] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
@@ -321,7 +322,8 @@ def trajectory_weights(
 
 
 def share_of(size: Float64s, *, part: Float64s, whole: Float64s) -> Float64s:
-    """Return one update's share of a size, in proportion to the part of the whole that it trains.
+    """Return one update's share of `size`, in proportion to the part of the whole step that the
+    update trains.
 
     Args: [3] float64, all: numbers of tokens, trajectories and groups.
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5

@@ -1,9 +1,9 @@
 """One trainer rank as a Ray actor: holds a `TrainerRank` and makes the calls that need Ray.
 
 Methods run one at a time, in the order of their calls, so that all ranks enter the same collectives
-in the same order. Only the methods in the two groups of `CONCURRENCY` run concurrently with them.
-`group.TrainerGroup` starts, watches and kills the actors. Ray never restarts one, because a rank
-that lost its process group cannot join the other ranks again.
+in the same order. Only the methods in the two groups of `CONCURRENCY` run concurrently with the
+other methods. `group.TrainerGroup` starts, watches and kills the actors. Ray never restarts these
+actors, because a rank that lost its process group cannot join the other ranks again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RankProcess:
 
 
 class TrainerRankActor:
-    """The actor of one `TrainerRank`, which `join` makes and whose methods `call` calls."""
+    """The actor that holds one `TrainerRank`: `join` creates the rank, `call` calls its methods."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
         # torch reads this when it is imported. Otherwise a thread that waits for another would

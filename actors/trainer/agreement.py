@@ -3,13 +3,14 @@
 A shard can be made for another version than the trainer holds (after a recovery), have tokens that
 are too old (an error of admission), or differ from the other ranks' shards (an error of the
 supervisor). The packing of rows is not checked here; the packer's property tests do that. If one
-rank refuses its shard, all ranks do, so that no rank waits for another in a later collective.
+rank refuses its shard, all ranks refuse theirs, so that no rank waits for another in a later
+collective.
 
 A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
-different times; between two micro-batches they agree whether any rank has received it. Until the
-first update of a step the weights are those of the previous step, and a checkpoint of that step can
-be written. Called by `TrainerRank`. The module does not import torch at its top, because the
-supervisor imports the errors.
+different times; between two micro-batches the ranks agree whether any rank has received the
+request. Until the first update of a step the weights are those of the previous step, and a
+checkpoint of that step can be written. Called by `TrainerRank`. The module does not import torch at
+its top, because the supervisor imports the errors.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def check_versions(
     max_policy_age: int | None,
     republished: Sequence[int] = (),
 ) -> None:
-    """Raise if the shard's versions do not fit the trainer's.
+    """Raise if the shard's versions do not fit the version that the trainer holds.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: in training steps; None
     for no limit. republished: versions that published the weights of the same step as the version

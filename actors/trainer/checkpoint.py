@@ -23,7 +23,9 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-"""Format of a manifest that may lack digests: an older version or another program wrote it."""
+"""Number of the manifest format that may lack digests; older versions and other programs write this
+format.
+"""
 # `finish` writes this format, always with digests; if the digests are missing, the manifest has
 # been changed.
 _DIGESTED_FORMAT = 4
@@ -64,7 +66,7 @@ class Progress:
     version: int
     """The policy version of the weights."""
     term: int
-    """The run's term that wrote it."""
+    """The run's term that wrote the checkpoint."""
     num_updates: int
     """Number of optimiser updates applied to the policy."""
     num_ranks: int
@@ -93,7 +95,7 @@ def read_manifest(path: Path) -> Progress:
 
 
 def has_digests(path: Path) -> bool:
-    """Return whether a checkpoint has digests; older versions and other programs write none.
+    """Return whether a checkpoint has digests; older versions and other programs write no digests.
 
     Raises: CheckpointError, as `read_manifest`.
     """
@@ -239,7 +241,7 @@ def claim(root: Path, term: int) -> None:
 
     The files of interrupted saves are removed.
 
-    Raises: CheckpointError if a newer term has claimed it.
+    Raises: CheckpointError if a newer term has claimed the directory.
     """
     _claim(root, term)
     for leftover in root.glob(f"{_TEMPORARY}step-*"):

@@ -91,7 +91,7 @@ class Critic:
         """Load the value model and shard it. Raises: as `load_value_model`.
 
         Args: model, max_context_tokens: as for `load_value_model`. settings: of the critic.
-            trainer: settings that its optimiser shares with the policy's.
+            trainer: settings that the critic's optimiser shares with the policy's.
         """
         value_model = load_value_model(
             model,
@@ -118,7 +118,9 @@ class Critic:
         return values
 
     def update(self, rows: Sequence[ValueRow]) -> CriticStats:
-        """Apply one optimiser update towards the targets; change no weight if there are none."""
+        """Apply one optimiser update towards the targets; change no weight if no row has a
+        target.
+        """
         sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
         for number, row in enumerate(rows):
             self.trained.begin_micro_batch(is_last=number == len(rows) - 1)

@@ -3,8 +3,8 @@
 The checkpoint determines the weights, and whether the head is tied to the embedding. Configuration,
 tokenizer, processor, chat templates and generation defaults are copied unchanged from the base
 model, so that answers end at the same tokens as in the run. If the run has its own chat template,
-it replaces the base model's. Invariant: the directory appears complete or not at all, and nothing
-is ever overwritten. Called by the command line.
+that template replaces those of the base model. Invariant: the directory appears complete or not at
+all, and nothing is ever overwritten. Called by the command line.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _copy_companions(base: str, output: Path) -> None:
 
 def _write_template(base: str, chat_template: str, output: Path) -> None:
     """Replace the model's chat templates with the run's, in every file in which transformers and
-    other tools look for one.
+    other tools look for a template.
     """
     shutil.rmtree(output / "additional_chat_templates", ignore_errors=True)
     (output / "chat_template.json").unlink(missing_ok=True)

@@ -99,7 +99,8 @@ class Deadlines:
     """Time to wait until the cluster has room for the ranks."""
     idle_s: float = 300.0
     """Longest time in which no rank makes progress during a start, a load, a checkpoint or a
-    publish, or in which the weight board makes none while it copies the weights."""
+    publish, or in which the weight board makes no progress while it copies the weights.
+    """
     check_s: float = 60.0
     stop_s: float = 10.0
 
@@ -261,8 +262,8 @@ class TrainerGroup:
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
-        Returns: the published groups, after the board holds its own copies; without buffers if
-            rank 0 broadcasts them.
+        Returns: the published groups, after the board holds its own copies; without buffers if rank
+            0 broadcasts the buffers.
         Raises: ValueError if the ranks hold another version; TrainerRankLost; ActorLost if the
             board died or makes no progress; the board's own errors (`actors.weights.board`).
         """
@@ -285,7 +286,9 @@ class TrainerGroup:
     async def _hand_over(
         self, board: ActorHandle, term: int, version: int, groups: tuple[WeightGroup, ...]
     ) -> None:
-        """Publish on the board, and wait until that is done or the board makes no progress."""
+        """Publish on the board; wait until the board has published, and raise if it makes no
+        progress.
+        """
 
         async def progress() -> dict[int, int]:
             with suppress(RayError, TimeoutError):

@@ -118,7 +118,7 @@ def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Li
     """Return the layers to adapt, by name.
 
     Raises: NotImplementedError if the model has no linear layer, or if a target is not the name of
-    one.
+    a linear layer.
     """
     found = {
         name: module

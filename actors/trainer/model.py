@@ -1,7 +1,7 @@
 """The trained models as modules that score the tokens of a packed row.
 
-`PolicyModel` returns log-probabilities, `ValueModel` the values of a critic. Both are roots of
-FSDP2, so that their heads are applied inside their forward, where the weights are gathered.
+`PolicyModel` returns log-probabilities, `ValueModel` the values of a critic. Both modules are roots
+of FSDP2, so that each applies its head inside its own forward, where the weights are gathered.
 Invariant: the names and the tying of the Hugging Face model inside are unchanged; checkpoints,
 exports and publishing use `PolicyModel.causal_lm`, never the wrapper. A model is checked when it is
 loaded, and refused if a packed row gives other results than its samples in separate rows.
@@ -161,7 +161,7 @@ class PolicyModel(nn.Module):
     def forward(
         self, row: RowTensors, *, has_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Score the targets of one packed row, each at the temperature of its sampling.
+        """Score the targets of one packed row, each at the temperature at which it was sampled.
 
         Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies have
         a gradient if has_entropy_gradient.
@@ -253,7 +253,7 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
     """Load a model that computes the same in training, in scoring and in the engine, and check it.
 
     The model is never in training mode, in which some layers apply dropout and some routers add
-    noise. Args: kind: the class of transformers that loads it.
+    noise. Args: kind: the transformers class that loads the model.
     """
     config = AutoConfig.from_pretrained(name)
     check_architecture(config, max_context_tokens=max_context_tokens)

@@ -163,7 +163,7 @@ def longest_context(config: PreTrainedConfig) -> int:
 
 
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
-    """Return a copy with few and narrow layers, and the context for which to check the copy.
+    """Return a copy of a configuration with few, narrow layers, and the context to check it for.
 
     A window or a switch of RoPE is kept if the run's context never reaches it.
     """
@@ -195,7 +195,9 @@ def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTr
 
 
 def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
-    """Return settings for few heads of the original size, with the original ratio to key heads."""
+    """Return settings for few heads of the original size, in the original ratio to key-value
+    heads.
+    """
     heads, kv_heads = (
         getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
@@ -212,7 +214,7 @@ def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
 def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
     """Return settings for the fewest layers that include each kind of layer.
 
-    Lists with an entry for each layer are cut to that number.
+    Lists with an entry for each layer are cut to the number of these layers.
     """
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):

@@ -25,7 +25,9 @@ _NEVER_TRIM = 2**31 - 1
 
 
 class ByteCounter:
-    """A counter of the bytes that this process has moved, from which others see its progress."""
+    """A counter of the bytes that this process has moved, which shows the progress of the
+    process.
+    """
 
     def __init__(self) -> None:
         self.total = 0
@@ -77,7 +79,7 @@ def open_store(address: str, *, num_ranks: int, timeout_s: float) -> dist.TCPSto
 
 
 def connect_store(rendezvous: str, *, num_ranks: int, timeout_s: float) -> dist.Store:
-    """Connect any other rank to rank 0's store. rendezvous: the store's ADDRESS:PORT."""
+    """Connect a rank other than 0 to rank 0's store. rendezvous: the store's ADDRESS:PORT."""
     address, _, port = rendezvous.rpartition(":")
     return _store(address, int(port), num_ranks=num_ranks, timeout_s=timeout_s, is_master=False)
 
@@ -102,7 +104,8 @@ def join_group(
 ) -> DeviceMesh:
     """Initialise this process's group and return its one-dimensional mesh.
 
-    address: the address at which other ranks reach this one; loopback if all ranks share a machine.
+    address: the address at which other ranks reach this rank; loopback if all ranks share a
+    machine.
     """
     os.environ.update(gloo_interface(address))
     if device.type == "cuda":

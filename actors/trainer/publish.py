@@ -39,7 +39,7 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 
     Adapters are merged into the weights.
 
-    Args: dtype: type of the sent parameters. It is the type in which the trainer computes, so that
+    Args: dtype: type of the sent parameters: the type in which the trainer computes, so that
         trainer and engine round the weights in the same way.
     """
     parameters = {
@@ -92,7 +92,7 @@ def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) ->
 def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, such as a router's bias.
 
-    Buffers must be sent, because an engine that loads a layer again would leave them unset. They
+    Buffers must be sent, because an engine that loads a layer again would leave them unset. Buffers
     keep their type, because the trainer does not round them either.
     """
     saved = causal_lm.state_dict()

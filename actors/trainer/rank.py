@@ -69,14 +69,19 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredMinibatch:
-    """An update's rows, and their targets' log-probabilities before the step: [M], nats, each."""
+    """The rows of an update, and for each row the targets' log-probabilities, [M], nats, under the
+    policy at the step's start and under the reference.
+    """
 
     minibatch: Minibatch
     old: Sequence[Tensor | None]
-    """Log-probabilities under the old policy; None if the loss does not need them, or if the
-    current policy is still the old one."""
+    """For each row, the log-probabilities under the old policy; None if the loss does not use the
+    old policy, or if the current policy is still the old policy.
+    """
     reference: Sequence[Tensor | None]
-    """Log-probabilities under the reference; None if the loss does not need them."""
+    """For each row, the log-probabilities under the reference; None if the loss uses no
+    reference.
+    """
 
 
 class TrainerRank:
@@ -398,7 +403,9 @@ class TrainerRank:
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:
-        """Score the step's tokens under the old policy and the reference, if the loss needs it."""
+        """Score the step's tokens under the old policy and the reference, each only if the loss
+        needs it.
+        """
         nothing = [[None] * len(each) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing
         reference: Sequence[Sequence[Tensor | None]] = nothing

@@ -28,7 +28,7 @@ class LoraSettings:
     """Low-rank adapters (LoRA): the model's weights stay frozen, and only adapters are trained.
 
     A linear layer computes W x + alpha / rank * B A x. The learning rate is usually about ten times
-    that of training all weights.
+    the rate for training all weights.
     """
 
     __pydantic_config__ = STRICT
@@ -82,7 +82,9 @@ class TrainerSettings:
     max_grad_norm: Rate = 1.0
     """Global norm to which gradients are clipped."""
     tokens_per_micro_batch: Positive = 4096
-    """Tokens of one packed row, after sharing prefixes; a longer trajectory gets its own row."""
+    """Largest number of tokens of one packed row, after sharing prefixes; a longer trajectory gets
+    a row of its own.
+    """
     share_prefixes: bool = True
     """Compute only once a prefix that several samples of a row share; false: compute each sample
     separately, for comparisons.
@@ -103,14 +105,16 @@ class TrainerSettings:
     """Longest time of a training step, in seconds, after which the ranks count as lost."""
     logprob_check_tokens: Natural | None = None
     """Tokens of the text that trainer and engines score before the first step, at most the context;
-    null: 4,096 on CPU, the whole context on a GPU; 0: 17 fixed tokens, which never refuse a start.
+    null: 4,096 on CPU, the whole context on a GPU; 0: a text of 17 fixed tokens, whose scores never
+    prevent a start.
     """
     logprob_check_every: Natural = 20
     """Interval, in publications, at which the whole text of `logprob_check_tokens` is scored again
     instead of only its last 1,024 tokens; 0: never."""
     logprob_check_failures: Natural = 3
-    """Number of consecutive publications after which the run ends if trainer and engines differ by
-    more than rounding; 0: never."""
+    """The run ends after this number of consecutive publications at which trainer and engines
+    differ by more than rounding; 0: never.
+    """
     max_replay_mib: Natural = 4096
     """Largest size, in MiB, of the batches that Ray's object store keeps of the steps after the
     newest checkpoint. Replaced ranks repeat these steps. If their batches are larger, the loss of a

@@ -179,7 +179,8 @@ class TrainedModel(ShardedModel[Model]):
         """Prepare FSDP2 for a micro-batch.
 
         If `Sharding.reshard_between_micro_batches` is set, gradients are reduced and gathered
-        weights freed after each micro-batch, otherwise only after the last one of an update.
+        weights freed after each micro-batch, otherwise only after the last micro-batch of an
+        update.
         """
         is_synced = is_last or self._reshards_between_micro_batches
         root = self._groups[-1]
@@ -327,7 +328,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint under a temporary name, and rename it when it is complete.
 
-    This runs in a thread during training, so its collectives use a separate group. An older
+    The function runs in a thread during training, so its collectives use a separate group. An older
     checkpoint of the same name (a step repeated in the same term) is replaced. If the disk refuses
     a write, all ranks try again together for a minute.
 

@@ -124,7 +124,9 @@ def summarize_step(
     trainer_version: int,
     critic: CriticStats | None = None,
 ) -> StepStats:
-    """Combine a step's updates. critic: the statistics of the critic's update; None without one."""
+    """Combine a step's updates. critic: the statistics of the critic's update; None without a
+    critic.
+    """
     finite = [update for update in updates if not update.is_skipped]
     applied = [update for update in finite if not update.is_empty]
     found: dict[str, float | None] = dict(critic.statistics) if critic else {}

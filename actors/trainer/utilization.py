@@ -33,7 +33,7 @@ _BFLOAT16_PEAKS = {
 _FLOPS_PER_PARAMETER = 6
 """FLOPs for one token and parameter: a product and a sum forward, and twice as many backward."""
 _SHARE_OF_FROZEN = 2 / 3
-"""Share of these FLOPs that a frozen parameter needs: it has no gradient of its own."""
+"""Share of _FLOPS_PER_PARAMETER for a frozen parameter, whose own gradient is not computed."""
 _EXPERT = re.compile(r"\.experts\.")
 
 

@@ -90,7 +90,9 @@ def _loaded_empty(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress transformers' progress bar and its report; a refusal gives the needed part of it."""
+    """Suppress transformers' progress bar and report; the error of a refusal has what is needed of
+    the report.
+    """
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -167,8 +169,8 @@ def _files(directory: Path) -> list[Path]:
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
     """Return the tensors of the files that belong to a layer or a module of the model.
 
-    Others are of parts that a causal model does not have, such as the layers that predict several
-    tokens at once (MTP), or buffers of earlier versions of transformers.
+    The other tensors belong to parts that a causal model does not have, such as the layers that
+    predict several tokens at once (MTP), or buffers of earlier versions of transformers.
     """
     parameters = {name for name, _ in model.named_parameters()}
     kinds = {_INTEGERS.sub("*", name) for name in parameters}

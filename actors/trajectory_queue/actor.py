@@ -55,7 +55,7 @@ class TrajectoryQueue:
         self._opened = asyncio.Event()
         self._num_cuts = 0
         self._cut_snapshot: QueueSnapshot | None = None
-        """The snapshot of the newest cut that contained one."""
+        """The snapshot of the newest cut that contained a snapshot."""
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
         self._blocked_s: dict[Side, float] = {"producer": 0.0, "consumer": 0.0}
@@ -65,7 +65,8 @@ class TrajectoryQueue:
     async def open(
         self, opening: int, snapshot: QueueSnapshot | None, *, keeps_taken: bool = False
     ) -> bool:
-        """Start from a snapshot, or start empty if it is None. All other calls wait for this call.
+        """Start from `snapshot`, or empty if `snapshot` is None. All other calls wait for this
+        call.
 
         Args: opening: number of the opening in the term, from 0. keeps_taken: whether the groups of
             taken steps stay taken.
@@ -83,7 +84,9 @@ class TrajectoryQueue:
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
     async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
-        """Give a task to each group number, or to none. Raises: ValueError (`QueueState.admit`)."""
+        """Give a task to each group number; if one is refused, change nothing. Raises: ValueError
+        (`QueueState.admit`).
+        """
         await self._opened.wait()
         self._state.admit(groups)
         return self._cut()
@@ -207,7 +210,7 @@ class TrajectoryQueue:
     async def set_loaded_version(self, version: int) -> QueueCut:
         """Record that every ready engine holds `version`, counted in steps.
 
-        Raises: ValueError if it is lower than before.
+        Raises: ValueError if `version` is lower than the version recorded before.
         """
         await self._opened.wait()
         self._state.set_loaded_version(version)
@@ -240,7 +243,7 @@ class TrajectoryQueue:
         self._notify()
 
     async def cancel_group(self, group_id: str) -> tuple[bool, QueueCut]:
-        """Evict a group as cancelled; return False if it has left or a step has taken it."""
+        """Evict a group as cancelled; return False if the group has left or a step has taken it."""
         await self._opened.wait()
         is_cancelled = self._state.cancel_group(group_id)
         return is_cancelled, self._cut()
@@ -347,7 +350,7 @@ def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
 def _described(
     groups: Sequence[Sequence[Rollout]],
 ) -> tuple[tuple[tuple[StepTrajectory, ...], ...], tuple[Any, ...]]:
-    """Return the location of each rollout (block and row), and the list of blocks."""
+    """Return the location (block and row) of each rollout, by group, and the list of blocks."""
     blocks: dict[object, int] = {}
 
     def describe(rollout: Rollout) -> StepTrajectory:

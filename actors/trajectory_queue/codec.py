@@ -86,7 +86,9 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Prepend the shared tokens, as part of the prompt: with log-probability 0 and no version."""
+    """Return a branch with the parent's shared tokens before its own, as a part of the prompt: with
+    log-probability 0 and no version.
+    """
     number, rewards = own.num_shared, own.token_rewards
     zeros = np.zeros(number, np.float32)
     return replace(

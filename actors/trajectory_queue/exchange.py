@@ -60,12 +60,12 @@ class RolloutExchange:
         """Create an exchange; `run` starts it.
 
         Args: play: function that plays one rollout to its end; if it raises, the rollout is an
-        infrastructure error. A stop cancels it, and so does the death of the queue; in the second
-        case a later attempt at the same rollout may begin before the cancelled one has ended.
-        queue: handle of the trajectory queue actor. environments: names of the environments whose
-        tasks are taken. num_slots: number of rollouts held at a time, >= 1. is_durable: whether a
-        rollout that a stop cancels is dropped, so that another actor delivers it; otherwise it is
-        sent as cancelled.
+        infrastructure error. `stop` and the death of the queue cancel the function's call; after
+        the queue's death another attempt at the same rollout may begin before the cancelled call
+        has ended. queue: handle of the trajectory queue actor. environments: names of the
+        environments whose tasks are taken. num_slots: number of rollouts held at a time, >= 1.
+        is_durable: whether a rollout that a stop cancels is dropped, so that another actor delivers
+        it; otherwise it is sent as cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -77,7 +77,7 @@ class RolloutExchange:
         self._plays: set[asyncio.Task[None]] = set()
         self._finished: list[Trajectory] = []
         self._num_deaths_seen = 0
-        """Number of the queue's deaths so far; rollouts taken before the last one are dropped."""
+        """Number of the queue's deaths so far; rollouts taken before the last death are dropped."""
         self._num_sending = 0
         self._is_taking = False
         self._is_running = False

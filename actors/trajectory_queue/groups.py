@@ -205,7 +205,7 @@ class Group:
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
         """Count the tokens of a finished attempt that no step takes, under the eviction's reason.
 
-        If the rule of the attempt's outcome masks it, its tokens count under the outcome instead.
+        If the outcome's rule masks the attempt, the tokens count under the outcome instead.
         """
         summary = rollout.summary
         if summary is None:
@@ -278,7 +278,9 @@ class ReadyRollouts:
         heapq.heappush(heap, (rollout.next_attempt == 0, group.number, member, rollout.rollout_id))
 
     def pop(self, environments: Collection[str]) -> str | None:
-        """Remove the first rollout of these environments; return its id, or None without any."""
+        """Remove the first rollout of these environments; return its id, or None without a
+        rollout.
+        """
         heaps = [heap for name in environments if (heap := self._heaps.get(name))]
         return heapq.heappop(min(heaps, key=itemgetter(0)))[-1] if heaps else None
 
@@ -392,10 +394,10 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedGroups:
-    """The groups that have failed since the last usable one.
+    """The groups that have failed since the last usable group.
 
-    A group is usable if it closes with enough members for a baseline. Otherwise it is evicted and
-    its number is filled again; if every episode fails, a run would repeat this forever.
+    A group is usable if it closes with enough members for a baseline. Any other group is evicted,
+    and its number is filled again; if every episode fails, a run would repeat this forever.
     """
 
     num_usable_before: int
@@ -413,8 +415,8 @@ class FailedGroups:
 
     @property
     def main_outcome(self) -> Outcome:
-        """The most frequent outcome. If several are equally frequent, the last attempt's outcome if
-        it is one of them, otherwise the one that occurred first.
+        """The most frequent outcome. Of several equally frequent outcomes: the last attempt's
+        outcome if it is among them, otherwise the outcome that occurred first.
         """
         most = max(self.outcomes.values())
         if self.outcomes.get(self.last_outcome) == most:
@@ -423,7 +425,7 @@ class FailedGroups:
 
 
 class FailureCounter:
-    """A counter of the groups that failed since the last usable one."""
+    """A counter of the groups that failed since the last usable group."""
 
     def __init__(self) -> None:
         self._num_usable = self._num_failed = 0
@@ -445,7 +447,7 @@ class FailureCounter:
         self._outcomes.clear()
 
     def current(self) -> FailedGroups | None:
-        """Return the failures; None if no group has failed since the last usable one."""
+        """Return the failures; None if no group has failed since the last usable group."""
         if not self._num_failed or self._last is None:
             return None
         outcome, detail, task = self._last
@@ -476,7 +478,9 @@ class Refills:
         self._counts = dict(counts or {})
 
     def claim(self, number: int, returns: Sequence[float]) -> bool:
-        """Return whether a closed group must be replaced; if so, count a refill of `number`."""
+        """Return whether a closed group must be replaced; if so, count the refill under the group's
+        number.
+        """
         used = self._counts.get(number, 0)
         if used >= self._limit or not are_equal(returns):
             return False

@@ -68,8 +68,8 @@ TokenCause = EvictionReason | LeftOutReason
 class TokenCounts:
     """Counts of sampled tokens; each token is trained, or untrained for exactly one cause.
 
-    A token may have several causes: that of its turn, its trajectory, its group or its step. The
-    first of them in this order counts.
+    Several causes may apply to a token: the cause of its turn, its trajectory, its group or its
+    step. Only the first cause in this order counts.
     """
 
     trained: int = 0

@@ -113,8 +113,9 @@ class Drained:
     summaries: tuple[TrajectorySummary, ...]
     """The summary of every accepted attempt."""
     failed_groups: FailedGroups | None = None
-    """The groups that have failed since the last usable one, also before the last drain; None if
-    none has."""
+    """The groups that have failed since the last usable group, including failures before the last
+    drain; None if no group has failed since then.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class QueueSnapshot:
 
     @property
     def last_event_seq(self) -> int:
-        """The `seq` of the newest ledger event that the snapshot includes; -1 if there is none."""
+        """The `seq` of the newest ledger event that the snapshot includes; -1 without an event."""
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:

@@ -202,8 +202,8 @@ class QueueState:
     ) -> bool:
         """Accept the usable members of a group, with the rewards that the group's scoring gave.
 
-        Returns: whether they were accepted; False if this actor does not score the group now, or if
-            the group now has other members or attempts.
+        Returns: whether the members were accepted; False if this actor does not score the group
+            now, or if the group now has other members or attempts.
         """
         group = self._scored_by(actor_id, group_id)
         wanted = {(r.rollout_id, r.attempt) for r in group.usable()} if group else set()
@@ -253,7 +253,7 @@ class QueueState:
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
 
     def _drop_tokens(self, summary: TrajectorySummary) -> None:
-        """Add the tokens of an attempt without a usable result to those that no step takes."""
+        """Count the tokens of an attempt without a usable result as tokens that no step takes."""
         cause = EvictionReason.of(summary.outcome)
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
@@ -263,7 +263,7 @@ class QueueState:
             self._summaries.append(summary)
 
     def release_actor(self, actor_id: str) -> int:
-        """End the attempts of a dead actor as infrastructure errors; it gets no rollouts again.
+        """End a dead actor's attempts as infrastructure errors; give the actor no more rollouts.
 
         Rollouts of a durable environment do not fail: they are pending again, as if they had never
         been handed out.
@@ -280,7 +280,7 @@ class QueueState:
         return self._take_back(actor_id, detail="its environment actor lost its queue")
 
     def take_step(self) -> tuple[int, list[Group]] | None:
-        """Take the next step's closed groups; return (step, groups), or None if incomplete."""
+        """Take and return (step, closed groups) of the next step; None if it is incomplete."""
         if self._is_ended:
             return None
         taken = self._window.take(self._closed.__contains__)
@@ -293,7 +293,7 @@ class QueueState:
         return taken[0], groups
 
     def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
-        """Make all rollouts of a step leave the ledger, or none. Steps are finalised in order.
+        """Finalise the next step, `step`: all its rollouts leave the ledger, or none on an error.
 
         Returns: the tokens of attempts that ended since the previous step was finalised and that no
             step took.
@@ -347,8 +347,8 @@ class QueueState:
         """Stop handing out rollouts while no turns are sampled, or resume.
 
         A rollout that was handed out when the hold began, and that ends by a time-out or an
-        infrastructure error, is played again without counting a failure. This does not apply to
-        durable environments, whose clients would send the same result again.
+        infrastructure error, is played again without counting a failure. Durable environments are
+        an exception, because their clients would send the same result again.
         """
         self._is_held = is_held
         if is_held:
@@ -361,7 +361,7 @@ class QueueState:
         self.num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
-        """Evict a group as cancelled; return False if it has left or a step has taken it."""
+        """Evict a group as cancelled; return False if the group has left or a step has taken it."""
         group = next((g for g in self._groups.values() if g.group_id == group_id), None)
         if group is None or self._window.is_taken(group.number):
             return False
@@ -516,7 +516,7 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
-        """Mark lost attempts as failed, but repeat those of durable environments."""
+        """Fail lost attempts; in durable environments, repeat them without a failure."""
         for rollout in rollouts:
             # Ending a previous rollout may have closed the group and evicted this rollout.
             if self._find(rollout.rollout_id) is None or rollout.state == "gone":

@@ -129,7 +129,9 @@ class AdmissionWindow:
         return tuple(chosen)
 
     def take(self, is_closed: Callable[[int], bool]) -> tuple[int, tuple[int, ...]] | None:
-        """Take the next step's groups; return (step, numbers), or None if it is incomplete."""
+        """Take the next step's groups; return (step, numbers), or None if the step is
+        incomplete.
+        """
         chosen = self.choose(is_closed)
         if chosen is None:
             return None
@@ -172,7 +174,9 @@ class AdmissionWindow:
             self.roll_back(min(self._taken))
 
     def roll_back(self, step: int) -> tuple[int, ...]:
-        """Roll back a taken step and all later steps; return them, ascending."""
+        """Roll back a taken step and all later steps; return the numbers of these steps,
+        ascending.
+        """
         self.taken_groups(step)
         rolled_back = tuple(sorted(s for s in self._taken if s >= step))
         for each in rolled_back:
@@ -209,10 +213,10 @@ def oldest_admitted_version(
 ) -> int:
     """Return the oldest version that may have sampled a token of a group; older tokens are stale.
 
-    This is the first version of step max(0, floor(k / P) - S), the oldest version that can be
-    loaded when group k is admitted. If no token is older than it, no token exceeds the age bound
-    when it is trained. A session may have older tokens if its group was admitted again with another
-    number after a recovery.
+    The returned version is the first version of step max(0, floor(k / P) - S), which is the oldest
+    version that can be loaded when group k is admitted. If no token of the group is older than this
+    version, no token exceeds the age bound when the group is trained. A session may have older
+    tokens if its group was admitted again with another number after a recovery.
 
     Args: num_ahead: difference between versions and steps when the term began. republished: the
         term's versions that were published for the same step as the version before them.

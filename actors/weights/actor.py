@@ -9,7 +9,7 @@
 A waiting poll is a replica's heartbeat. The board copies each published buffer into an object that
 it owns, so that the weights outlive the trainer rank that put them, and a replica that starts later
 can still load the current version. The board is not restarted: its state refers to objects that die
-with it.
+with the board.
 
 A run's board is detached: board and engines outlive a supervisor if a new one replaces it in time.
 If no term has called the board for `orphan_timeout_s`, the board deletes the run's Serve
@@ -209,7 +209,9 @@ class WeightBoard:
     # Methods for the replicas
 
     async def join(self, replica_id: str, actor: ActorHandle) -> None:
-        """Register a replica that begins its start. actor: shows the board whether it has died."""
+        """Register a replica that begins its start. actor: the handle by which the board sees
+        whether the replica has died.
+        """
         self._actors[replica_id] = actor
         self._board.starting(replica_id, work=0.0, now=self._clock())
 
@@ -232,8 +234,9 @@ class WeightBoard:
     ) -> Publication | bool | None:
         """Record that a replica is alive and has (term, version), and return its next work.
 
-        Args: num_workers: number of its engine's processes that take part in a broadcast. is_held:
-            whether it holds its turns. timeout_s: longest time to wait for work.
+        Args: num_workers: number of the processes of the replica's engine that take part in a
+            broadcast. is_held: whether the replica holds its turns. timeout_s: longest time to wait
+            for work.
         Returns: a publication to load, or an order (`Board.next_for`); None if there was neither in
             time.
         """

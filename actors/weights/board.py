@@ -108,7 +108,7 @@ class Seat:
     store: str
     """HOST:PORT of the store at which the members meet."""
     name: str
-    """Prefix of this broadcast's keys in the store; no two broadcasts have the same."""
+    """Prefix of this broadcast's keys in the store; no two broadcasts have the same prefix."""
     rank: int
     """Rank of the member's first worker."""
     size: int
@@ -128,8 +128,8 @@ class ReplicaReport:
     """The engine's scores of the publication's text after its last load; None before the first
     load, or if the engine did not answer in time."""
     loaded_at: float | None = None
-    """Time by the board's clock at which it reported its version as loaded; None if it has reported
-    no version to this board.
+    """Time by the board's clock at which the replica reported its version as loaded; None if it has
+    reported no version to this board.
     """
     is_held: bool = False
     """Whether the replica holds its turns and samples nothing."""
@@ -160,7 +160,7 @@ class BoardStatus:
 
     @property
     def scores(self) -> tuple[EngineScores, ...]:
-        """The scores of the live replicas that have reported some."""
+        """The scores of the live replicas that have reported scores."""
         return tuple(r.scores for r in self.replicas if r.scores is not None)
 
     @property
@@ -209,7 +209,9 @@ class Board:
         """Stages of the start of each replica that has not polled yet."""
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
-        """The furthest progress of any replica since `_settle`."""
+        """The furthest progress of any replica's start, and of any load, since the last
+        `_settle`.
+        """
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
         self._waiting: set[str] = set()
         """The replicas that wait for a seat."""
@@ -308,8 +310,9 @@ class Board:
     def next_for(self, replica_id: str) -> Publication | bool | None:
         """Return the next work of a replica: the current publication, an order, or None.
 
-        It is the publication if the replica lacks it. Otherwise it is an order if the replica must
-        hold its turns, so that it samples nothing (True), or resume them (False); otherwise None.
+        A replica that lacks the current publication gets the publication. Any other replica gets
+        the order True if it must begin to hold its turns, so that it samples nothing, the order
+        False if it must resume its turns, and otherwise None.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:

@@ -1,9 +1,10 @@
 """Broadcast a publication's buffers over `torch.distributed`: gloo on CPU, NCCL on CUDA.
 
-Each broadcast has its own group with its own store prefix: the trainer has rank 0, the workers of
-the engines that took a seat on the board have the others. If a member dies or freezes, the group
-fails; the other members drop their buffers and take a seat in the next group, which is formed
-without it. Invariant: a worker's model is changed only after the last byte has arrived.
+Each broadcast has its own group with its own store prefix: the trainer has rank 0, and the workers
+of the engines that took a seat on the board have the other ranks. If a member dies or freezes, the
+group fails; the other members drop their buffers and take a seat in the next group, which is formed
+without the failed member. Invariant: a worker's model is changed only after the last byte has
+arrived.
 
 `Sender` runs during a rank's training and serves every replica that lacks the current version,
 including engines that start later; `Reception` runs during an engine's sampling. The module imports
@@ -109,7 +110,7 @@ def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> Non
 
     place: the prefix of the keys by which the members report.
 
-    Raises: RuntimeError (torch) if a member has not called it within STALL_S.
+    Raises: RuntimeError (torch) if a member has not called this function within STALL_S.
     """
     store.set(f"{place}/{rank}", "1")
     store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))
@@ -199,7 +200,7 @@ class Sender:
     def offer(self, offer: Publication | None) -> None:
         """Broadcast this version from now on, also to engines that start later; if None, stop.
 
-        Args: offer: the buffers of its groups are arrays.
+        Args: offer: a publication whose groups have arrays as buffers, not references.
         Raises: RuntimeError if the thread has ended.
         """
         self.check()

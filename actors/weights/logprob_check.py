@@ -22,11 +22,14 @@ from actors.types import Dtype
 
 CPU_CHECK_TOKENS = 4096
 """Number of tokens of the text that is scored before the first step on CPU, unless the
-configuration sets another."""
+configuration sets another number.
+"""
 FAR_TOKENS = 1024
 """Number of the text's last tokens that are scored after a publication."""
 SHORT_TOKENS = 64
-"""Number of the text's first tokens that are scored if the last ones would take too long."""
+"""Number of the text's first tokens that are scored if scoring its last tokens would take too
+long.
+"""
 MIN_JUDGED_TOKENS = 18
 """Length below which the difference of a text is reported but not judged."""
 MAX_SAMPLED = 256
@@ -49,7 +52,7 @@ class Bounds:
 
     mean: float
     largest: float | None
-    """Bound of a single token; None if it may differ by any amount."""
+    """Bound for a single token; None if a token's scores may differ by any amount."""
 
 
 # No run measures these bounds. They are larger than rounding if trainer and engine compute the same
@@ -256,7 +259,7 @@ class Comparison:
     mean: float
     largest: float
     quarters: tuple[float, float, float]
-    """The means over the first, the middle and the last quarter of the tokens."""
+    """The mean differences over the first, the middle and the last quarter of the tokens."""
 
     def ratio(self, bounds: Bounds) -> float:
         """Return the difference divided by its bound; rounding cannot explain a value above 1."""
@@ -332,7 +335,8 @@ class LogprobCheck:
     def is_judged(self) -> bool:
         """Whether the text is long enough to judge the difference.
 
-        The fixed text of 17 tokens is not, because its mean is not reliable in bfloat16.
+        The fixed text of 17 tokens is too short, because its mean difference is not reliable in
+        bfloat16.
         """
         return self.num_tokens >= MIN_JUDGED_TOKENS
 
@@ -352,7 +356,7 @@ class LogprobCheck:
         }
 
     def after(self, earlier: LogprobCheck | None) -> LogprobCheck:
-        """Return this check joined with an earlier one, for the record of one step."""
+        """Return this check joined with an earlier check, for the record of one step."""
         if earlier is None:
             return self
         return replace(

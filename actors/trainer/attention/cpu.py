@@ -217,7 +217,9 @@ def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask that the kernel adds to the scores."""
+    """Return the mask that the kernel adds to the scores: 0 or -inf; None if all keys are
+    visible.
+    """
     if block.visible is None:
         return None
     hidden = torch.zeros(block.visible.shape, dtype=dtype, device=block.visible.device)

@@ -1,8 +1,8 @@
 """Attention over a forest on CUDA: FlexAttention with a block mask from the layout.
 
-It has not been run on a GPU yet. The tests compare only its mask with the blocks of `cpu`, as
-booleans, and its uncompiled forward with the result of `cpu`, because FlexAttention has no backward
-on the CPU. Called by `interface`.
+This module has not been run on a GPU yet. The tests compare only its mask with the blocks of `cpu`,
+as booleans, and its uncompiled forward with the result of `cpu`, because FlexAttention has no
+backward on the CPU. Called by `interface`.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ def cut_pieces(segments: Segments, *, longest: int) -> Segments:
 def bucket_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Group pieces by similar length, longest first; return their indices.
 
-    A bucket takes every piece at least half as long as its longest, so the padded row is less
-    than twice the packed one and there are at most log2(longest / shortest) + 1 buckets.
+    A bucket takes every piece at least half as long as its longest, so the padded row is less than
+    twice as long as the packed row, and there are at most log2(longest / shortest) + 1 buckets.
 
     Example: bucket_lengths([3, 10, 6, 2]) -> [[1, 2], [0, 3]]
     """
@@ -246,7 +246,9 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """Return the block of one piece's keys; None if no descendant is near enough to see them."""
+    """Return the block of one piece's keys; None if no descendant is near enough to see the
+    keys.
+    """
     keys = slice(start, end)
     if window is None:
         return Block(queries=slice(end, subtree_end), keys=keys, visible=None)

@@ -4,10 +4,11 @@ Three policies, three names. *behaviour*: the engine that sampled the token. *ol
 the step's start. *current*: the trainer now. A ratio compares current with one of the other two,
 which is its denominator.
 
-Weights and masks are separate values, without gradient. Both are computed from log-ratio = trainer
-- behaviour: how much a token's log-probability differs because of the engine's arithmetic and the
-data's age. The weight rescales a token's loss. The mask takes the token out of the loss but leaves
-it in the denominator, so that its weight in the aggregation is not given to other tokens.
+Weights and masks are separate values, without gradient. Weights and masks are computed from
+log-ratio = trainer - behaviour: how much a token's log-probability differs because of the engine's
+arithmetic and the data's age. The weight rescales a token's loss. The mask takes the token out of
+the loss but leaves it in the denominator, so that its weight in the aggregation is not given to
+other tokens.
 
 A trajectory consists of all trained tokens of a row that have the same trajectory_index, in one or
 several samples. So values of a trajectory do not change if turns are merged. Pure; called by

@@ -28,7 +28,7 @@ def kl_k1(delta: Tensor) -> Tensor:
 def kl_k2(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q with bias and low variance: k2 = delta^2 / 2.
 
-    Its unweighted gradient for log q is that of KL(q || p) in expectation over q.
+    In expectation over q, the unweighted gradient of k2 for log q is that of KL(q || p).
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
     Example: k2(ln 2) = .240227
     """
@@ -40,8 +40,8 @@ def kl_k3(delta: Tensor) -> Tensor:
 
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
-    delta is bounded by 20, without gradient above). Its unweighted gradient for log q is that of
-    KL(p || q), the other direction, in expectation over q. For rewards,
+    delta is bounded by 20, without gradient above). In expectation over q, the unweighted gradient
+    of k3 for log q equals the gradient of KL(p || q), the other direction. For rewards,
     `actors.merge.groups.kl_rewards` has the same formula in NumPy.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
@@ -82,8 +82,9 @@ def corrected_reference_kl(
 ) -> Tensor:
     """Estimate KL(current || reference) from tokens that another policy sampled.
 
-    r k, r = exp(current - behaviour). With k1 and k3 gradient flows through r too, and value and
-    gradient are unbiased. k2 is used for its gradient, so its weight is sg[r], without gradient.
+    The estimate is r k, with r = exp(current - behaviour). With k1 and k3 gradient flows through r
+    too, and value and gradient are unbiased. k2 is used for its gradient, so its weight is sg[r],
+    without gradient.
     Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3 (deviation: the
     denominator is the behaviour policy).
 

@@ -55,9 +55,13 @@ class MicroBatchTerms:
     trainer_version: int
     """The policy version that the trainer held at the step's start."""
     old_logprobs: Tensor | None = None
-    """float32, nats, of the policy at the step's start; None if the settings do not need them."""
+    """float32, nats, log-probabilities under the policy at the step's start; None if the settings
+    need no such log-probabilities.
+    """
     reference_logprobs: Tensor | None = None
-    """float32, nats, of the reference model; None if the settings do not need them."""
+    """float32, nats, log-probabilities under the reference model; None if the settings need no such
+    log-probabilities.
+    """
 
     def __post_init__(self) -> None:
         values = [getattr(self, field.name) for field in fields(self)]
@@ -85,9 +89,9 @@ class MicroBatchLoss:
     """bool, the tokens that each rule takes out of the loss, by the rule's name: token, sequence or
     outlier. A rule that is off is absent."""
     clipped_low: Tensor
-    """bool, as `objectives` defines it; False for masked tokens."""
+    """bool, whether the objective clips the token at a low ratio; False for masked tokens."""
     clipped_high: Tensor
-    """bool, as `objectives` defines it; False for masked tokens."""
+    """bool, whether the objective clips the token at a high ratio; False for masked tokens."""
     kl: Tensor | None
     """float64, nats, the estimate of the KL at each token; None without a KL term."""
 
@@ -195,11 +199,11 @@ def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Te
 def micro_batch_statistics(
     terms: MicroBatchTerms, result: MicroBatchLoss, *, num_tokens: int, with_mismatch: bool
 ) -> Tensor:
-    """Reduce one micro-batch's values to a row.
+    """Reduce one micro-batch's values to a row of partial results.
 
     The mismatch compares the trainer with the engine on tokens sampled by the version that the
-    trainer holds: delta = trainer - engine. It is meaningful only before the weights change, so
-    with_mismatch is true only in the step's first update.
+    trainer holds: delta = trainer - engine. The mismatch is meaningful only before the weights
+    change, so with_mismatch is true only in the step's first update.
 
     Args: num_tokens: tokens of the packed row.    Returns: [S] float64.
     """
@@ -264,7 +268,7 @@ def combine_rows(rows: Tensor) -> Tensor:
 def _reduced(
     values: Tensor | tuple[Tensor | None, Tensor] | None, part: Part, neutral: Tensor
 ) -> Tensor:
-    """Reduce values to a partial result; to its neutral number if there are no values."""
+    """Reduce values to a partial result; without values, return the neutral number of its kind."""
     found, where = values if isinstance(values, tuple) else (values, None)
     if found is None or found.numel() == 0:
         return neutral

@@ -48,7 +48,8 @@ _SHAPE = {
 """The network's sizes."""
 _EMBEDDING_STD = 0.3
 """Standard deviation of the initial embeddings; more than ten times the usual value, because with
-smaller ones the policy took twice as many steps to begin to use the hints."""
+smaller embeddings the policy took twice as many steps to begin to use the hints.
+"""
 
 
 def build_tiny_model(

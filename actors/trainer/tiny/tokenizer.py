@@ -2,8 +2,8 @@
 
 Byte-level BPE, so that any text can be encoded. Invariants: a digit is always a token of its own,
 the special tokens are never split, and a chat renders as the concatenation of its messages'
-renderings, so that a longer chat extends the ids of its prefix. `model.py` writes the result
-to disk and `warmup.py` renders its conversations with it.
+renderings, so that a longer chat extends the ids of its prefix. `model.py` writes the tokenizer to
+disk, and `warmup.py` renders its conversations with the tokenizer.
 """
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -3,8 +3,8 @@
 Invariant: every target is drawn independently of the question, the hints and the tool's results
 (guesses are uniform over the stated range, operands and final answers are uniform), so that only
 reinforcement teaches a policy to win. Only assistant tokens are in the loss. A share
-MALFORMED_SHARE of the tool calls is malformed on purpose, so that training can reduce it. The texts
-are those of the environments. Called by `model.build_tiny_model`.
+MALFORMED_SHARE of the tool calls is malformed on purpose, so that training can reduce this share.
+The chats use the texts of the environments. Called by `model.build_tiny_model`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ IGNORED = -100
 MALFORMED_SHARE = 0.3
 """The share of calculator calls whose JSON is broken."""
 SPOILT_SHARE = 0.05
-"""The share of guesses without a number, so that reminders occur; they are not in the loss."""
+"""The share of guesses without a number, so that reminders occur; the loss ignores these
+guesses.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ def answer_conversation(dice: random.Random) -> Conversation:
 def encode(
     tokenizer: PreTrainedTokenizerFast, conversation: Conversation
 ) -> tuple[list[int], list[int]]:
-    """Return ids [T] and labels [T]; all labels but those of trained tokens are IGNORED."""
+    """Return ids [T] and labels [T]; the label of a token that is not trained is IGNORED."""
     text = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in conversation.messages],
         tools=[tool.for_template() for tool in conversation.tools] or None,
@@ -170,7 +172,9 @@ def _step_loss(
     tokenizer: PreTrainedTokenizerFast,
     conversations: Sequence[Sequence[Conversation]],
 ) -> torch.Tensor:
-    """Return the mean cross-entropy over all assistant tokens; each kind is padded separately."""
+    """Return the mean cross-entropy over all assistant tokens; each kind of chat is padded
+    separately.
+    """
     total = torch.zeros(())
     count = 0
     for kind in conversations:
