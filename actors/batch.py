@@ -66,7 +66,9 @@ class MicroBatch:
     of the first of these samples that recorded its routing there.
     """
     num_overruled_records: int = 0
-    """Number of the samples' expert records that differ from the record used at their position."""
+    """Number of the samples' expert records that differ from the record that the row has at the
+    same position.
+    """
 
     @property
     def num_tokens(self) -> int:

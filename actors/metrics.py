@@ -376,7 +376,7 @@ class StatisticMetrics:
         )
 
     def show(self, statistics: Mapping[str, float]) -> None:
-        """Show the known statistics of a step, and remove those of an earlier step."""
+        """Show the known statistics of a step, and remove the statistics of an earlier step."""
         for name, gauge in self._gauges.items():
             gauge.set(statistics.get(name))
 

@@ -347,7 +347,7 @@ class Trajectory(Attempt):
     extra_columns: Mapping[str, str] = field(default_factory=dict)
     """Texts that the environment logged, by name."""
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
-    """Turns of a session that are in no sample, by their number in the session."""
+    """The reason why a session's turn is in no sample, by the turn's number in the session."""
 
     @classmethod
     def of(cls, assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:

@@ -498,7 +498,7 @@ def _run(*arguments: str) -> deque[str]:
 
 
 def _check(code: int, last: Iterable[str]) -> None:
-    """Raise the error of an exit code, if the code means one.
+    """Raise the error that an exit code means; return if the code means success.
 
     last: the command's last printed lines.
     """

@@ -330,7 +330,9 @@ def token_advantages(
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
-    """Compute a member's advantages by GAE, from a critic's values of its tokens' states."""
+    """Compute the advantages of a member's tokens by GAE, from the critic's values of their
+    states.
+    """
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]
     old_values = np.empty(int(bounds[-1]), np.float32)

@@ -155,7 +155,7 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records whose experts differ from those of the record used at their position.
+    """Count the records that name another set of experts than the record used at the same position.
 
     Args: counting: [R], for each record the index of the record used at its position.
     """
@@ -169,9 +169,9 @@ class Size:
     """The space that samples take in a row."""
 
     num_tokens: int
-    """Tokens after sharing."""
+    """Number of tokens after sharing prefixes."""
     cost: float
-    """Time to compute, in units of one token without attention."""
+    """Time to compute the samples, in units of the time for one token without attention."""
 
 
 def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixes: bool) -> Size:

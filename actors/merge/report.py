@@ -46,11 +46,11 @@ class MergeReport:
     branches: Mapping[BranchReason, int]
     """Number of samples that branched off an earlier sample, by reason."""
     num_saved_tokens: int
-    """Tokens that merging saved: the tokens of one sample for each turn, minus the tokens of the
-    merged samples.
+    """Number of tokens that merging saved: the tokens of one sample for each turn, minus the tokens
+    of the merged samples.
     """
     num_masked_tokens: int
-    """Sampled tokens without a finite log-probability, which are not trained."""
+    """Number of sampled tokens without a finite log-probability, which are not trained."""
 
     @property
     def ratio(self) -> float | None:
@@ -112,12 +112,14 @@ class StepReport:
     num_sampled_tokens: int
     num_trained_tokens: int
     num_packed_tokens: int
-    """Tokens of all rows, after sharing prefixes, including padding rows."""
+    """Number of tokens of all rows, after sharing prefixes, including padding rows."""
     num_micro_batches: int
     num_padding_rows: int
-    """Micro-batches that train nothing; counted in `num_micro_batches` too."""
+    """Number of micro-batches that train nothing; `num_micro_batches` includes them."""
     num_overruled_records: int
-    """Expert records that differ from the record used at their position (`row_experts`)."""
+    """Number of expert records that differ from the record that the row has at the same position
+    (`row_experts`).
+    """
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """The mean of each named part of the reward over the graded trajectories that have it, after
     summing over turns; only the first MAX_COMPONENTS names."""

@@ -344,7 +344,7 @@ def steps_per_epoch(num_chats: int, chats_per_step: int) -> int:
 
 
 def chats_of_step(step: int, *, num_chats: int, chats_per_step: int, seed: int) -> list[int]:
-    """Return the numbers of a step's chats. Each epoch contains each chat once, in a new order.
+    """Return the indices of a step's chats. Each epoch contains each chat once, in a new order.
 
     Args: step: counted from 1.
     """

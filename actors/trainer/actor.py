@@ -92,7 +92,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def check(self) -> int:
-        """Return the peak memory in bytes: of this rank's GPU or, on CPU, of its process.
+        """Return the peak memory in bytes of this rank's GPU or, on CPU, of this rank's process.
 
         Raises: RuntimeError if this rank no longer broadcasts the weights that it keeps.
         """

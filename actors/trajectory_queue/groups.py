@@ -67,7 +67,7 @@ class RolloutSnapshot:
     """Number of failed attempts, which the retry budget limits."""
     is_gone: bool
     num_sampled: int = 0
-    """Sampled tokens of the attempt if a step has taken it, otherwise 0."""
+    """Number of the attempt's sampled tokens if a step has taken the attempt, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Rollout:
     summary: TrajectorySummary | None = None
     payload: BlockRow | None = None
     num_sampled: int = 0
-    """Sampled tokens of the finished attempt."""
+    """Number of sampled tokens of the finished attempt."""
 
     @property
     def trajectory_id(self) -> str:

@@ -194,7 +194,7 @@ class LedgerSnapshot:
     next_seq: int = 0
     undrained: tuple[LedgerEvent, ...] = ()
     dropped_tokens: TokenCounts = field(default_factory=TokenCounts)
-    """Sampled tokens of attempts that no step took, since the last finalised step."""
+    """Counts of the sampled tokens of attempts that no step took, since the last finalised step."""
 
 
 class Ledger:

@@ -79,7 +79,7 @@ class QueueStats:
     num_handed_out: int
 
     num_waiting: int
-    """Rollouts that have finished and that no step has taken yet."""
+    """Number of rollouts that have finished and that no step has taken yet."""
 
     waiting_bytes: int
     num_replaced_groups: int

@@ -344,7 +344,7 @@ class QueueState:
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
-        """Stop handing out rollouts while no turns are sampled, or resume.
+        """Stop handing out rollouts while no turns are sampled, or start again.
 
         A rollout that was handed out when the hold began, and that ends by a time-out or an
         infrastructure error, is played again without counting a failure. Durable environments are

@@ -112,7 +112,7 @@ class Seat:
     rank: int
     """Rank of the member's first worker."""
     size: int
-    """Number of all members' workers, plus the trainer's rank 0."""
+    """Number of ranks in the group: the workers of all members, and the trainer's rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,10 @@ from actors.limits import MAX_LOG_RATIO
 
 
 def trajectory_sum(values: Tensor, trajectory_index: Tensor) -> Tensor:
-    """Sum each trajectory's tokens.
+    """Sum the values of each trajectory's tokens.
 
     Args: values: [M] float. trajectory_index: [M] int64, each less than M.
-    Returns: [M] float, the sum of the token's own trajectory.
+    Returns: [M] float, at each token the sum over the tokens of the same trajectory.
     Example: values [1, 2, 4], index [0, 1, 0] -> [5, 2, 5]
     """
     # Use one slot for each token, because only the device knows the number of trajectories.
@@ -38,7 +38,7 @@ def trajectory_sum(values: Tensor, trajectory_index: Tensor) -> Tensor:
 
 
 def trajectory_mean(values: Tensor, trajectory_index: Tensor) -> Tensor:
-    """Average each trajectory's tokens; shapes as in `trajectory_sum`.
+    """Average the values of each trajectory's tokens; shapes as in `trajectory_sum`.
 
     Example: values [1, 2, 4], index [0, 1, 0] -> [2.5, 2, 2.5]
     """
@@ -47,7 +47,7 @@ def trajectory_mean(values: Tensor, trajectory_index: Tensor) -> Tensor:
 
 
 def trajectory_min(values: Tensor, trajectory_index: Tensor) -> Tensor:
-    """Take the minimum of each trajectory's tokens; shapes as in `trajectory_sum`.
+    """Take the smallest value of each trajectory's tokens; shapes as in `trajectory_sum`.
 
     Example: values [1, 2, 4], index [0, 1, 0] -> [1, 2, 1]
     """
