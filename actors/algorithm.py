@@ -139,7 +139,7 @@ class CriticSettings:
     """Number of updates over which the learning rate grows linearly; a step has one update."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     value_clip: Rate | None = 0.2
-    """Largest change of a value in one step; null: no clip."""
+    """Clip of the value loss: the largest change of a state's value in one step; null: no clip."""
 
     @property
     def truncation_rule(self) -> OutcomeRule:

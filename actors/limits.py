@@ -1,4 +1,4 @@
-"""The bounds with which settings are declared, and the largest meaningful numbers.
+"""The bounds with which settings are declared, and the limits of log-ratios, rewards and seeds.
 
 `service.config` reads settings dataclasses from YAML, and checks these bounds. A settings object
 that code constructs directly is not checked.

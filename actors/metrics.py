@@ -356,7 +356,7 @@ class StepMetrics:
 
 
 class StatisticMetrics:
-    """The newest step's statistics, and the newest evaluation."""
+    """The statistics of the newest step, and the results of the newest evaluation."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self._gauges = {each.name: registry.gauge(each.metric, each.help) for each in STATISTICS}

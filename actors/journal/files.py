@@ -77,7 +77,9 @@ class JournalStep:
     for the same step.
     """
     group_rule: GroupRule | None
-    """The rule of the step's advantages; None if they depend on more than the group's returns."""
+    """The rule of the step's advantages; None if advantages depend on more than a group's
+    returns.
+    """
     num_packed_trained: int
     """Number of trained tokens in the packed rows of all ranks."""
     entries: tuple[TrajectoryEntry, ...]

@@ -330,8 +330,8 @@ def token_advantages(
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
-    """Compute the advantages of a member's tokens by GAE, from the critic's values of their
-    states.
+    """Compute the advantages of a member's tokens by GAE, from the critic's values of the states in
+    which the tokens were sampled.
     """
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]

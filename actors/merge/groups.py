@@ -248,7 +248,9 @@ def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float6
 
 
 def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[np.float64]:
-    """Apply all shaping that needs no model: clip, overlong, missing end. Returns: [K] float64."""
+    """Return the reward of each turn after the shaping that needs no model (the clip, and the
+    overlong and missing-end penalties): [K] float64.
+    """
     rewards = turn_rewards(trajectory)
     if settings.clip is not None:
         low, high = settings.clip

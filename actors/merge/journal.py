@@ -74,11 +74,11 @@ class Journal:
     keep_steps: int
     """Number of the newest steps whose files are kept."""
     keep_bytes: int
-    """Limit on the size of all files, above which the oldest are removed."""
+    """Limit on the total size of all files, above which the oldest files are removed."""
     max_policy_age: int
     group_rule: GroupRule | None
-    """The rule of the run's advantages; None if they depend on more than a group's returns. Each
-    file stores the rule and max_policy_age.
+    """The rule of the run's advantages; None if advantages depend on more than a group's returns.
+    Each file stores the rule and max_policy_age.
     """
     _has_warned: bool = False
 

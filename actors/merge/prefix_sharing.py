@@ -240,9 +240,7 @@ class SortedItems:
         return min(shared, int(self.inner[left + 1 : right].min(initial=shared)))
 
     def added(self, others: Sequence[int], one: int) -> Size:
-        """Return the size that item `one` adds to a row of the items `others`, which are
-        ascending.
-        """
+        """Return the size that item `one` adds to a row of the items `others` (ascending)."""
         index = bisect_left(others, one)
         before, after = others[index - 1 : index], others[index : index + 1]
         shared = [self.between(other, one) for other in before]

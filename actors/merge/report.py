@@ -131,8 +131,9 @@ class StepReport:
     """The report of each environment, by name; empty if the step has only one environment."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Counts of trained tokens, and of untrained tokens by cause, among the sampled tokens of the
-    step's trajectories. A stored record also counts attempts that ended since the previous step and
-    are in no step."""
+    step's trajectories. A stored record also counts the tokens of attempts that ended since the
+    previous step and are in no step.
+    """
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:

@@ -133,8 +133,9 @@ def _check_members(
 
 
 def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
-    """Compute the advantages of the members in a group's baseline, or exclude the whole group: if
-    too few members are in the baseline, or if it has no signal and such groups are not trained.
+    """Compute the advantages of the members in a group's baseline. Exclude the whole group if too
+    few members are in the baseline, or if it has no signal and groups without a signal are not
+    trained.
     """
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:

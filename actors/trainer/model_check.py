@@ -158,7 +158,7 @@ def _refused(name: str, error: Exception) -> NotImplementedError:
 
 
 def longest_context(config: PreTrainedConfig) -> int:
-    """Return the number of a model's positions."""
+    """Return the number of a model's positions; _COPY_CONTEXT if the configuration has none."""
     return int(getattr(config, "max_position_embeddings", None) or _COPY_CONTEXT)
 
 

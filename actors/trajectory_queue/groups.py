@@ -44,7 +44,7 @@ class BlockRow:
     """The location of a finished trajectory."""
 
     block: Any
-    """Reference to a TrajectoryBlock, which the state never resolves."""
+    """Reference to a TrajectoryBlock, which `QueueState` never fetches."""
     row: int
     num_bytes: int
     """Size of the whole block, which is kept while any of its rows is needed."""
@@ -492,5 +492,7 @@ class Refills:
         self._counts.pop(number, None)
 
     def counts(self) -> dict[int, int]:
-        """Return the refills used so far, by group number, for numbers that are not finalised."""
+        """Return the number of refills so far, by group number, for groups whose step is not
+        finalised.
+        """
         return dict(self._counts)

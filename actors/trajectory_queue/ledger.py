@@ -258,7 +258,7 @@ class Ledger:
         )
 
     def snapshot(self, *, waiting: TokenCounts) -> LedgerSnapshot:
-        """Return the state. waiting: further tokens to count as dropped."""
+        """Return the ledger's state. waiting: tokens to add to the dropped tokens."""
         return LedgerSnapshot(
             admitted=self._admitted,
             trained=self._trained,

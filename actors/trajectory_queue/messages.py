@@ -127,8 +127,9 @@ class QueueSnapshot:
     groups: tuple[GroupSnapshot, ...] = ()
 
     replacements: Mapping[int, int] = field(default_factory=dict)
-    """Number of earlier groups with the same number, by group number; only for numbers that are not
-    finalised."""
+    """Number of earlier groups with the same group number, by group number; only for groups whose
+    step is not finalised.
+    """
 
     variance_refills: Mapping[int, int] = field(default_factory=dict)
     """Number of groups that were replaced because of equal returns, by group number."""
