@@ -22,8 +22,9 @@ def find_misalignment(turn: Turn) -> str | None:
     """Return a sentence on the first fault found in a turn; None if there is no fault.
 
     A turn needs a prompt, one log-probability of at most 0 for each sampled token, version spans
-    that cover the sampled tokens in order, ids that are not negative, and side data of the same
-    lengths. Log-probabilities that are not finite are masked and counted when samples are built.
+    that cover the sampled tokens in order, ids that are not negative, and token rewards and expert
+    records that fit the sampled tokens. Log-probabilities that are not finite are masked and
+    counted when samples are built.
     """
     return (
         _in_lengths(turn)

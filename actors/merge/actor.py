@@ -53,7 +53,7 @@ class BuiltStep:
     returns: tuple[GroupReturns, ...] = ()
     """The returns of each group of the step."""
     num_bytes: int = 0
-    """Bytes of all shards."""
+    """Number of bytes of all shards."""
 
     def report_after(self, *, is_all_skipped: bool, dropped: TokenCounts) -> StepReport:
         """Return the report with the final counts of tokens.

@@ -104,9 +104,9 @@ class TrainerSettings:
     step_deadline_s: Seconds = 600
     """Longest time of a training step, in seconds, after which the ranks count as lost."""
     logprob_check_tokens: Natural | None = None
-    """Tokens of the text that trainer and engines score before the first step, at most the context;
-    null: 4,096 on CPU, the whole context on a GPU; 0: a text of 17 fixed tokens, whose scores never
-    prevent a start.
+    """Number of tokens of the text that trainer and engines score before the first step, at most
+    the context; null: 4,096 on CPU, the whole context on a GPU; 0: a text of 17 fixed tokens, whose
+    scores never prevent a start.
     """
     logprob_check_every: Natural = 20
     """Interval, in publications, at which the whole text of `logprob_check_tokens` is scored again

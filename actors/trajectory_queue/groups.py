@@ -47,7 +47,7 @@ class BlockRow:
     """Reference to a TrajectoryBlock, which `QueueState` never fetches."""
     row: int
     num_bytes: int
-    """Size of the whole block, which is kept while any of its rows is needed."""
+    """Size in bytes of the whole block, which is kept while any of its rows is needed."""
     arrived_at: float = 0.0
     """Time at which the queue accepted the trajectory, by the monotonic clock of its process."""
 

@@ -73,9 +73,9 @@ class QueueState:
             limit=settings.algorithm.max_variance_refills, counts=snapshot.variance_refills
         )
         self._groups: dict[int, Group] = {}
-        """Groups by number that are admitted and neither evicted nor finalised."""
+        """The admitted groups that are neither evicted nor finalised, by group number."""
         self._group_numbers: dict[str, int] = {}
-        """Numbers of groups by rollout id."""
+        """The group number of each rollout, by rollout id."""
         self._closed: set[int] = set()
         """Numbers of the groups without a pending or handed-out rollout."""
         self._ready = ReadyRollouts()

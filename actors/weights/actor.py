@@ -64,7 +64,7 @@ class Keeping:
     """Name of the board's actor; each run has one."""
     namespace: str
     orphan_timeout_s: float
-    """Time without a call of any term after which board and applications end, in seconds."""
+    """Time in seconds after which the board and the applications end if no term calls the board."""
     applications: tuple[str, ...]
     """Names of the applications in Ray Serve that are deleted when the run ends."""
     deployment: Any = None

@@ -315,7 +315,7 @@ class LogprobCheck:
     is_quantised: bool = False
     """Whether the engine's weights or cache are quantised, so that the wider bounds apply."""
     seconds: float = 0.0
-    """Sum of the seconds of the trainer and of the slowest engine, for a check after a
+    """Seconds that the trainer and the slowest engine took together, for a check after a
     publication.
     """
 
