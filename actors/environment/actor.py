@@ -135,15 +135,18 @@ class EnvironmentActor:
         return workers.report()
 
     async def num_evaluated(self) -> int:
-        """Return the number of ended evaluation episodes, which shows progress of an evaluation."""
+        """Return how many evaluation episodes have ended, to show an evaluation's progress."""
         return self._num_evaluated
 
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int, limit_s: float
     ) -> tuple[TokenIds, ...]:
-        """Return the first prompts of tasks, until they are num_tokens long or limit_s has passed.
+        """Return the tasks' first prompts, until they have num_tokens in all or limit_s has passed.
 
-        If an environment fails or is slow, its prompts are missing; its tasks are still played.
+        If a task's environment fails or is slow, the task's prompt is missing. The run still plays
+        the task.
+
+        Returns: for each prompt, its token ids: [P] int32.
         """
         prompts: list[TokenIds] = []
         end = time.monotonic() + limit_s
@@ -175,7 +178,7 @@ class EnvironmentActor:
     async def stop(
         self, *, drain_s: float = 0.0, limit_s: float = 30.0
     ) -> tuple[tuple[LostCalls, ...], int]:
-        """Take no more rollouts, cancel the running ones after drain_s, and hand over the rest.
+        """Take no more rollouts, cancel those that still run after drain_s, and hand over the rest.
 
         Returns: `workers.report()`, as soon as `run` has ended, or limit_s after the drain.
         """
@@ -200,7 +203,8 @@ class EnvironmentActor:
         Args: kept: the tokens that may be sampled; None allows every token. slots_share: share of
         rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each play
         into the object store, so that this process keeps only the running episodes.
-        Returns: a result for each play, in order, the first SHOWN_SAMPLES with their text.
+        Returns: a result for each play, in the order of the plays; the first SHOWN_SAMPLES results
+        have the sampled text.
         """
         slots = asyncio.Semaphore(
             max(1, int(slots_share * self._settings.rollouts.slots_per_actor))
@@ -254,7 +258,7 @@ class EnvironmentActor:
         temperature: float | None = None,
         kept: KeptTokens | None = None,
     ) -> Trajectory:
-        """Play one rollout. temperature, kept: an evaluation's sampling; None: as in training."""
+        """Play one rollout. An evaluation sets temperature and kept; None means as in training."""
         name = assignment.task.environment
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts

@@ -42,9 +42,10 @@ class _CallForm:
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
     null_content: bool = False
-    """Whether a message without text has no content; otherwise it has an empty one."""
+    """Whether the content of a message without text is None; otherwise it is an empty text."""
     splits: bool = False
-    """Whether a message with text and calls is rendered as two, the second with the calls."""
+    """Whether a message with text and calls is rendered as two messages, the second with the
+    calls."""
 
 
 _USUAL_CALL_FORM = _CallForm()
@@ -109,7 +110,7 @@ class ChatTemplate:
         return _ARGUMENT in self.rendered_call
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
-        """Return the rendering of a call in this form; empty if the template refuses it."""
+        """Return a call's rendering in a given form; empty if the template refuses the form."""
         try:
             return self._apply(_conversation(probe, form))
         except RenderError:
@@ -141,7 +142,7 @@ class ChatTemplate:
     def _wants_parts(self) -> bool:
         """Whether the template shows a content only if it is a list of parts.
 
-        Some templates that also take images are like this.
+        Some templates of models that also read images need such a list.
         """
         probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
         for message, wants in ((probe, False), (_in_parts(probe), True)):
@@ -201,7 +202,7 @@ def in_call_order(
     """Return the messages with the results of parallel calls in the order of the calls.
 
     Many templates show no ids, so that only the order says which call a result answers.
-    Args: calls: id and name of each call in the message before these.
+    Args: calls: id and name of each call in the message before the given messages.
     """
     found: list[Message] = []
     order = {call_id: number for number, (call_id, _) in enumerate(calls)}

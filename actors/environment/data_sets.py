@@ -87,12 +87,13 @@ def read_data_set(
 ) -> PackedTasks:
     """Return tasks made of a data set's rows.
 
-    Args: source: a file, a directory or a hub's name. columns: the data set's column for an
-    entry of a task's data, by the entry's name; None: the column with the entry's name is left out.
-    Every other column keeps its name, if the environment accepts it; `task_id` and `seed` also
-    become the task's. split: the split of a directory or a hub's data set; a file is read whole.
-    subset: one of several configurations of a data set. check: the check of every task's data.
-    section: the section of the configuration that names the data set, for messages.
+    Args: source: a file, a directory or a hub's name. columns: maps the name of an entry of a
+    task's data to the column with the entry's values, or to None to leave out the column of that
+    name. Every other column keeps its name, if the environment accepts the name; `task_id` and
+    `seed` also become the task's id and seed. split: the split of a directory or a hub's data set;
+    a file is read whole. subset: one of several configurations of a data set. check: the check of
+    every task's data. section: the section of the configuration that names the data set, for
+    messages.
     Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
@@ -182,7 +183,7 @@ _NULLS = (
 
 
 def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
-    """Yield a warning for each sign that the author of a row meant another prompt."""
+    """Yield a warning for each sign that a row's prompt is not the one that its author intended."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         yield (
@@ -249,7 +250,7 @@ def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
     """Return a chat without the nulls in its calls' arguments and its tools' schemas.
 
     Arrow gives the objects of a column the same keys, and the values of added keys are null.
-    is_free: whether the value is inside a call's arguments or a tool's schema.
+    is_free: whether `value` is inside a call's arguments or a tool's schema.
     """
     if isinstance(value, list):
         return [_without_nulls(each, is_free=is_free) for each in value]
@@ -380,8 +381,8 @@ def _suffix(path: Path) -> str:
 def _check_parquet(path: Path, *, what: str) -> None:
     """Check a file for faults that `datasets` reports without a reason.
 
-    Raises: BadTaskFile if the file has no rows or a name twice; OSError or pa.ArrowException if it
-        cannot be read.
+    Raises: BadTaskFile if the file has no rows, or two columns with the same name; OSError or
+    pa.ArrowException if it cannot be read.
     """
     footer = pq.read_metadata(path)
     _check_names(footer.schema.to_arrow_schema().names, what=what)

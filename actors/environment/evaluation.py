@@ -32,7 +32,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One sample of one task, to be played."""
+    """One sample of one task that an actor is to play."""
 
     task: Task
     sample: int
@@ -60,7 +60,7 @@ class Played:
 
 
 def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:
-    """Return num_samples plays of each task, which are adjacent so that actors share them."""
+    """Return num_samples plays of each task; the plays of one task are adjacent."""
     return [Play(task=task, sample=number) for task in tasks for number in range(num_samples)]
 
 

@@ -34,7 +34,8 @@ class ForkServer:
 
         Args:
             preloads: The functions whose modules the process imports before it forks a worker.
-            max_bytes: As `memory_mib` of a pool, in bytes.
+            max_bytes: Memory in bytes that a worker may use beyond that of the imported modules; 0
+                means no limit.
         """
         self.control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
@@ -47,12 +48,12 @@ class ForkServer:
         self.preloads = dict.fromkeys(preloads).keys()
         self._path = _import_path()
         self.has_forked = False
-        """Whether it has imported the modules and forked a worker."""
+        """Whether the fork server has imported the modules and forked a worker."""
         options = {"path": self._path, "preload": list(self.preloads), "max_bytes": max_bytes}
         self.control.send(json.dumps(options).encode())
         self.end = weakref.finalize(self, _end, self.control, process)
-        """A function that ends the process and all workers; it is also called when this process
-        ends."""
+        """A function that ends the fork server and all workers; Python also calls it when this
+        process ends."""
 
     @property
     def is_outdated(self) -> bool:

@@ -59,7 +59,7 @@ class BadTool(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A tool of the policy, which is a user's function with its schema and the calling process."""
+    """A user's function as a tool of the policy, with the tool's schema."""
 
     schema: ToolSchema
     function: Callable[..., Any]
@@ -318,7 +318,7 @@ _dumped = json.JSONEncoder(ensure_ascii=False, default=lambda value: _plain(valu
 
 
 def _plain(value: Any) -> Any:
-    """Return an array, a dataclass, an enum, a date and the like as values that JSON has.
+    """Convert an array, a dataclass, an enum, a date and the like to values that JSON has.
 
     Raises: TypeError, ValueError.
     """

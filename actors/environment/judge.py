@@ -62,9 +62,9 @@ class Judgement:
 
 
 class Judge:
-    """One judge of one process; event loops may use it one after the other.
+    """One judge of one process. Several event loops may use the judge, but not at the same time.
 
-    `score` and `check` are those of a reward function with a name and a weight.
+    Like a `RewardFunction`, it has `name`, `weight`, `check` and `score`.
     """
 
     def __init__(self, settings: JudgeOptions, *, name: str = "judge") -> None:
@@ -175,7 +175,7 @@ class Judge:
     async def _request(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
         """Send one request, and return the reply and its numbers of tokens in and out.
 
-        Raises: _Passing if a repetition may succeed; RewardError if it would fail too.
+        Raises: _Passing if a repetition may succeed; RewardError if a repetition would fail too.
         """
         settings = self.settings
         key = key_of(settings)

@@ -39,7 +39,7 @@ class LostCallCounter:
         self.counts: Counter[tuple[str, str, str]] = Counter()
         """The number of calls that gave no answer, by function, task and `LostCalls.end`."""
         self._reasons: dict[tuple[str, str], str] = {}
-        """The reason of the first such call, by function and `LostCalls.end`."""
+        """Why the first lost call was lost, by function and `LostCalls.end`."""
 
     def count(self, function: str, end: str, why: str) -> None:
         """Count a lost call of the current task, and log the first lost call of each function."""

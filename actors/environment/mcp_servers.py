@@ -37,7 +37,7 @@ _PYTHONS = ("python", "python3")
 
 
 class BadServer(ValueError):
-    """Raised if a server lacks tools, or a tool that its options name."""
+    """Raised if a server has no tools, or lacks a tool that the server's options name."""
 
 
 class ServerLost(Exception):
@@ -55,7 +55,7 @@ class ServerOptions:
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Environment variables of the command; $NAME is a variable of the run's processes."""
     cwd: str | None = None
-    """Working directory of the command; null: that of the run."""
+    """Working directory of the command; null: the run's working directory."""
     url: str = ""
     """Address of the server, over streamable HTTP, such as http://host:8000/mcp."""
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -190,7 +190,8 @@ class McpServer:
     def _is_loss(self, code: int) -> bool:
         """Return whether an error of the protocol means that the server, or its session, is gone.
 
-        Over HTTP the client reports a restarted or overloaded server by these two codes.
+        Over HTTP, INTERNAL_ERROR and INVALID_REQUEST mean a loss too: the client reports a
+        restarted or overloaded server by these two codes.
         """
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 

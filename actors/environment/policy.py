@@ -35,9 +35,10 @@ class GenerateRequest:
     max_tokens: int
     """Maximum number of tokens to sample, at least 1."""
     temperature: float
-    """Sampling temperature, 0 for greedy; in training that of rollouts or of a mixture's part."""
+    """Sampling temperature; 0 for greedy sampling. In training it is the setting of the rollouts,
+    or the setting of the mixture's part."""
     deadline_s: float
-    """Seconds from now until the call must have ended."""
+    """Seconds that the call may take, from its start to its end."""
     cache_salt: str | None = None
     """The `cache_salt` of the trajectory's first reply; None on the first turn."""
     tenant: str = ""
@@ -51,8 +52,8 @@ class GenerateRequest:
     kept: KeptTokens | None = None
     """The tokens that may be sampled; None means every token, as in training."""
     tools: tuple[ToolSchema, ...] | None = None
-    """The tools that the prompt declares: the reply is parsed for their calls and for thinking;
-    empty: only for thinking. None: not parsed."""
+    """The tools that the prompt declares. The engine parses the reply for calls of these tools and
+    for thinking; if there are no tools, only for thinking. None: the reply is not parsed."""
 
     def salted(self, salt: str) -> str:
         """Return the salt for the engine's prefix cache; two tenants never get the same salt."""

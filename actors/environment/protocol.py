@@ -364,8 +364,9 @@ class Environment(Protocol):
     episodes share it. The attribute `data_schema` may be a dataclass with the fields of a task's
     data, or a JSON schema (`task_data`); without it any object is accepted. The method
     `first_messages(data)` may return a task's first messages without beginning the task, and the
-    attribute `tools` may contain the tools. With them, before it starts, the run
-    leaves out the tasks whose prompts are too long.
+    attribute `tools` may contain the tools. If an environment has `first_messages`, the run
+    measures, before training, the prompts of the tasks of a file or data set, and leaves out each
+    task whose prompt is too long.
 
     Example:
         ```python
@@ -407,7 +408,7 @@ class Environment(Protocol):
 
 
 def reward_problem(result: StepResult) -> str | None:
-    """Return a sentence if the reward, a component or a metric is not finite; otherwise None."""
+    """Return a sentence that names a reward, component or metric that is not finite; else None."""
     parts = {"reward": result.reward}
     parts |= {f"reward component {name}": part for name, part in result.reward_components.items()}
     parts |= {f"metric {name}": part for name, part in result.metrics.items()}

@@ -129,7 +129,7 @@ class _Ending:
 class _DummyChat:
     """An invented chat, after which new messages are rendered to find the text that they add.
 
-    None of its texts is contained in another, so each can be found in the rendering.
+    No text of the chat is contained in another, so each text can be found in the rendering.
     """
 
     before: tuple[Message, ...]
@@ -138,7 +138,7 @@ class _DummyChat:
     argument: str
 
     def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> tuple[Message, ...]:
-        """Return the chat up to a reply with this ending.
+        """Return the chat, which ends with a reply that has the given ending.
 
         Args: called_before: ids of calls that are made and answered at the start of the chat.
         """
@@ -198,7 +198,7 @@ def _ending_of(history: Sequence[Message]) -> _Ending:
 
 
 def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
-    """Yield the beginning of a chat in which these calls are made and answered."""
+    """Yield the messages of a chat in which the calls with these ids are made and answered."""
     for call_id in call_ids:
         call = ToolCall(id=call_id, name="dummy", arguments={})
         yield Message(role=Role.USER, content="call")
@@ -529,7 +529,7 @@ class ChatRenderer:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """Return the text before a dummy's reply, up to the question.
+    """Return the rendering of a dummy chat from its beginning to the end of its question.
 
     The text after the question may be rendered differently if a message follows the reply.
     """
@@ -539,7 +539,10 @@ def _head(text: str, question: str, mark: str) -> str:
 
 
 def _only_loses(before: str, after: str) -> bool:
-    """Return whether `after` is `before` without one part; the appended prompt keeps that part."""
+    """Return whether `after` is `before` with at most one contiguous part removed.
+
+    A prompt that is extended by appending still has that part.
+    """
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
     return start + end == len(after)

@@ -280,7 +280,7 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Return a call's value for one answer as a score. Raises: RewardError if it is none."""
+        """Return a function's value as a Score. Raises: RewardError if the value is not a score."""
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)

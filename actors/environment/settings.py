@@ -137,8 +137,8 @@ class Sampling:
     temperature: float = 0.0
     kept: KeptTokens = field(default_factory=KeptTokens)
     pass_reward: float = 1.0
-    """The lowest return with which a sample passes; if the best possible return is known, the
-    return is divided by it first."""
+    """The lowest return with which a sample passes. If the best possible return is known, a
+    sample's return is divided by the best possible return first."""
     ks: tuple[int, ...] = (1,)
     """Values of k for pass@k, each at most num_samples."""
 
@@ -159,7 +159,7 @@ class CurriculumSettings:
     resting_share: Fraction = 1.0
     """The probability that a task is played although it rests; 1: no curriculum."""
     window: Positive = 2
-    """Number of a task's newest groups over which the share is taken."""
+    """The share of passed samples is taken over this number of the task's newest groups."""
 
     @property
     def is_on(self) -> bool:
@@ -174,13 +174,14 @@ class EnvironmentSettings:
     """The environment's registered name, or package.module:Class."""
     options: Mapping[str, Any]
     rollouts: RolloutSettings | None = None
-    """The limits of the environment's rollouts; None for `EnvironmentActorSettings.rollouts`."""
+    """The settings of the environment's rollouts; None: `EnvironmentActorSettings.rollouts` are
+    used."""
 
     @property
     def scores_groups(self) -> bool:
         """Whether the environment's method `score_group` is called for each group.
 
-        It is called once all rollouts of the group have ended.
+        The call is made once all rollouts of the group have ended.
         """
         return bool(self.options.get(GROUP_REWARD))
 
@@ -193,14 +194,15 @@ class EnvironmentActorSettings:
     environments: Mapping[str, EnvironmentSettings]
     """The environments, each under the name that its tasks have in `Task.environment`."""
     max_context_tokens: int
-    """The engine's limit on prompt and reply together."""
+    """The engine's limit on the number of tokens in prompt and reply together."""
     chat_template: str | None
     """The chat template: Jinja text, or the word "none" for raw prompts. None means the tokenizer's
     own template."""
     groups_per_step: int
     keeps_last_observation: bool = False
-    """Whether a sample ends with the tokens of the next prompt that fit, if that prompt leaves no
-    room for a reply. A critic values a cut-off episode by them."""
+    """Whether to append the next prompt's new tokens to the sample, as far as they fit into the
+    context, if that prompt leaves no room for a reply. A critic values a cut-off episode by these
+    tokens."""
     num_steps: int = 0
     """Number of training steps of the run; 0 if nothing is trained."""
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

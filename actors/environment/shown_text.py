@@ -32,10 +32,10 @@ class Said:
     """A text of a message that a rendering must show."""
 
     number: int
-    """The number of the message in its chat."""
+    """Index of the message in the chat, from 0."""
     message: Message
     mark: str
-    """The text with which `marked` replaces this one."""
+    """The text that `marked` puts in place of the message's text."""
     texts: tuple[str, ...]
     is_call: bool = False
 
@@ -94,7 +94,7 @@ def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def with_mark(messages: Sequence[Message], said: Said) -> tuple[Message, ...]:
-    """Return the chat with the mark after a message's own text, for templates that read texts."""
+    """Return the chat with a mark appended to one message, for templates that read its text."""
     message = messages[said.number]
     changed = replace(message, content=f"{message.content} {said.mark}")
     return (*messages[: said.number], changed, *messages[said.number + 1 :])

@@ -27,7 +27,7 @@ from actors.user_code import type_of
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
 """Columns that are searched for a reference answer, in this order, unless one is named."""
 ANY_DATA: JsonSchema = {"type": "object"}
-"""The schema of an environment that declares none."""
+"""The schema that is used for an environment without a declared schema."""
 NO_DATA: JsonSchema = {"type": "object", "additionalProperties": False}
 """The schema of an environment that makes its tasks only from their seeds."""
 _TEXT_PARTS = {

@@ -60,11 +60,11 @@ class TaskSource(Protocol):
         ...
 
     def comes_again(self, task: Task) -> bool:
-        """Return whether a task is from a list, which is played again in every epoch."""
+        """Return whether a task is from a fixed list and so is played again in every epoch."""
         ...
 
     def find(self, task_id: str) -> Task | None:
-        """Return the training task of an id; None if the source has no list, or no such task."""
+        """Return the training task with an id; None if it is not in a fixed list of the source."""
         ...
 
 
@@ -240,7 +240,7 @@ class FileTasks:
 
     @property
     def num_trained_held_out(self) -> int:
-        """Return the number of different held-out tasks whose data a training task has too."""
+        """Return how many different held-out tasks have the same data as a training task."""
         return len(set(self._held_out.contents()).intersection(self._train.contents()))
 
     def task(self, index: int) -> Task:
@@ -329,7 +329,7 @@ def _under(name: str, task: Task) -> Task:
 
 
 def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
-    """Divide a total by weight, and return the shares, which are whole numbers of at least 1.
+    """Divide a total in proportion to weights; each share is a whole number of at least 1.
 
     The shares are rounded by the largest remainders.
     Example: apportioned({"a": 1, "b": 2}, total=10) -> {"a": 3, "b": 7}

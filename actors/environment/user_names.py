@@ -114,7 +114,7 @@ def find(text: str, *, what: str) -> Any:
 
 
 def _not_found(place: str, error: ModuleNotFoundError) -> str:
-    """Return a sentence on a file or a module that does not exist, with the remedy."""
+    """Return a sentence that says which file or module does not exist, and the remedy."""
     problem = f"there is no such file in {Path.cwd()}" if place.endswith(".py") else str(error)
     return f"{problem}; {_FORMS}; correct the name, or start the command in the right directory"
 
@@ -132,7 +132,7 @@ def _names_in(owner: Any, part: str) -> str:
 
 
 def missing_module(error: ModuleNotFoundError, own: str) -> str:
-    """Return a sentence on a module that an import did not find, with the file and the remedy.
+    """Return a sentence that names a module that was not found, the importing file and a remedy.
 
     Args: own: name of the module that is imported first.
     Returns: the sentence; empty if the missing module is `own` itself.
@@ -155,7 +155,7 @@ def missing_module(error: ModuleNotFoundError, own: str) -> str:
 
 
 def _importing(error: BaseException) -> str:
-    """Return the lines of the user's modules at which an import failed, the innermost first."""
+    """Return the files and lines whose imports led to an error, as text; innermost first."""
     places = [f"{each.filename}:{each.lineno}" for each in reversed(_module_frames(error))]
     return f" ({', imported at '.join(places[:3])})" if places else ""
 

@@ -102,7 +102,7 @@ class WorkerEnvironment:
 
 
 class _Unscored:
-    """A substitute for a RewardError; the error's `rescore` stays in the worker."""
+    """A value that a worker sends instead of a RewardError, whose `rescore` stays in the worker."""
 
     def __init__(self, message: str, *, can_rescore: bool) -> None:
         self.message = message

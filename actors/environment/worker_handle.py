@@ -29,31 +29,31 @@ class WorkerHandle:
         """Record a worker that is being forked.
 
         Args:
-            number: The number of the request that forks it.
-            end: This process's end of the socket between them.
-            is_home: Whether it is for homes; otherwise it is for calls.
-            is_loop: Whether it runs the coroutines of several episodes concurrently.
+            number: The number of the request with which the fork server forks the worker.
+            end: This process's end of the socket between this process and the worker.
+            is_home: Whether the worker keeps instances for homes; otherwise it runs single calls.
+            is_loop: Whether the worker runs the coroutines of several episodes concurrently.
         """
         self.number = number
         self.is_home = is_home
         self.is_loop = is_loop
         self.process = 0
-        """Id of the worker's process; 0 until it has started."""
+        """Id of the worker's process; 0 until the process has started."""
         self.loaded: set[str] = set()
         """The names of the functions whose modules the worker has imported."""
         self.answers: dict[int, asyncio.Future[Any]] = {}
         """The answers that callers wait for, by the number of the call."""
         self.lock = asyncio.Lock()
-        """Held during a call in a home that is not a loop."""
+        """A lock that a call in a home holds if the worker's functions are not coroutines."""
         self._sending = asyncio.Lock()
         self.num_homes = 0
         self.resident_bytes = 0
         """The worker's resident memory in bytes at its last answer; 0 before the first answer."""
         self.why = ""
-        """Why the worker has ended; empty if it has not ended."""
+        """Why the worker has ended; empty while the worker runs."""
         self.is_over = False
         self.is_explained = False
-        """Whether the pool ended the process itself, or has counted its end already."""
+        """Whether the pool ended the process itself, or has already counted the process's end."""
         self.socket = end
         # This also closes the socket when this process ends.
         weakref.finalize(self, end.close)

@@ -77,7 +77,7 @@ class CalculatorOptions(TurnOptions):
     high: Operand = 9
     """The largest number."""
     num_operands: Annotated[int, Ge(2), Le(4)] = 2
-    """Number of numbers in an expression."""
+    """How many numbers an expression has."""
     operators: str = "+"
     """The operators to draw from: one or more of + - *."""
     tool_bonus: Penalty = 0.0

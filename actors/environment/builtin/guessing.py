@@ -135,7 +135,7 @@ class GuessingEnvironment:
         return self._say(LOWER)
 
     def _is_ruled_out(self, guess: int | None) -> bool:
-        """Return whether a number of the range cannot be the secret, by the hints so far."""
+        """Return whether the hints so far exclude a number of the range."""
         if guess is None or not self._options.low <= guess <= self._options.high:
             return False
         return not self._lowest <= guess <= self._highest

@@ -69,7 +69,8 @@ class GymnasiumOptions(TurnOptions):
     kwargs: Mapping[str, Any] | None = None
     """Further arguments of `gymnasium.make`."""
     actions: tuple[str, ...] | None = None
-    """Names of a Discrete space's actions, in order; null: known names, or numbers."""
+    """Names of a Discrete space's actions, in order; null: the names in gymnasium's documentation
+    if Rayloom has them, otherwise numbers."""
     prompt: Annotated[str, holding("{observation}")] | None = None
     """Text of the first message, with {observation} and {actions}; null: a general text."""
     step_prompt: Annotated[str, holding("{observation}")] = "{observation}"
@@ -143,10 +144,10 @@ class _Game:
         self._env: Any = None
         self._renders = False
         self.names: Sequence[str] = ()
-        """Names of the actions; empty if they are texts."""
+        """Names of the actions; empty if an action is any text."""
 
     def begin(self, seed: int, data: Mapping[str, Any]) -> str:
-        """Begin an episode; return what it shows.
+        """Begin an episode; return the first observation as text.
 
         Raises: ValueError if a space cannot be played in text, or the names do not fit.
         """

@@ -68,7 +68,8 @@ class OpenEnvOptions(TurnOptions):
     url: str
     """Address of the server: http://, https://, ws:// or wss://."""
     action_field: str | None = ACTION_FIELD
-    """Field of the action for the policy's text; null: the text is the action, as JSON."""
+    """Field of the action that gets the policy's text; null: the text is the whole action, as
+    JSON."""
     action: JsonObject | None = None
     """Further fields of the action, besides `action_field`."""
     tools: bool = False
@@ -307,7 +308,7 @@ OPEN_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 2.0
 MAX_MESSAGE_BYTES = 16 * 2**20
 INVALID = "VALIDATION_ERROR"
-"""The server's code for a message that does not fit its schema."""
+"""The error code with which the server refuses a message that does not fit the server's schema."""
 
 
 class _Refused(Exception):
@@ -356,7 +357,7 @@ class _Session:
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send an action and return the next observation, as `begin` does.
+        """Send an action and return the next observation, with the same fields as from `begin`.
 
         Raises: _Refused; ValueError for another error; ConnectionError.
         """
@@ -417,5 +418,5 @@ def _name_of(fault: Mapping[str, Any]) -> str:
 
 
 def failed(kind: str, code: object, message: object) -> ValueError:
-    """Return the exception for an answer of the server that is not handled otherwise."""
+    """Return the ValueError that reports an error or an unexpected answer of the server."""
     return ValueError(f"openenv: the server answers {kind} with {code}: {message}")

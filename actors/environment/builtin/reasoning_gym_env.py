@@ -66,7 +66,7 @@ def _provide_pycosat() -> None:
     """Replace pycosat by python-sat if pycosat is not installed.
 
     reasoning-gym imports pycosat for its zebra puzzles. pycosat has no wheels: installing it needs
-    a C compiler. Both enumerate all solutions, so the puzzles are the same.
+    a C compiler. Both packages enumerate all solutions, so the puzzles are the same.
     """
     try:
         import pycosat  # noqa: F401
@@ -136,9 +136,9 @@ class ReasoningGymData:
     config: JsonObject = field(default_factory=dict)
     """Options of the family's generator."""
     index: Annotated[int, Ge(0)] = 0
-    """Number of the item among the family's items."""
+    """Position of the item among the items that the seed generates, from 0."""
     seed: int | None = None
-    """Seed of the items; null: the task's."""
+    """Seed of the items; null: the task's seed."""
     question: str | None = None
     """The question, instead of a generated one."""
     answer: Any = None
@@ -218,7 +218,7 @@ def _score(scorer: Any, answer: str, item: Item) -> float:
 
 
 def _scores_truth(scorer: Any, item: Item) -> bool:
-    """Return whether the scorer works on this item's own answer."""
+    """Return whether the scorer gives the item's true answer more than 0, without an error."""
     if item["answer"] is None:
         return False
     try:
@@ -229,7 +229,7 @@ def _scores_truth(scorer: Any, item: Item) -> bool:
 
 
 def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
-    """Call the scorer of a family. Raises: _ScorerFailed if it raises."""
+    """Return the scorer's score of an answer. Raises: _ScorerFailed if the scorer raises."""
     try:
         return float(scorer.score_answer(answer, entry=item))
     except Exception as error:

@@ -59,10 +59,10 @@ class SingleTurnOptions:
     judges: Mapping[str, JudgeOptions] | None = None
     """Options of each judge by its name."""
     answer_pattern: str | None = None
-    """Regular expression whose one group matches the answer in the text; majority votes count
-    these answers. null: the whole text is the answer."""
+    """Regular expression with one group, which matches the answer in the text. A majority vote
+    counts the matched answers. null: the whole text is the answer."""
     group_reward: Weighted = field(default_factory=dict)
-    """Functions that score the answers of a group together, with weights as for reward."""
+    """Functions that score the answers of a group together; written in the same form as reward."""
 
     def __post_init__(self) -> None:
         pattern = self.answer_pattern
@@ -78,7 +78,8 @@ class SingleTurnEnvironment:
     def __init__(self, options: SingleTurnOptions) -> None:
         """Load the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, also if there are none.
+        Raises: BadRewardFunction if a function cannot be used, if two have the same name, or if
+        nothing scores the answers.
         """
         group_reward, judges = options.group_reward, options.judges
         self._group_functions = load_group_functions(group_reward) if group_reward else ()
@@ -101,7 +102,7 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Return whether something other than a reward function scores the answer."""
+        """Return whether judges or, in a subclass, tool classes score the answer."""
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
@@ -173,7 +174,7 @@ class SingleTurnEnvironment:
             self.first_messages(data)
 
     def _extras(self) -> Mapping[str, Any]:
-        """Return the arguments of reward functions besides the columns."""
+        """Return the arguments that reward functions get in addition to the columns."""
         return {}
 
     async def _scored(self, completion: str) -> StepResult:
@@ -234,8 +235,10 @@ class SingleTurnEnvironment:
         return last_of(self._answer_pattern, text, what="answer_pattern")
 
     def _components(self, scores: _Scores) -> dict[str, float]:
-        """Return the components of the reward: of one function, its parts; of several functions,
-        the value and the parts of each.
+        """Return the components of the reward.
+
+        If one function is configured, the components are the parts of its score. If several are
+        configured, the components are each function's value and parts, by its name.
         """
         known = {
             function: score.value for function, score in scores.items() if score.value is not None

@@ -9,7 +9,7 @@ package is imported only when it is first used; calls, which may block, run in t
 
 textarena draws from the global random generators of Python and numpy. To make a game depend on its
 seed, only one game of a process moves at a time, each with its own states of the generators. Other
-threads that draw at the same time can still change its course.
+threads that draw at the same time can still change the course of a game.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class TextArenaOptions:
     """Further arguments of `textarena.make`."""
     opponent: UserCode | None = None
     """The opponent, a function from a text to a text, as FILE.py:FUNCTION; null: a game for one
-    player. Against an opponent the policy has the first seat for an even seed, else the second."""
+    player. Against an opponent the policy has the first seat if the task's seed is even, else the
+    second."""
     best_return: float | None = None
     """The highest possible return; null: unknown."""
 

@@ -56,7 +56,7 @@ CUT_OFF = "\n[cut off: the first {shown} of {all} characters]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsOptions(SingleTurnOptions):
-    """Options of `tools`: the tools, and those of `single_turn`."""
+    """Options of `tools`: the options of `single_turn`, and the tools with their limits."""
 
     __pydantic_config__ = STRICT
 
@@ -107,7 +107,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
     @property
     def tools(self) -> Sequence[Any]:
-        """Return the tools of every task; those of MCP servers are not known before a task."""
+        """Return the tools that are functions; MCP servers' tools are known only after `reset`."""
         of_classes = (tool for each in self._classes for tool in each.tools)
         return [tool.schema for tool in (*self._function_tools, *of_classes)]
 
@@ -115,7 +115,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return bool(judges) or any(each.has_reward for each in self._classes)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
-        """Check a task's data as `SingleTurnEnvironment` does, for the tool classes too.
+        """Check a task's data for the prompt, the reward functions and the tool classes.
 
         The data must have the columns that the classes' `reset` methods need.
 
@@ -187,7 +187,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return await super().step(action)
 
     def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:
-        """Return the methods `get_reward` of this episode's instances as reward functions."""
+        """Return, as reward functions, the methods `get_reward` of this episode's instances."""
         classes = self._classes
         num_rewarded = sum(each.has_reward for each in classes)
         rewards = [

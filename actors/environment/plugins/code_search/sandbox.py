@@ -74,8 +74,10 @@ def confine(
     Args:
         memory_bytes: Bytes of address space.
         cpu_s: Seconds of processor time over the whole life of the process.
-        file_bytes: Maximum size of each file that the process writes; 0: it may not write files.
-        processor: For tests; an unknown one gets no filter.
+        file_bytes: Maximum size in bytes of each file that the process writes; 0: the process
+            may not write files.
+        processor: The processor's architecture; only tests set it. For an unknown architecture
+            there is no filter of system calls.
 
     Returns: the barriers that keep the process from the network: `namespace`, `seccomp`, or both.
     Raises: NotConfined if neither is available; OSError.

@@ -210,7 +210,7 @@ _ASKED = {
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def generated_facts(count: int) -> Mapping[Document, RetrievalQaData]:
-    """Return a document about each of `count` names, with a question; equal on every machine.
+    """Return `count` documents, each about one name, with a question; the same on every machine.
 
     Args: count: at most MAX_GENERATED.
     """

@@ -85,7 +85,7 @@ class RetrievalQaOptions(CorpusOptions):
     k: Annotated[int, Ge(1), Le(MAX_FOUND)] = 3
     """Number of documents that a search returns by default."""
     has_read: bool = True
-    """Whether the policy has the tool `read`; set false if snippets show whole documents."""
+    """Whether the policy has the tool `read`; set it to false if snippets show whole documents."""
     snippet_chars: Positive = 200
     """Characters of each document in a search's answer."""
     max_chars: Positive = 4_000

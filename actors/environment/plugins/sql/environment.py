@@ -358,7 +358,7 @@ def is_empty(rows: Sequence[Row]) -> bool:
 
 
 def result_key(rows: Sequence[Row], *, is_ordered: bool) -> tuple[Any, ...]:
-    """Return a key that is equal for equal results."""
+    """Return a key of a result's rows; two results are equal if their keys are equal."""
     keys = [tuple(_cell_key(cell) for cell in row) for row in rows]
     return tuple(keys) if is_ordered else tuple(sorted(Counter(keys).items()))
 

@@ -44,13 +44,14 @@ class SqlData:
     schema: Annotated[str, MaxLen(MAX_SCRIPT_CHARS)] = ""
     """SQL that makes the database: CREATE TABLE, INSERT."""
     database: Annotated[str, MinLen(1)] = ""
-    """Instead of schema: the name of an SQLite file in database_path."""
+    """Instead of schema: the name that replaces {database} in the option database_path."""
     query: Annotated[str, MinLen(1)] = ""
     """A right query."""
     rows: Annotated[Sequence[Sequence[float | str | None]], MaxLen(MAX_TRUE_ROWS)] = ()
     """Instead of query: the rows that a right query finds."""
     is_ordered: bool | None = None
-    """Whether rows in another order are wrong; null: if query orders them."""
+    """Whether rows in another order are wrong; null: they are wrong if query has an ORDER BY at its
+    top level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class _Shop:
 def make_question(seed: int, *, level: int = 1) -> SqlData:
     """Make the question of a seed.
 
-    Args: level: from 1 to LEVELS; each includes the questions of lower levels.
+    Args: level: from 1 to LEVELS; each level includes the questions of the lower levels.
     """
     dice = random.Random(seed)
     names = dice.sample(_NAMES, dice.randint(4, 8))
