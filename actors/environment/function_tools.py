@@ -333,7 +333,7 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Return a tool, loaded once in each process, because each episode makes an environment."""
+    """Return the tool of a name. It is cached, because each episode makes an environment."""
     try:
         found = find(name, what="tools")
     except BadName as error:

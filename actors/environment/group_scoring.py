@@ -54,9 +54,9 @@ async def score_together(
 ) -> list[Trajectory]:
     """Add the group's rewards to the trajectories, and return them.
 
-    A call that raises is repeated twice. A call that exceeds its limit is not repeated. If there is
-    no score after that, every trajectory has the outcome `reward_error`. If only some answers have
-    no score, only their trajectories have that outcome.
+    A call that raises is repeated twice. A call that exceeds its limit is not repeated. If no
+    answer has a score after the last call, every trajectory has the outcome `reward_error`. If only
+    some answers have no score, only their trajectories have that outcome.
 
     Args:
         limit_s: Seconds that one call of `score_group` may take.
@@ -110,7 +110,7 @@ def _unscored(trajectory: Trajectory, why: str) -> Trajectory:
 async def _with_retries(
     call: Callable[[], Awaitable[Sequence[StepResult | None]]],
 ) -> Sequence[StepResult | None]:
-    """Return the answer of a call, which is repeated up to twice if it raises.
+    """Make a call and return its answer; repeat the call up to twice if it raises.
 
     Raises: RewardError if the last call raises, or if any call exceeds its limit.
     """

@@ -51,12 +51,12 @@ _RETRIED = frozenset({408, 409, 425, 429})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The judge's reply to one answer, read as a score."""
+    """A judge's verdict on one answer: its reply, and the score that was read from the reply."""
 
     score: float
     reply: str
     num_tokens: int
-    """Tokens of question and reply; 0 for a kept or shared reply."""
+    """Number of tokens in question and reply together; 0 for a kept or shared reply."""
     cost: float
     """Cost in the currency of the prices; 0 for a kept or shared reply."""
 
@@ -250,7 +250,7 @@ class _Line:
         self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
     def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
-        """Remove an ended request, and read its error, because no caller may be left to read it."""
+        """Remove an ended request, and read its error in case that no caller is left to do so."""
         self.pending.pop(key, None)
         if not request.cancelled():
             request.exception()
@@ -275,7 +275,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReplyCache:
-    """Replies by the digest of their question."""
+    """A cache of a judge's replies; the key is the digest of the question."""
 
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file).expanduser()
@@ -306,7 +306,7 @@ class ReplyCache:
         return self._file is not None and time.monotonic() >= self._unused_until
 
     def _pause(self, error: sqlite3.Error) -> None:
-        """Stop using the file for PAUSE_S seconds, and log the first such error."""
+        """Stop using the file for PAUSE_S seconds after an error, and log the first error."""
         self._unused_until = time.monotonic() + PAUSE_S
         if not self._has_warned:
             self._has_warned = True

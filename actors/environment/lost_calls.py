@@ -59,7 +59,7 @@ class LostCallCounter:
             )
 
     def add(self, other: LostCallCounter) -> None:
-        """Add the counts of another pool, which this counter's pool replaces."""
+        """Add the counts of the pool that this counter's pool replaces."""
         self.counts.update(other.counts)
         self._reasons.update(other._reasons)
 

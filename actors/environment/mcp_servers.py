@@ -334,7 +334,7 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 
 def _text_of(result: Any) -> str:
-    """Return the texts of an answer; another part is shown by its type."""
+    """Return the texts of an answer, with the type in brackets in place of a part without text."""
     parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):

@@ -70,7 +70,7 @@ class ParsedCall:
 
     name: str
     arguments: str
-    """The arguments as JSON; for a broken call, its text."""
+    """The arguments as JSON text; if the call is broken, the text of the call."""
     id: str
 
 
@@ -100,7 +100,7 @@ class GenerateReply:
     cache_salt: str
     """The salt to send with the trajectory's later requests."""
     replica: str = ""
-    """The replica that should get the trajectory's next request."""
+    """The replica that sampled this reply and should get the trajectory's next request."""
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, as `Turn.expert_indices`; None: not recorded."""
     parsed: ParsedReply | None = None
@@ -108,7 +108,7 @@ class GenerateReply:
 
 
 class PolicyClient(Protocol):
-    """The interface that an environment's turn loop needs of the inference deployment."""
+    """The interface of the inference deployment that the turn loop uses."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Sample one turn, and return the reply.

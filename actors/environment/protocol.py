@@ -219,7 +219,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
-    """The id by which the tool's answer refers to the call; empty if no one needs it."""
+    """The id by which the tool's answer refers to the call; empty if the call has no id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,12 +299,13 @@ class StepResult:
     ended_by_malformed: bool = False
     """Whether the episode ends because of malformed actions (recorded as `malformed_tool_call`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers that are not rewarded. The mean of each over a step is shown as a curve."""
+    """Named numbers that are not rewarded. Each number's mean over a training step is shown as a
+    curve."""
     extra_columns: Mapping[str, str] = field(default_factory=dict)
     """Named texts that are kept with the trajectory, and shown together with it."""
     answer: str | None = None
-    """The policy's answer so far, as a text that is equal for equal answers; an evaluation's
-    majority vote counts the last one of an episode. None: no new answer."""
+    """The policy's answer so far, as a text that is equal for equal answers. An evaluation's
+    majority vote counts the episode's last answer. None: no new answer."""
     state_key: str | None = None
     """The key of the state that the action led to, as in `Observation`."""
 

@@ -179,7 +179,7 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the parameter `options` of a factory if its type is a class of options.
+    """Return the parameter `options` of a factory if its type is a dataclass of options.
 
     Return None if the options are keyword arguments. Raises: BadOptions if the type is not known,
     if it contains a class of options in another way, or if the factory has other parameters too.

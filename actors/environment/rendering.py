@@ -94,7 +94,8 @@ class BreakReason(StrEnum):
 
     @property
     def branch_reason(self) -> BranchReason:
-        """The reason to record if the newly rendered prompt begins a new sample."""
+        """The reason for the branch that is recorded if the newly rendered prompt begins a new
+        sample."""
         is_retokenised = self is BreakReason.RETOKENISED
         return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
 
@@ -105,7 +106,7 @@ class Extension:
 
     prompt_token_ids: TokenIds
     num_inserted: int = 0
-    """Number of tokens that close the reply and that the policy did not sample itself."""
+    """Number of tokens that close the reply and that the policy did not sample."""
     break_reason: BreakReason | None = None
     """The reason why the whole chat was rendered again; None if the prompt was extended."""
 
@@ -239,7 +240,7 @@ class ChatRenderer:
         self._cached_under = lru_cache(_CACHED_OPTIONS)(self._render_under)
 
     def under(self, template_options: Mapping[str, Any]) -> ChatRenderer:
-        """Return a renderer with these options added to its own; they replace equal names.
+        """Return a copy of this renderer with more template options; equal names are replaced.
 
         Args: template_options: values that JSON can represent.
         """
@@ -271,9 +272,10 @@ class ChatRenderer:
         return tuple(str(token) for token in added.values() if token.special)
 
     def special_in(self, messages: Sequence[Message]) -> str | None:
-        """Return a special token whose text the messages contain, or None.
+        """Return the text of a special token that the messages contain; None if there is none.
 
-        The tokenizer reads the text as the token. Raw prompts are meant to contain such texts.
+        The tokenizer reads such a text as the token. For raw prompts, which are meant to contain
+        these texts, the result is None.
         """
         texts = () if self._raw is not None else self._special_texts
         return next((text for text in texts if any(text in m.content for m in messages)), None)
@@ -398,9 +400,9 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Return the marks of a chat that a rendering shows; None if the template refuses the chat.
+        """Return the marks that a chat's rendering shows; None if the template refuses the chat.
 
-        after: the text that precedes the marks.
+        after: if not empty, only the rendering after the last occurrence of this text is searched.
         """
         try:
             text = self.template.text(messages, tools, add_generation_prompt=True)
@@ -551,7 +553,7 @@ def _only_loses(before: str, after: str) -> bool:
 def _may_repeat(messages: _Messages) -> bool:
     """Return whether messages are short enough to cache.
 
-    Long texts seldom repeat, and use much memory.
+    Long texts are seldom rendered again, and use much memory.
     """
     num_chars = 0
     for message in messages:

@@ -206,7 +206,7 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of the columns; for a worker, which copies them, return the columns."""
+        """Return the columns, copied unless a worker is called, which copies them anyway."""
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {

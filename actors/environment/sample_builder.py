@@ -35,7 +35,7 @@ _NO_IDS: TokenIds = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class _OpenSample:
-    """An open sample, whose ids are those of its newest turn: prompt, then sampled.
+    """An open sample. Its ids are the ids of its newest turn: the prompt, then the sampled ids.
 
     last_id: the last of these ids. observed: tokens that follow these ids at the end of an episode.
     """

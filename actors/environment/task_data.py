@@ -25,7 +25,7 @@ from actors.types import Task
 from actors.user_code import type_of
 
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
-"""Columns that are searched for a reference answer, in this order, unless one is named."""
+"""Columns that are searched for a reference answer, in this order, unless a column is named."""
 ANY_DATA: JsonSchema = {"type": "object"}
 """The schema that is used for an environment without a declared schema."""
 NO_DATA: JsonSchema = {"type": "object", "additionalProperties": False}
@@ -134,7 +134,8 @@ def data_schema_of(environment: object) -> dict[str, Any]:
 
 
 def _schema_of_class(kind: type[Any]) -> dict[str, Any]:
-    """Return the JSON schema of a class of data. Raises: BadDataSchema if it has none."""
+    """Return the JSON schema of a dataclass. Raises: BadDataSchema if the class has no such
+    schema."""
     try:
         schema = schema_of(kind)
     except BadOptions as error:
@@ -188,9 +189,9 @@ class DataCheck:
         self._of_none = self._problem({})
 
     def problem(self, data: Mapping[str, Any]) -> str:
-        """Return a sentence on what is wrong with data, without any value, or an empty text.
+        """Return a sentence that says what is wrong with the data; empty if nothing is wrong.
 
-        The sentence names the place and the remedy.
+        The sentence names the place and the remedy, and quotes no value of the data.
         Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
         """
         if not data:

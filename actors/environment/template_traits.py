@@ -93,12 +93,12 @@ def call_form(renderer: ChatRenderer) -> CallForm | None:
 
 
 def form_of(parser: str | None) -> CallForm | None:
-    """Return the form that one of vLLM's parsers reads; None if it is not in the table."""
+    """Return the call form of one of vLLM's parsers; None if the table lacks the parser."""
     return next((form for form in CALL_FORMS if form.parser == parser), None)
 
 
 def reasoning_parser(renderer: ChatRenderer) -> str | None:
-    """Return vLLM's name of the parser of a model's thoughts; None if its template has none."""
+    """Return the name of vLLM's parser for a model's thoughts; None if none fits the template."""
     text = renderer.template.source
     return next((name for sign, name in _THINKING if sign in text), None)
 

@@ -104,7 +104,7 @@ class RawPrompts:
 
 
 def is_raw(tokenizer: ChatTokenizer) -> bool:
-    """Return whether a tokenizer's chat template is that of raw prompts.
+    """Return whether a tokenizer's chat template is the template of raw prompts.
 
     This is also true of the tokenizer of an exported model that was trained on raw prompts.
     """
@@ -181,7 +181,7 @@ def _damaged(directory: Path) -> Path | None:
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
     """Return whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
 
-    It does so for DeepSeek's tokenizer, whose configuration names Llama's class.
+    This happens with DeepSeek's tokenizer, whose configuration names Llama's class.
     """
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer"):
         return False

@@ -12,7 +12,7 @@ _BY_NAME = frozenset({"properties", "$defs", "patternProperties", "dependentSche
 
 
 def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema as people write it, because templates show it unchanged.
+    """Return a schema in the form in which people write schemas; templates show it unchanged.
 
     The keys are in the usual order (also that of transformers' schemas), without titles that repeat
     the names.
@@ -28,7 +28,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
-    """Return a schema with its `$defs` put in place of the references to them.
+    """Return a schema in which each reference to its `$defs` is replaced by the definition.
 
     vLLM's parsers qwen3_coder and qwen3_xml read an argument's type only at the top level of the
     argument's schema. A type that contains itself keeps its references. within: the names of the

@@ -429,12 +429,12 @@ async def _step(environment: Environment, action: Action) -> StepResult:
 
 
 def _short_key(key: str | None) -> str | None:
-    """Return a state's key, shortened by `short_answer`, because every turn may have a key."""
+    """Return a state's key, shortened by `short_answer` because every turn may store a key."""
     return None if key is None else short_answer(key)
 
 
 def short_answer(answer: str) -> str:
-    """Return an answer; of a long one, its beginning and a digest. Equal answers stay equal."""
+    """Return an answer, or the beginning and a digest of a long answer; equal ones stay equal."""
     text = _sendable(answer)
     if len(text) <= MAX_ANSWER_CHARS:
         return text

@@ -4,11 +4,11 @@
 
 The fork server imports the modules of the functions once, and forks a worker on request. It has one
 thread and no event loop, and only starts, kills and reaps workers. A worker calls the functions in
-its main thread, so that signals work there, and leads a process group of its own. All of them end
-with the process that started the fork server: each process ends with its parent (PR_SET_PDEATHSIG),
-and the fork server also ends when its socket FD closes. When a worker ends, the processes that it
-has started become children of the fork server, which kills them. The sockets have no names, so that
-no file remains. `workers` starts the fork server; it needs Linux.
+its main thread, so that signals work there, and leads a process group of its own. The fork server
+and the workers end with the process that started the fork server: each process ends with its parent
+(PR_SET_PDEATHSIG), and the fork server also ends when its socket FD closes. When a worker ends, the
+processes that it has started become children of the fork server, which kills them. The sockets have
+no names, so that no file remains. `workers` starts the fork server; it needs Linux.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from typing import Any
 # linux/prctl.h
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 LENGTH = struct.Struct("<Q")
-"""Format of the prefix of each message between a worker and its caller: its size in bytes."""
+"""Format of the prefix of each message between a worker and its caller: the message's size in
+bytes."""
 HEAD = struct.Struct("<QQ")
 """Format of the head of each message: the number of the call, and the worker's resident memory in
 bytes (0 in a message to the worker)."""
@@ -245,9 +246,8 @@ class _Worker:
         """Read a message, and return its call.
 
         Returns: the call's number, the function's name, the arguments, and whether to keep the
-        answer here. None if there is nothing to call, because the message could not be read, or was
-        a
-            request to drop kept values or to cancel a call.
+        answer in this process. None if there is nothing to call, because the message could not be
+        read, or was a request to drop kept values or to cancel a call.
         """
         number, _ = HEAD.unpack_from(message)
         try:
@@ -344,7 +344,7 @@ async def _awaited(found: Any) -> Any:
 
 
 def import_name(name: str) -> None:
-    """Import a function's module before the function is called."""
+    """Import the module of a function, before the first call of the function."""
     from actors.environment.user_names import module_of
 
     importlib.import_module(module_of(name, what="function"))

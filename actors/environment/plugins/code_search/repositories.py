@@ -72,7 +72,7 @@ class Repositories:
         self._unpacked: OrderedDict[_ArchiveKey, _Unpacked] = OrderedDict()
 
     def locate(self, name: str) -> str:
-        """Return the repository's directory. Block while its archive is unpacked, if it has one.
+        """Return a repository's directory. If it is an archive, block until it is unpacked.
 
         The directory is kept until `release`. Raises: BadRepository, ServerFailed.
         """
@@ -119,7 +119,8 @@ class Repositories:
                 signal_group(program)
 
     def _make_room(self) -> None:
-        """Remove unused repositories until their size is within the limit."""
+        """Remove unused repositories until the size of all unpacked repositories is within the
+        limit."""
         most = KEPT_REPOSITORIES * self._max_bytes
         removed = []
         with self._lock:
@@ -203,7 +204,7 @@ def _make_scratch() -> tuple[str, int]:
 
 
 def _sweep(where: str) -> None:
-    """Remove the directories of processes that have ended."""
+    """Remove the scratch directories that ended processes have left."""
     for entry in os.scandir(where):
         if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
             continue

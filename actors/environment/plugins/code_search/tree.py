@@ -197,7 +197,7 @@ def _opened(root: int, parts: tuple[str, ...], *, is_directory: bool) -> int:
 
 
 def _entries(directory: int) -> list[tuple[str, bool]]:
-    """Return the sorted names of a directory's entries, each with whether it is a directory."""
+    """Return the names of a directory's entries, sorted, and for each whether it is a directory."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:

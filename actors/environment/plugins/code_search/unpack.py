@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 _Entry = tuple[str, IO[bytes] | None]
-"""The name of an entry and its content; None for a directory."""
+"""The name of an entry, and its content; the content is None for a directory."""
 
 
 def unpack(archive: str, directory: str, *, max_bytes: int, max_entries: int) -> dict[str, int]:

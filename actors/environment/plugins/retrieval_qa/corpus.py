@@ -53,7 +53,7 @@ class CorpusOptions:
     title_column: str = "title"
     """Column of a document's title; the file need not have this column."""
     stopwords: str | None = "en"
-    """A language of bm25s whose stop words are ignored; null: all words count."""
+    """The language whose stop words bm25s ignores; null: all words count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,8 @@ class Index:
         self._ranking.index(words, show_progress=False)
 
     def search(self, query: str, *, most: int) -> list[Document]:
-        """Return documents that share a word with the query, best first; ties by position."""
+        """Return documents that share a word with the query, best first; equal scores by
+        position."""
         (words,) = self._words([query])
         words = [word for word in words if word in self._ranking.vocab_dict]
         if not words:

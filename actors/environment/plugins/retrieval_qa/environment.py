@@ -87,9 +87,9 @@ class RetrievalQaOptions(CorpusOptions):
     has_read: bool = True
     """Whether the policy has the tool `read`; set it to false if snippets show whole documents."""
     snippet_chars: Positive = 200
-    """Characters of each document in a search's answer."""
+    """Number of each document's characters that a search's answer shows."""
     max_chars: Positive = 4_000
-    """Characters of a document that `read` shows."""
+    """Number of a document's characters that `read` shows."""
     max_calls: Positive = 8
     """Maximum number of calls in an episode, of both tools together."""
     max_malformed: Natural = 3

@@ -2,9 +2,9 @@
 
 The program uses only the standard library and is confined before its first request, like
 `code_search.server`: no network, no writing of files, bounded memory and time. A query may only
-select: SQLite
-asks `_authorize` before each action, the connection is read-only, and no value is longer than
-MAX_VALUE_BYTES. Each request opens its own database, so that requests do not affect each other.
+select: SQLite asks `_authorize` before each action, the connection is read-only, and no value is
+longer than MAX_VALUE_BYTES. Each request opens its own database, so that requests do not affect
+each other.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def main() -> None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request for a table of rows, or for the schema.
 
-    Args: request: `script` or `path` of the database; `query`, or None for the schema with
-    `sample_rows` of each table; `max_rows` and `max_bytes` of the answer; `limit_s`.
+    Args: request: has `script` or `path` of the database; `query`, or None to ask for the schema
+    with the first `sample_rows` rows of each table; the limits of the answer, `max_rows` and
+    `max_bytes`; and `limit_s`, the limit of the request in seconds.
     Returns: `columns`, `rows`, `is_cut`; or `tables`; or `error`, with `is_database` true if the
     database itself cannot be used.
     """
