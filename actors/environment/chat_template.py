@@ -62,7 +62,7 @@ class RenderError(Exception):
     """Raised if the chat template cannot render a chat, or does not show a part of the chat."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
-        """Store the message, and the part of the request at fault, messages or tools."""
+        """Store the message, and which part of the request is at fault: messages or tools."""
         super().__init__(message)
         self.param = param
 

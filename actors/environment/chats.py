@@ -128,7 +128,7 @@ class ChatEncoder:
     ) -> TokenIds:
         """Return the tokens that an engine would sample for a reply.
 
-        Raises: BadChat if they cannot be found.
+        Raises: BadChat if these tokens cannot be found.
         """
         if self._raw is not None:
             # Raw prompts have no marker at the end of a text.
@@ -158,10 +158,11 @@ class ChatEncoder:
     ) -> list[int]:
         """Return the ids that follow the prompt in a rendering.
 
-        Raises: BadChat if the rendering begins otherwise.
+        Raises: BadChat if the rendering does not begin with the prompt.
 
-        If only the text begins as the prompt does, because a token would join the end of the prompt
-        and the beginning of the reply, the reply is encoded separately, as an engine samples it.
+        A token may join the end of the prompt and the beginning of the reply. The text of the
+        rendering then begins with the text of the prompt, but the ids differ; so the reply is
+        encoded separately, as an engine samples it.
         """
         ids = self._encode(whole)
         num_prompt = prompt.shape[0]
@@ -239,9 +240,9 @@ def read_chats(
 
     Args: source, columns, split, subset, section: as for `read_data_set`; only the columns
     `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the longest context.
-    leaves_out_long: whether a longer chat is left out instead of refused. tell: called with a
-    warning if chats are left out.
-    Raises: BadTaskFile for the first row that cannot be trained on, with its number.
+    leaves_out_long: whether to leave out a chat that is longer instead of raising. tell: a function
+    that gets a warning if chats are left out.
+    Raises: BadTaskFile for the first row that cannot be trained on; the error has the row's number.
     """
     chats: list[tuple[Sample, ...]] = []
     num_read = 0

@@ -91,9 +91,9 @@ def read_data_set(
     task's data to the column with the entry's values, or to None to leave out the column of that
     name. Every other column keeps its name, if the environment accepts the name; `task_id` and
     `seed` also become the task's id and seed. split: the split of a directory or a hub's data set;
-    a file is read whole. subset: one of several configurations of a data set. check: the check of
-    every task's data. section: the section of the configuration that names the data set, for
-    messages.
+    a single file has no splits and is read whole. subset: one of several configurations of a data
+    set. check: the check of every task's data. section: the section of the configuration that names
+    the data set, for messages.
     Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.

@@ -1,4 +1,4 @@
-"""A rollout of an evaluation: its request, and the line of JSON that records it.
+"""A rollout of an evaluation: the request for the rollout, and its record as a line of JSON.
 
 A line has every token that the engine received or returned, as the journal has for trained
 rollouts. The environment actor, which has the tokenizer, makes the line, and
@@ -96,7 +96,8 @@ def rollout_line(
 
 
 def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
-    """Return a sample as JSON; `mask` and `logprobs` (nats) are 0 if a token was not sampled."""
+    """Return a sample as JSON; `mask` and `logprobs` (nats) are 0 for a token that was not
+    sampled."""
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.mask.tolist(),

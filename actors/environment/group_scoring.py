@@ -37,7 +37,7 @@ class GroupScorer(Protocol):
     async def score_group(
         self, task: Task, completions: Sequence[str]
     ) -> Sequence[StepResult | None]:
-        """Return a result for each answer; None for an answer that is not scored."""
+        """Return a result for each answer, in order; None for an answer that is not scored."""
         ...
 
     async def close(self) -> None: ...

@@ -37,7 +37,7 @@ class LostCallCounter:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str, str]] = Counter()
-        """The number of calls that gave no answer, by function, task and `LostCalls.end`."""
+        """The number of calls that gave no answer, by function, task id and `LostCalls.end`."""
         self._reasons: dict[tuple[str, str], str] = {}
         """Why the first lost call was lost, by function and `LostCalls.end`."""
 

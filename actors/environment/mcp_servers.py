@@ -216,7 +216,7 @@ class McpServer:
             raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
-        """Close a lost server unless another caller has closed it, and return the error to raise.
+        """Close a lost server unless another caller has closed it; return the ServerLost to raise.
 
         The next use opens the server again. This function waits until the server is closed: if the
         event loop ended in the middle, the closing would never end.

@@ -228,7 +228,7 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory, with types instead of their names.
+    """Return the signature of a factory, with types instead of the names of types.
 
     unknown: type variables in place of names that are not defined. An annotation stays a text if it
     cannot be evaluated. If code in C has no signature, return one that takes any arguments.

@@ -85,12 +85,13 @@ class BreakReason(StrEnum):
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
     MESSAGE_NOT_SHOWN = "message_not_shown"
-    """The template does not show what a new message says after the reply."""
+    """The template does not show, after the reply, the text of a new message."""
     RETOKENISED = "retokenised"
     SYSTEM_MERGED = "system_merged"
     """A new message's system text was moved to the front; the template accepts it only there."""
     HISTORY_RENDERED = "history_rendered"
-    """With history as_rendered: the rendered history differs from the sampled tokens."""
+    """The setting history is as_rendered, and the rendered history differs from the sampled
+    tokens."""
 
     @property
     def branch_reason(self) -> BranchReason:
@@ -321,10 +322,10 @@ class ChatRenderer:
         The prompt is previous + sampled + (the closing tokens that were not sampled) +
         delta(new_messages).
 
-        Args: previous: [P] int32, the last prompt. sampled: [A] int32, its reply, which may be cut
-        off. history: every message so far, the reply last; rendered only if the delta cannot be
-        used. Empty if the reply is plain text. new_messages: the messages after the reply; may be
-        empty.
+        Args: previous: [P] int32, the last prompt. sampled: [A] int32, the reply to this prompt,
+        which may be cut off. history: every message so far, the reply last; rendered only if the
+        delta cannot be used. Empty if the reply is plain text. new_messages: the messages after the
+        reply; may be empty.
         Raises: RenderError if the history has to be rendered and the template refuses it.
         """
         if self._history == "as_rendered":

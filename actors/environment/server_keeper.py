@@ -54,8 +54,8 @@ def main(user: int, command: Sequence[str]) -> int:
 def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
     """Run the server until it or a watched process ends, or a signal arrives; return its status.
 
-    At the end, kill all processes of the server. watched: file descriptors of processes. The status
-    is the exit status as a shell reports it.
+    At the end, kill all processes of the server. watched: file descriptors (pidfds) of processes.
+    The status is the exit status as a shell reports it.
     """
     woken, waking = os.pipe()
     for end in (woken, waking):

@@ -42,8 +42,8 @@ class RolloutSettings:
     temperature: Temperature = 1.0
     """Temperature of training rollouts; evaluations have their own (evaluation.temperature)."""
     stop: StopStrings = ()
-    """Strings that end a turn: the turn ends at the first of them in its text. The environment gets
-    the text before that string; all sampled tokens are trained."""
+    """Strings that end a turn: a turn ends at the first stop string in its text. The environment
+    gets the text before the stop string; all sampled tokens are trained."""
     turn_deadline_s: Seconds = 60
     """Seconds that one model call and the environment's step after it may take together; also the
     limit of the environment's reset."""
@@ -52,7 +52,7 @@ class RolloutSettings:
     frozen_after_s: Seconds = 60
     """Seconds without an answer after which an environment actor is replaced."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Rules that replace the default rules of outcomes, by outcome."""
+    """Rules for outcomes, by outcome; they replace the default rules."""
     max_failed_groups: Positive = 32
     """The run ends after this many groups in a row that had too few usable rollouts to be
     trained."""
@@ -73,7 +73,8 @@ class RolloutSettings:
     """Seconds that one call of a reward function in a worker may take, without the wait for a
     worker."""
     max_calls_per_turn: Positive = 8
-    """Maximum number of tool calls that are answered in one turn. A turn with more is malformed."""
+    """Maximum number of tool calls that are answered in one turn. A turn with more calls is
+    malformed."""
     parallel_calls: bool = False
     """Whether the tool calls of a turn run concurrently. In a worker, the calls of one instance
     still run one after the other."""
@@ -130,7 +131,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling of an evaluation's tasks, and the return with which a sample passes."""
+    """The sampling of each task in an evaluation, and the return with which a sample passes."""
 
     num_samples: int = 1
     """Number of samples of each task."""
@@ -145,13 +146,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSettings:
-    """Settings for leaving out solved and hopeless tasks for a while."""
+    """Settings of the curriculum, which leaves out solved and hopeless tasks for a while."""
 
     __pydantic_config__ = STRICT
 
     pass_reward: float = 1.0
-    """The smallest return with which a sample passes, as a share of the best possible return if
-    that is known."""
+    """The smallest return with which a sample passes; as a share of the best possible return, if
+    the best possible return is known."""
     solved_from: Fraction = 1.0
     """A task rests if at least this share of its samples passed."""
     hopeless_to: Fraction = 0.0

@@ -136,7 +136,8 @@ def unshown(
     """Yield the texts that a rendering does not show.
 
     marks: the marks that the template shows in place of the texts; None if they are not known.
-    in_place: whether a mark appended to the text is shown, for templates that read the text.
+    in_place: a function that returns whether a mark appended to the text is shown, for templates
+    that read the text.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:

@@ -111,7 +111,7 @@ class GeneratedTasks:
 
 
 class PackedTasks(Sequence[Task]):
-    """A list of tasks as JSON in one buffer; each reading of a task makes a new object.
+    """A list of tasks, stored as JSON in one buffer; each access makes a new Task object.
 
     Task objects of 100,000 rows would be a million objects, which each garbage collection visits.
     Invariant: the buffer only grows, so that selections can share it.
@@ -319,12 +319,13 @@ class MixedTasks:
         return [task for name in self._sources for task in self.held_out_of(name, count)]
 
     def held_out_of(self, name: str, count: int) -> list[Task]:
-        """Return the first `count` evaluation tasks of a source. Raises: ValueError if too few."""
+        """Return the first `count` evaluation tasks of a source. Raises: ValueError if it has
+        fewer."""
         return [_under(name, task) for task in self._sources[name].held_out(count)]
 
 
 def _under(name: str, task: Task) -> Task:
-    """Return a source's task with the source's name in its id, which makes the id unique."""
+    """Return a source's task with the source's name in the task's id, so that the id is unique."""
     return replace(task, task_id=f"{name}:{task.task_id}", environment=name)
 
 

@@ -46,7 +46,7 @@ def problem_of(pattern: object) -> str | None:
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
     """Return the stripped group of the last match whose group is not empty; None if there is none.
 
-    Args: what: the owner of the pattern, for the error.
+    Args: what: words that name the owner of the pattern, for the error's text.
     Raises: RewardError if the search exceeds LIMIT_S.
     """
     found = None

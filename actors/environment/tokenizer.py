@@ -167,7 +167,7 @@ def _loaded(path: str) -> ChatTokenizer:
 
 
 def _damaged(directory: Path) -> Path | None:
-    """Return the tokenizer's file that cannot be read; None if all can be read."""
+    """Return the path of a tokenizer's file that cannot be read; None if all files can be read."""
     for file in sorted((*directory.glob("*token*.json"), *directory.rglob("*.jinja"))):
         try:
             text = file.read_text(encoding="utf-8")
@@ -220,7 +220,7 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
 
 def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of a model whose tokenizer is loaded; there may be none.
+    """Return the end-of-sequence ids of a model whose tokenizer is loaded; empty if it has none.
 
     Raises: ValueError if the generation settings name something that is not a token id.
     """

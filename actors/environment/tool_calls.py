@@ -7,7 +7,7 @@ tiny model writes:
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
 vLLM's parser of that form (`hermes`) does not report what is wrong with a text that it cannot read;
-the engine's replica gets that from `parse_tool_calls`. No text makes a function here raise: an
+the engine's replica gets the fault from `parse_tool_calls`. No text makes a function here raise: an
 unreadable call becomes a typed `MalformedCall` with a sentence that the policy may be shown.
 """
 
@@ -74,7 +74,8 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """Return the text after the last end of a thought; templates leave out the text before it."""
+    """Return the text after the last thought's end; templates leave out the text before this
+    end."""
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content
@@ -161,7 +162,7 @@ def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Return arguments decoded from JSON text, which some models write as JSON text within JSON.
+    """Return a call's arguments, decoded if a model wrote them as JSON text within JSON.
 
     Return a MalformedCall for a text that is not JSON.
     """

@@ -96,11 +96,11 @@ class ToolTurns(MalformedTurns):
         Args:
             call: A function that makes a call and returns its answer; it may raise ToolFailed and
                 BadArguments.
-            at_most, penalty: As for `MalformedTurns`.
-            max_calls: Maximum number of calls in an episode; None for any number.
-            no_calls_left: The answer to a call beyond `max_calls`.
-            max_chars: Number of an answer's characters that are kept; None for all.
-            name: The tool's name in answers to calls that cannot be parsed; None for no name.
+            at_most, penalty: The arguments of `MalformedTurns`. max_calls: Maximum number of calls
+            in an episode; None for any number. no_calls_left: The answer to a call beyond
+            `max_calls`. max_chars: Number of an answer's characters that the policy is shown; None
+            for all. name: The tool's name in answers to calls that cannot be parsed; None for no
+            name.
         """
         super().__init__(at_most=at_most, penalty=penalty)
         self._call = call
@@ -117,12 +117,13 @@ class ToolTurns(MalformedTurns):
         self.num_calls = 0
 
     async def result_of(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        """Return the result of a turn that only calls tools, after making its calls."""
+        """Make the calls of a turn that only calls tools, and return the turn's result."""
         messages, is_malformed = await self.answers(calls)
         return self.result(messages, is_malformed=is_malformed)
 
     def result(self, messages: tuple[Message, ...], *, is_malformed: bool) -> StepResult:
-        """Return the result of a turn that only calls tools, from the result of `answers`."""
+        """Return the result of a turn that only calls tools, given the two values from
+        `answers`."""
         if is_malformed:
             return self.malformed_result(messages)
         self.begin_anew()
@@ -133,8 +134,8 @@ class ToolTurns(MalformedTurns):
     ) -> tuple[tuple[Message, ...], bool]:
         """Return the answers to a turn's calls, and whether the turn is malformed.
 
-        A turn is malformed if one of its calls is, or if it has more than `max_calls_per_turn`
-        calls.
+        A turn is malformed if one of its calls is malformed, or if it has more than
+        `max_calls_per_turn` calls.
         """
         settings = rollout_settings.get()
         taken = calls[: settings.max_calls_per_turn]

@@ -34,7 +34,7 @@ class TrainerState:
     """The fields of transformers' TrainerState that are known when an answer is scored."""
 
     global_step: int = 0
-    """Number of steps that are trained before the rollout's own step; 0 for the first step."""
+    """Number of training steps before the rollout's own step; 0 for the first step."""
     max_steps: int = 0
     """Number of steps of the run (`run.steps`); 0 in an evaluation without a run."""
     is_world_process_zero: bool = True

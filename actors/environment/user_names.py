@@ -37,7 +37,7 @@ class BadName(ValueError):
 
 
 def module_of(text: str, *, what: str) -> str:
-    """Return the module of a name. what: name of the option, for the error.
+    """Return the module of a name. what: the option that has the name, for the error's text.
 
     Raises: BadName if the name has another form.
     Example: rewards/my.py:score -> rewards.my
@@ -71,7 +71,7 @@ def is_importable(name: str) -> bool:
 
 
 def find(text: str, *, what: str) -> Any:
-    """Import and return the object of a name. what: as `module_of`.
+    """Import and return the object of a name. what: as for `module_of`.
 
     Raises: BadName if there is no such object.
     """
@@ -161,19 +161,19 @@ def _importing(error: BaseException) -> str:
 
 
 def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error in which a module was being imported."""
+    """Return an error's frames of modules' own code, which runs when a module is imported."""
     frames = traceback.extract_tb(error.__traceback__)
     return [each for each in frames if each.name == "<module>"]
 
 
 def hides_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a signature is (*args, **kwargs), as that of a decorator without `wraps`."""
+    """Return whether a signature is (*args, **kwargs), as a decorator without `wraps` makes it."""
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:
-    """Raise BadName if Python imports another module by the file's name."""
+    """Raise BadName if Python imports a module from another file by the file's name."""
     if not place.endswith(".py") or not (file := Path(place)).is_file():
         return
     found = getattr(module, "__file__", None)

@@ -1,9 +1,10 @@
 """A user's environment in a worker process, which a few episodes share.
 
-Invariant: to the turn loop it is the same as the environment itself: it returns the same results,
-and its errors have the same one-line description. If an environment blocks its process beyond the
-deadline, that process is ended: the episodes in that worker end as `environment_error` and are
-played again. The environment actor uses this class for environments that are not built in.
+Invariant: the turn loop sees no difference from the environment itself: a WorkerEnvironment returns
+the same results, and its errors have the same one-line description. If an environment blocks its
+process beyond the deadline, that process is ended: the episodes in that worker end as
+`environment_error` and are played again. The environment actor uses this class for environments
+that are not built in.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Pool:
         self._kill_process(worker)
 
     def leave(self, worker: WorkerHandle, keys: list[int]) -> None:
-        """Make a worker drop the values that it keeps for an ended episode, by their keys."""
+        """Make a worker drop the values with these keys, which it keeps for an ended episode."""
         worker.num_homes -= 1
         if not worker.is_over and keys:
             dropping = asyncio.ensure_future(worker.send(_message(0, (None, keys, False))))
@@ -299,7 +299,7 @@ class Pool:
     ) -> Any:
         """Call a function in the worker of a home, as `Home.call` does, and return its answer.
 
-        With `keeps`, return the key under which the worker keeps the answer.
+        If `keeps` is true, return the key under which the worker keeps the answer.
         """
         number = next(self._numbers)
         ask = partial(self._ask, worker, target, arguments, named=named, keeps=keeps, number=number)

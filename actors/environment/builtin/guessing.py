@@ -1,8 +1,9 @@
 """A guessing game with hints: the policy must discover a strategy; the best is binary search.
 
-The secret depends only on the task's seed. A hit gives reward 1 and ends the game. The last guess
-ends the game too: it is then lost, and the episode is terminated, not truncated. Every text that a
-player reads is one of the constants below; they are short because each token costs time on a CPU.
+The secret depends only on the task's seed. A hit gives reward 1 and ends the game. If the last
+allowed guess misses, the game is lost, and the episode is terminated, not truncated. Every text
+that a player reads is one of the constants below; they are short because each token costs time on a
+CPU.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class GuessingEnvironment:
     """A game with a secret from low to high, and max_guesses guesses.
 
     A text without exactly one number of the range is malformed: it is answered with a reminder and
-    costs a guess. Components of the reward: `hit` is 1 for the secret, otherwise 0. `ruled_out` is
-    -ruled_out_cost for a number that the hints exclude, so that rewards distinguish good guesses
-    from bad ones in a lost game too.
+    costs a guess. Components of the reward: `hit` is 1 if the guess is the secret, otherwise 0.
+    `ruled_out` is -ruled_out_cost if the hints exclude the guess, so that rewards distinguish good
+    guesses from bad guesses in a lost game too.
     """
 
     data_schema = NO_DATA

@@ -7,7 +7,8 @@ other error or the loss of the server ends the attempt as an environment error; 
 any reward ends as a reward error.
 
 With `tools` the policy calls the environment's MCP tools, and each call is a step on the server. A
-turn without calls ends the episode if a step had a reward before, and is malformed otherwise.
+turn without calls ends the episode if an earlier step had a reward; otherwise the turn is
+malformed.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether all faults are in the policy's text, and none is in a configured field."""
+        """Return whether all faults are in the policy's text, and not in a configured field."""
         return self._options.action_field is None or all(
             _name_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults

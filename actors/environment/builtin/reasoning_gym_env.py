@@ -83,7 +83,7 @@ def _provide_pycosat() -> None:
 
 
 def extract_answer(text: str) -> str:
-    """Return the text of the last `<answer>…</answer>` of the visible text, else all of it.
+    """Return the text of the last `<answer>…</answer>` of the visible text, else the visible text.
 
     Example: extract_answer("<answer>3</answer> no: <answer> 4 </answer>") -> "4"
     """

@@ -9,8 +9,8 @@ A turn is malformed if it has no call, if a call cannot be read or has an argume
 repository could satisfy (a path that leads outside, a broken pattern), if it has too many calls, or
 if an answer has another form or comes with other calls. A malformed turn costs `malformed_penalty`
 and is answered with one sentence for each fault. More than `max_malformed` such turns in a row end
-the task: the return is then negative or 0. A call beyond `max_calls` is not run; its answer says
-so.
+the task: the return is then negative or 0. A call beyond `max_calls` is not run, and its answer
+says that no calls are left.
 
 Components of the reward, by name. A turn that answers has `precision`, `recall`, `f1` and
 `num_calls` (the number of executed searches); only `f1` is added to the reward. A malformed turn

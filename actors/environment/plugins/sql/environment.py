@@ -249,7 +249,7 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _database_of(self, data: SqlData) -> dict[str, str]:
-        """Return a task's database. Raises: ValueError for a file that is not below the root."""
+        """Return a task's database. Raises: ValueError if its file is not below the root."""
         if not data.database:
             return {"script": data.schema}
         root = Path(self._options.root or ".").expanduser().resolve()
@@ -263,7 +263,7 @@ class SqlEnvironment:
         return {"path": str(path)}
 
     async def _found(self, query: str) -> Sequence[Sequence[Any]]:
-        """Return the rows that the true query finds. Raises: QueryFailed, BadDatabase."""
+        """Return the rows that a task's true query finds. Raises: QueryFailed, BadDatabase."""
         result = await self._run(query, max_rows=MAX_TRUE_ROWS)
         if result.is_cut:
             raise QueryFailed(
