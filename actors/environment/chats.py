@@ -158,7 +158,7 @@ class ChatEncoder:
     ) -> list[int]:
         """Return the ids that follow the prompt in a rendering.
 
-        Raises: BadChat if the rendering does not begin with the prompt.
+        Raises: BadChat if the rendering's text does not begin with the prompt's text.
 
         A token may join the end of the prompt and the beginning of the reply. The text of the
         rendering then begins with the text of the prompt, but the ids differ; so the reply is

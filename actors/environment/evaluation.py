@@ -96,8 +96,8 @@ def rollout_line(
 
 
 def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
-    """Return a sample as JSON; `mask` and `logprobs` (nats) are 0 for a token that was not
-    sampled."""
+    """Return a sample as JSON. Tokens that were not sampled have `mask` 0 and `logprobs` 0
+    (nats)."""
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.mask.tolist(),

@@ -75,7 +75,8 @@ class ForkServer:
             self.control.send(json.dumps({"kill": process}).encode())
 
     def read(self) -> dict[str, int] | None:
-        """Return the next report of a worker's start or end; None if the fork server has ended.
+        """Return the next report that a worker has started or ended; None if the fork server has
+        ended.
 
         Raises: BlockingIOError if there is no report.
         """

@@ -270,7 +270,8 @@ KEPT_REPLIES = 20_000
 LOCK_LIMIT_S = 2.0
 """Seconds to wait for another process that has locked the file."""
 PAUSE_S = 60.0
-"""Seconds after an error in which the file is not used, so that judgements do not wait for it."""
+"""Seconds for which the file is not used after an error, so that no judgement waits for the
+file."""
 _log = logging.getLogger(__name__)
 
 

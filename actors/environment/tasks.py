@@ -319,8 +319,7 @@ class MixedTasks:
         return [task for name in self._sources for task in self.held_out_of(name, count)]
 
     def held_out_of(self, name: str, count: int) -> list[Task]:
-        """Return the first `count` evaluation tasks of a source. Raises: ValueError if it has
-        fewer."""
+        """Return a source's first `count` evaluation tasks. Raises: ValueError if it has fewer."""
         return [_under(name, task) for task in self._sources[name].held_out(count)]
 
 

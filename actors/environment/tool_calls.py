@@ -74,8 +74,7 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """Return the text after the last thought's end; templates leave out the text before this
-    end."""
+    """Return the text after the last end of a thought; templates leave out all text before."""
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content

@@ -96,11 +96,11 @@ class ToolTurns(MalformedTurns):
         Args:
             call: A function that makes a call and returns its answer; it may raise ToolFailed and
                 BadArguments.
-            at_most, penalty: The arguments of `MalformedTurns`. max_calls: Maximum number of calls
-            in an episode; None for any number. no_calls_left: The answer to a call beyond
-            `max_calls`. max_chars: Number of an answer's characters that the policy is shown; None
-            for all. name: The tool's name in answers to calls that cannot be parsed; None for no
-            name.
+            at_most, penalty: The arguments of `MalformedTurns`.
+            max_calls: Maximum number of calls in an episode; None for any number.
+            no_calls_left: The answer to a call beyond `max_calls`.
+            max_chars: Number of an answer's characters that the policy is shown; None for all.
+            name: The tool's name in answers to calls that cannot be parsed; None for no name.
         """
         super().__init__(at_most=at_most, penalty=penalty)
         self._call = call
@@ -122,8 +122,7 @@ class ToolTurns(MalformedTurns):
         return self.result(messages, is_malformed=is_malformed)
 
     def result(self, messages: tuple[Message, ...], *, is_malformed: bool) -> StepResult:
-        """Return the result of a turn that only calls tools, given the two values from
-        `answers`."""
+        """Return the result of a turn that only calls tools, from the values of `answers`."""
         if is_malformed:
             return self.malformed_result(messages)
         self.begin_anew()

@@ -161,7 +161,7 @@ def _importing(error: BaseException) -> str:
 
 
 def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return an error's frames of modules' own code, which runs when a module is imported."""
+    """Return the frames of an error that are in the code of a module, outside of functions."""
     frames = traceback.extract_tb(error.__traceback__)
     return [each for each in frames if each.name == "<module>"]
 

@@ -42,7 +42,7 @@ class WorkerHandle:
         self.loaded: set[str] = set()
         """The names of the functions whose modules the worker has imported."""
         self.answers: dict[int, asyncio.Future[Any]] = {}
-        """The answers that callers wait for, by the number of the call."""
+        """The futures of the answers that callers wait for, by the number of the call."""
         self.lock = asyncio.Lock()
         """A lock that a call in a home holds if the worker's functions are not coroutines."""
         self._sending = asyncio.Lock()
