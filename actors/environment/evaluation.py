@@ -96,8 +96,7 @@ def rollout_line(
 
 
 def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
-    """Return a sample as JSON. Tokens that were not sampled have `mask` 0 and `logprobs` 0
-    (nats)."""
+    """Return a sample as JSON. `mask` and `logprobs` (nats) of tokens not sampled are 0."""
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.mask.tolist(),

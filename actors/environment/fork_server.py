@@ -75,8 +75,7 @@ class ForkServer:
             self.control.send(json.dumps({"kill": process}).encode())
 
     def read(self) -> dict[str, int] | None:
-        """Return the next report that a worker has started or ended; None if the fork server has
-        ended.
+        """Return the next report of a worker that started or ended; None if the fork server ended.
 
         Raises: BlockingIOError if there is no report.
         """

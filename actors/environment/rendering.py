@@ -95,8 +95,7 @@ class BreakReason(StrEnum):
 
     @property
     def branch_reason(self) -> BranchReason:
-        """The reason for the branch that is recorded if the newly rendered prompt begins a new
-        sample."""
+        """The branch reason to record if the newly rendered prompt begins a new sample."""
         is_retokenised = self is BreakReason.RETOKENISED
         return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
 

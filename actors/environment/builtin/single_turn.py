@@ -162,8 +162,7 @@ class SingleTurnEnvironment:
         return await function.score(completion, self._columns, extras=extras)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
-        """Check that a task's data have the columns that the functions need, and that the
-        messages of the prompt are readable.
+        """Check that a task's data have the needed columns and a prompt with readable messages.
 
         Raises: ValueError if a check fails.
         """

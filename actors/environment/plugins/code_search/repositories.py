@@ -119,8 +119,7 @@ class Repositories:
                 signal_group(program)
 
     def _make_room(self) -> None:
-        """Remove unused repositories until the size of all unpacked repositories is within the
-        limit."""
+        """Remove unused repositories until the unpacked repositories are within the size limit."""
         most = KEPT_REPOSITORIES * self._max_bytes
         removed = []
         with self._lock:
