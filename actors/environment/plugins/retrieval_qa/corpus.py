@@ -108,7 +108,7 @@ class Index:
         self._ranking.index(words, show_progress=False)
 
     def search(self, query: str, *, most: int) -> list[Document]:
-        """Return documents that share a word with the query, by score, then by position."""
+        """Return documents that share a word with the query, best first, then by position."""
         (words,) = self._words([query])
         words = [word for word in words if word in self._ranking.vocab_dict]
         if not words:
