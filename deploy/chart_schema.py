@@ -79,7 +79,7 @@ def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
     """Return a schema without the keys in left_out.
 
-    is_properties: whether the keys of `node` are names of properties, all of which stay.
+    is_properties: if true, the keys of `node` are names of properties, and all of them are kept.
     """
     if isinstance(node, list):
         return [_stripped(item, left_out) for item in node]

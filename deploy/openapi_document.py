@@ -1,6 +1,6 @@
 """Write the OpenAPI document of the API with all its routes: `python -m deploy.openapi_document`.
 
-It is `docs/openapi.json`; a test compares it with the application.
+The document is stored in `docs/openapi.json`; a test compares this file with the application.
 """
 
 from __future__ import annotations

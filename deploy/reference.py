@@ -94,7 +94,7 @@ def _rows(prefix: str, section: Schema, sections: Schema) -> Iterator[str]:
 
 
 def _resolved(setting: Schema, sections: Schema) -> tuple[Schema, str]:
-    """Return the schema that a setting refers to, or its own, and its description in one line."""
+    """Return a setting's schema, after following a reference, and the description in one line."""
     options = (setting, *setting.get("anyOf", ()), setting.get("items", {}))
     names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
     target = sections[names[0]] if names else setting

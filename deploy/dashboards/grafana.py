@@ -91,7 +91,9 @@ HEIGHTS: Mapping[Look, int] = {"number": 4, "name": 4, "lines": 8, "heatmap": 8}
 
 
 Choice = Literal["environment", "replica", "ray_cluster"]
-"""A variable that only some dashboards have. All have the data source, the run and PLACE_LABELS."""
+"""A variable that only some dashboards have. Every dashboard has variables for the data source, the
+run and PLACE_LABELS.
+"""
 # The caption of each choice, and the query for its values.
 CHOICES: Mapping[Choice, tuple[str, str]] = {
     "environment": (
@@ -116,27 +118,29 @@ class Panel:
     title: str
     description: str
     unit: str = ""
-    """One of Grafana's units, such as "s" or "suffix:nats"; statistics have their own unit."""
+    """One of Grafana's units, such as "s" or "suffix:nats"; unused if the panel shows statistics,
+    which have a unit themselves.
+    """
     statistics: Mapping[str, str] = field(default_factory=dict)
-    """The names of statistics by legend; all have the same unit."""
+    """Names of statistics by legend; all statistics of a panel have the same unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
     """PromQL by legend. A legend is a name, or labels such as {{label}}.
 
-    [$several_steps] is replaced by one of WINDOWS. The selectors of PLACE_LABELS are added to RUN
-    and RAY_CLUSTER.
+    [$several_steps] is replaced by one of WINDOWS. The placeholders RUN and RAY_CLUSTER are
+    replaced by selectors that also have PLACE_LABELS.
     """
     look: Look = "lines"
     width: int = 8
     """The width in columns of the grid, which has 24."""
     height: int = 0
-    """The height in lines of the grid; 0 for the height of the look."""
+    """The height in lines of the grid; 0 for the height in HEIGHTS of the panel's look."""
     is_stacked: bool = False
     is_logarithmic: bool = False
     min: float | None = None
     """Lower end of the axis; None for the smallest value, or for 0 if the panel is stacked."""
     max: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """The smallest value of each colour, in ascending order; that of the first colour is -.inf."""
+    """The smallest value of each colour, in ascending order; the first colour's value is -.inf."""
     runbooks: tuple[str, ...] = ()
     """Names of the alerts that concern the panel's values."""
 
@@ -153,9 +157,10 @@ class Panel:
 
     @property
     def has_legend_beside(self) -> bool:
-        """Whether the legend is to the right of the curves; below them it has only three lines.
+        """Whether the legend is to the right of the curves, with room for more than three lines.
 
-        Names of replicas are always below, because they would leave the curves too little width.
+        A legend with names of replicas is always below the curves, because such names would leave
+        the curves too little width.
         """
         has_labels = any("{{" in legend for legend in self.queries)
         has_replicas = any("{{replica}}" in legend for legend in self.queries)
@@ -200,7 +205,7 @@ def _of_newest_step(statistic: str) -> str:
 
 
 def _with_window(query: str) -> str:
-    """Return a query with [$several_steps] replaced by the window for the newest step's time."""
+    """Return a query with [$several_steps] replaced by a window that fits a step's duration."""
     if "$several_steps" not in query:
         return query
     return "\nor ".join(
@@ -240,7 +245,8 @@ def _mend(tree: dict[str, Any]) -> None:
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
     """Return the tree without nulls, which the SDK writes for unset fields and Grafana refuses.
 
-    keeps: whether to keep nulls, as in a threshold's step, where null is the smallest number.
+    keeps: whether to keep the nulls directly in `node`, as in a threshold's step, where null is the
+    smallest number.
     """
     if isinstance(node, list):
         return [_without_null(item, keeps=keeps) for item in node]

@@ -26,7 +26,7 @@ _DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
 
 
 def rules_text(*, scale: float = 1.0) -> str:
-    """Return the rules as YAML. scale: factor for all durations, which stay at least 1 ms long."""
+    """Return the rules as YAML. scale: factor for all durations; at least 1 ms remains of each."""
 
     def scaled(found: re.Match[str]) -> str:
         amount, unit, is_number = found.groups()

@@ -140,7 +140,7 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Return the stack's running processes by name, but no other process that has reused an id."""
+    """Return the stack's running processes by name; ignore a foreign process with a reused id."""
     found = {}
     for name, process in _processes(directory).items():
         try:

@@ -73,7 +73,7 @@ def read_object(file: Path, *, key: str = "model.path") -> dict[str, Any]:
 
 
 def vocabulary_size(directory: Path) -> int | None:
-    """Return the number of tokens of a model; None if its settings do not name it."""
+    """Return the number of tokens of a model; None if the model's settings do not state it."""
     file = directory / "config.json"
     settings = read_object(file) if file.is_file() else {}
     text = settings.get("text_config")
@@ -143,8 +143,8 @@ def check_architecture(
 ) -> None:
     """Check that transformers, the trainer and the engines support a model, and that its files fit.
 
-    The trainer's own check runs a copy with a few narrow layers. Weights are compared by the
-    headers of their files.
+    The trainer's own check runs a copy of the model that has only a few narrow layers. Weights are
+    compared by the headers of their files.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
         inference: the engines' settings, or None for a model that only the trainer holds.
@@ -196,7 +196,10 @@ def check_architecture(
 
 @contextmanager
 def _refused_as(model: str) -> Iterator[None]:
-    """Turn a refusal of the trainer into a ConfigError. Args: model: its name for errors."""
+    """Turn the trainer's refusal of a model in the block into a ConfigError.
+
+    Args: model: name of the model for errors.
+    """
     try:
         yield
     except NotImplementedError as error:
@@ -211,7 +214,7 @@ def check_adapters(model: str, config: Any, lora: LoraSettings) -> None:
     """Check that a model has the layers that its adapters need.
 
     Args: model: name of the model for errors. config: transformers' settings of its architecture.
-    Raises: ConfigError if the model lacks them.
+    Raises: ConfigError if the model lacks such a layer.
     """
     from actors.trainer.lora import target_names
 
@@ -326,7 +329,7 @@ def _check_header(file: Path, *, key: str) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """Return the path of `rayloom/NAME` in the user's cache directory; it may not exist."""
+    """Return the path of `rayloom/NAME` in the user's cache directory, which may not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "rayloom" / name
 
@@ -447,7 +450,7 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
 
 
 def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str]:
-    """Yield the reasons why the engines cannot serve LoRA adapters of a model that they serve.
+    """Yield a sentence for each reason why the engines cannot serve a model's LoRA adapters.
 
     Args: config: transformers' configuration of a causal model of text.
     """
@@ -475,7 +478,7 @@ def _runs_in_transformers(config: Any, named: set[str]) -> bool:
 
 
 def _causal_kind(config: Any) -> Any:
-    """Return transformers' class of a causal model with this configuration; None if it has none."""
+    """Return transformers' class of causal models for a configuration; None if there is none."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM._model_mapping.get(type(config), None)

@@ -241,10 +241,11 @@ def check_stop_tokens(model_path: str) -> None:
 
 
 def check_token_ids(config: Config, directory: Path) -> None:
-    """Check that the model has the tokens of its chat template and one that ends an answer.
+    """Check that the model has all tokens of its chat template, and a token that ends an answer.
 
-    A tokenizer may have more tokens than the model (Gemma 3 has one for images), or get them by
-    tokens that were added without new rows of the embedding. Raises: ConfigError.
+    A tokenizer may have tokens that the model lacks: Gemma 3 has such a token for images, and a
+    user may add tokens without resizing the embedding. Raises: ConfigError if such a token is
+    needed.
     """
     if (vocabulary := vocabulary_size(directory)) is None:
         return
@@ -377,9 +378,9 @@ def check_memory(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """Check that a local run does not start more ranks, engines and actors than fit on a machine.
+    """Check that a local run does not start too many ranks, engines or actors for the CPUs.
 
-    Raises: ConfigError if it would.
+    Raises: ConfigError if one of these numbers exceeds MAX_PROCESSES_PER_CPU for each CPU.
     """
     most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
     for key, count in (
@@ -424,7 +425,8 @@ def gpus_wanted(config: Config) -> float:
 def check_metrics_address(config: Config) -> None:
     """Check that the metrics can be served on the configured host and port.
 
-    The host must be this machine's, and a fixed port must be free. Raises: ConfigError if not.
+    The host must be an address of this machine, and a port other than 0 must be free. Raises:
+    ConfigError if not.
     """
     host, port = config.metrics.host, config.metrics.port
     try:

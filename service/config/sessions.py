@@ -8,7 +8,7 @@ from typing import Literal
 from actors.limits import STRICT, Positive, Seconds
 
 Titles = Literal["train", "leave_out"]
-"""Whether to train a turn that is certainly a title (docs/semantics.md) like every other turn."""
+"""How to treat a turn that is certainly a title (docs/semantics.md): train it, or leave it out."""
 Unsupported = Literal["refuse", "ignore"]
 SystemMessages = Literal["merge", "refuse"]
 
@@ -27,14 +27,16 @@ class SessionSettings:
     """Seconds without a request after which a session ends like a rollout that ran out of time."""
     hold_s: Seconds = 300
     """Seconds for which a request is held while its session waits for admission, weights are
-    loaded, or an engine or the database is unavailable; after that it is answered with status 503.
+    loaded, or an engine or the database is unavailable; after that the request is answered with
+    status 503.
     """
     reward_deadline_s: Seconds = 3600
     """Seconds for which a finished session may wait for a reward that is sent later."""
     unsupported: Unsupported = "refuse"
     """How to handle a parameter that a session cannot obey, if the answer has the same form without
-    it (a forced tool_choice, a JSON schema, logit_bias). refuse: answer 400 with its name; ignore:
-    sample without it, and count it in the session's view."""
+    the parameter (a forced tool_choice, a JSON schema, logit_bias). refuse: answer 400 with its
+    name; ignore: sample without the parameter, and count it in the session's view.
+    """
     max_body_mib: Positive = 48
     """Largest body of a request in MiB; it also limits uploaded trajectories."""
     titles: Titles = "train"

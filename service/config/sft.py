@@ -32,8 +32,9 @@ class SftSettings:
     split: str = "train"
     """Split of a data set's directory or of a hub's data set; a file is read completely."""
     columns: dict[str, str | None] = field(default_factory=dict)
-    """Names of the data set's columns for messages and for tools, if they differ from these
-    names."""
+    """Names of the data set's columns for messages and tools, by `messages` and `tools`, if the
+    columns have other names.
+    """
     template_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking: false; use the same values in
     rollouts.template_options of a later run.
@@ -67,7 +68,7 @@ class SftConfig:
     def as_run(self, *, num_steps: int) -> Config:
         """Return a run's configuration with this trainer, without engines and environments.
 
-        It is the argument of the checks of models, machines and schedules.
+        The checks of models, machines and schedules take such a configuration.
         """
         return Config(
             run=RunSettings(name="sft", seed=self.sft.seed, steps=num_steps),

@@ -171,7 +171,7 @@ def open_sets(
 
 
 def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
-    """Return all tasks that an operator may evaluate."""
+    """Return the run's held-out tasks, which an operator may evaluate."""
     if isinstance(tasks, MixedTasks):
         return [task for each in open_sets(config, tasks) for task in each.tasks]
     return tasks.held_out(config.tasks.evaluation_tasks)
@@ -345,9 +345,8 @@ def check_prompt(
 ) -> None:
     """Check that the first prompt can be rendered and leaves room for an answer.
 
-    If prompts are known in advance, it is enough that one of them fits.
-    observation: the first observation of the environment; `config` must not be a mixture. tell: as
-    for `open_tasks`.
+    If prompts are known in advance, it is enough that one prompt fits. observation: the first
+    observation of the environment; `config` must not be a mixture. tell: as for `open_tasks`.
     Raises: ConfigError if the prompt cannot be rendered or does not fit.
     """
     if _first_messages(config) is not None:
@@ -545,7 +544,10 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
-    """Return what is wrong with a JSON schema of the draft that it names, or else of any draft."""
+    """Return why a JSON schema is invalid in the draft that it names; None if it is valid.
+
+    A schema that names no draft is valid if it is valid in one of three drafts.
+    """
     drafts = [Draft202012Validator, Draft7Validator, Draft4Validator]
     problems = []
     for draft in [validator_for(schema)] if "$schema" in schema else drafts:

@@ -72,7 +72,7 @@ class OwnTrackerSettings:
     package.module:CLASS.
     """
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of its constructor."""
+    """Further keyword arguments of the class's constructor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

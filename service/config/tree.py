@@ -76,11 +76,12 @@ class RunSettings:
     """Number of the newest checkpoints to keep."""
     keep_best: Natural = 0
     """Number of the best checkpoints to keep too, by the mean return of the evaluation at their
-    step. Checkpoints without an evaluation rank after those, by training reward. 0: none.
+    step. Checkpoints without an evaluation rank last, by the mean training return. 0: none.
     """
     checkpoint_url: RemoteUrl | None = None
     """Address to which each checkpoint is copied with the run's database, such as
-    s3://bucket/runs/one; each run needs its own. Null: checkpoints stay in the run's directory.
+    s3://bucket/runs/one; each run needs an address of its own. Null: checkpoints stay in the run's
+    directory.
     """
     evaluate_every: Positive = 20
     """Steps between evaluations."""
@@ -92,15 +93,15 @@ class RunSettings:
     """Number of the newest steps whose trajectories `rayloom inspect` can show; 0: none."""
     journal_gib: Rate = 20
     """Limit on the size of the journal in GiB: above it the oldest steps are removed, but never the
-    newest step. A run resumes without them.
+    newest step. A run can resume without the removed steps.
     """
     max_recoveries: Natural = 5
-    """Limit on returns to a checkpoint and on new supervisors until a later checkpoint is
-    committed.
+    """Maximum number of returns to a checkpoint, and of new supervisors, until a later checkpoint
+    is committed.
     """
     orphan_timeout_s: Seconds = 60
     """Seconds without a sign of life from the run's supervisor after which its engines and its API
-    end; a supervisor that starts sooner takes them over.
+    end; a supervisor that starts sooner takes the engines and the API over.
     """
 
 
@@ -206,7 +207,7 @@ class EvaluationSetSettings:
     split: str | None = None
     """Split of the data set; null: tasks.split."""
     columns: dict[str, str | None] | None = None
-    """Columns, as for tasks.columns; null: those of tasks.columns."""
+    """Columns, as for tasks.columns; null: the value of tasks.columns."""
     tasks: Positive | None = None
     """Number of tasks, chosen by a hash of their ids; null: all."""
     samples: Positive = 1
@@ -242,7 +243,7 @@ class EvaluationSettings:
 
     samples: Positive = 1
     """Samples of each task: the n of avg@n and majority@n; pass@k is reported for the powers of two
-    up to it.
+    up to n.
     """
     temperature: NotNegative = 0.0
     """Sampling temperature of scheduled evaluations; 0: greedy, where all samples of a task are
@@ -250,8 +251,8 @@ class EvaluationSettings:
     """
     top_p: Share = 1.0
     """Sample only from the likeliest tokens whose probabilities add up to this number; 1: from all
-    tokens. Training always samples from all tokens, because its loss needs the log-probabilities of
-    all.
+    tokens. Training always samples from all tokens, because the loss needs the log-probabilities of
+    all tokens.
     """
     top_k: Natural = 0
     """Number of the likeliest tokens to sample from; 0: all tokens."""
@@ -283,7 +284,7 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Return the sampling of an evaluation; its pass@k has the k 1, 2 and 4 for six samples."""
+    """Return the sampling of an evaluation, with the k of pass@k: 1, 2 and 4 for six samples."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,
@@ -300,46 +301,46 @@ def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRollouts:
-    """Settings of `rollouts` that differ in one part of a mixture; null keeps the common value."""
+    """Settings of `rollouts` for one part of a mixture; null keeps the value of `rollouts`."""
 
     __pydantic_config__ = STRICT
 
     temperature: Temperature | None = None
-    """Value of rollouts.temperature for this part; null: that of rollouts."""
+    """Value of rollouts.temperature for this part; null: the value in rollouts."""
     stop: StopStrings | None = None
-    """Value of rollouts.stop for this part; null: that of rollouts."""
+    """Value of rollouts.stop for this part; null: the value in rollouts."""
     max_turns: Positive | None = None
-    """Value of rollouts.max_turns for this part; null: that of rollouts."""
+    """Value of rollouts.max_turns for this part; null: the value in rollouts."""
     max_tokens_per_turn: Positive | None = None
-    """Value of rollouts.max_tokens_per_turn for this part; null: that of rollouts."""
+    """Value of rollouts.max_tokens_per_turn for this part; null: the value in rollouts."""
     turn_deadline_s: Seconds | None = None
-    """Value of rollouts.turn_deadline_s for this part; null: that of rollouts."""
+    """Value of rollouts.turn_deadline_s for this part; null: the value in rollouts."""
     episode_deadline_s: Seconds | None = None
-    """Value of rollouts.episode_deadline_s for this part; null: that of rollouts."""
+    """Value of rollouts.episode_deadline_s for this part; null: the value in rollouts."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Rows of the outcome table that replace those of rollouts.outcomes in this part."""
+    """Rows of the outcome table that replace the rows of rollouts.outcomes in this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEvaluation:
-    """Settings of `evaluation` that differ in one part of a mixture; null keeps the common one."""
+    """Settings of `evaluation` for one part of a mixture; null keeps the value of `evaluation`."""
 
     __pydantic_config__ = STRICT
 
     samples: Positive | None = None
-    """Value of evaluation.samples for this part; null: that of evaluation."""
+    """Value of evaluation.samples for this part; null: the value in evaluation."""
     temperature: NotNegative | None = None
-    """Value of evaluation.temperature for this part; null: that of evaluation."""
+    """Value of evaluation.temperature for this part; null: the value in evaluation."""
     top_p: Share | None = None
-    """Value of evaluation.top_p for this part; null: that of evaluation."""
+    """Value of evaluation.top_p for this part; null: the value in evaluation."""
     top_k: Natural | None = None
-    """Value of evaluation.top_k for this part; null: that of evaluation."""
+    """Value of evaluation.top_k for this part; null: the value in evaluation."""
     min_p: Fraction | None = None
-    """Value of evaluation.min_p for this part; null: that of evaluation."""
+    """Value of evaluation.min_p for this part; null: the value in evaluation."""
     structured_outputs: StructuredOutputs | None = None
-    """Value of evaluation.structured_outputs for this part; null: that of evaluation."""
+    """Value of evaluation.structured_outputs for this part; null: the value in evaluation."""
     pass_reward: float | None = None
-    """Value of evaluation.pass_reward for this part; null: that of evaluation."""
+    """Value of evaluation.pass_reward for this part; null: the value in evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +382,7 @@ class MetricsSettings:
     host: str = "127.0.0.1"
     """Address at which /metrics listens."""
     port: Port = 0
-    """Port of /metrics; 0: any free one."""
+    """Port of /metrics; 0: any free port."""
     stays_s: NotNegative = 0
     """Seconds that `rayloom train` waits after the end, so that the last values are scraped."""
 
@@ -409,11 +410,11 @@ class ServiceSettings:
     host: str = "127.0.0.1"
     """Address at which the HTTP API listens."""
     port: Port = 8000
-    """Port of the HTTP API; 0: any free one."""
+    """Port of the HTTP API; 0: any free port."""
     max_waiting_tasks: Positive = 1024
-    """Maximum number of tasks that wait for admission; more are refused with status 429."""
+    """Maximum number of tasks that wait for admission; more tasks are refused with status 429."""
     max_waiting_mib: Positive = 256
-    """Maximum size of the waiting tasks in MiB; more are refused with status 429."""
+    """Maximum total size of the waiting tasks in MiB; more tasks are refused with status 429."""
     keep_ended_tasks: Positive = 10000
     """Number of the newest ended tasks that clients can still read."""
     keep_feed_entries: Positive = 200000
@@ -472,7 +473,7 @@ class Config:
     def members(self) -> dict[str, Config]:
         """The configuration of each environment, by the environment's name in its tasks.
 
-        A mixture has one for each part; without a mixture, there is only this configuration.
+        A mixture has one configuration for each part; without a mixture, there is only this one.
         """
         if not self.mixture:
             return {self.tasks.environment: self}
@@ -532,7 +533,7 @@ class Config:
 
     @property
     def outcome_policy(self) -> OutcomePolicy:
-        """The outcome table: the defaults, replaced by a critic's rows and then by the run's."""
+        """The outcome table: the defaults, replaced by a critic's rows, then by the run's rows."""
         algorithm = self.algorithm
         of_critic = {}
         if algorithm.has_critic:
@@ -551,18 +552,18 @@ class Config:
 
     @property
     def temperatures(self) -> dict[str, float]:
-        """Training temperature by environment; external agents use that of the whole run."""
+        """Training temperature by environment; sessions and uploads use rollouts.temperature."""
         members = {name: each.rollouts.temperature for name, each in self.members.items()}
         return {**members, **dict.fromkeys((SESSION, UPLOADED), self.rollouts.temperature)}
 
     @property
     def policy_schedule(self) -> ScheduleSettings:
-        """The schedule of the policy's learning rate; null `updates` are replaced by the run's."""
+        """The schedule of the policy's learning rate; null `updates` become the run's updates."""
         return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
 
     @property
     def critic_schedule(self) -> ScheduleSettings:
-        """The schedule of the critic's learning rate; null `updates` are replaced by run.steps.
+        """The schedule of the critic's learning rate; null `updates` become run.steps.
 
         A critic makes one update in each step.
         """
@@ -575,8 +576,8 @@ class Config:
     def group_rule(self) -> GroupRule | None:
         """The rule with which the audit recomputes a group's advantages from the returns.
 
-        None if the returns of a group do not determine them: they are shaped, or normalised over
-        the step.
+        None if a group's returns do not determine its advantages, for example because rewards are
+        shaped or advantages are normalised over the step.
         """
         algorithm = self.algorithm
         rules = [r for each in self.members.values() for r in each.rollouts.outcomes.values()]

@@ -56,7 +56,7 @@ class Trial:
     judges: bool = False
     """Whether judges are called too, over the network."""
     answer: str | None = None
-    """Column with the reference answer; None chooses one (`task_data.reference_of`)."""
+    """Column with the reference answer; None chooses a column (`task_data.reference_of`)."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Reward functions that are only imported, each with the setting or option that names it."""
 
@@ -95,7 +95,7 @@ class Call:
     """Description of the answer, for messages."""
     is_reference: bool = False
     fate: Fate | None = None
-    """How the call ended; None if it was not made."""
+    """How the call ended; None if the call was not made."""
     text: str = ""
     """Description of what the function raised or returned, for messages."""
     value: float = 0.0
@@ -353,7 +353,7 @@ def _error_text(call: Call) -> str:
 
 
 def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
-    """Warn if a task's reference answer scores no higher than that of another task."""
+    """Warn if a task's reference answer scores no higher than another task's reference answer."""
     if not all(each.fate is Fate.SCORED for each in calls):
         return
     compared = [each for each in calls if each.is_reference]

@@ -134,7 +134,7 @@ async def _call_all(
     """Call each function of an environment with two answers, and send the results.
 
     what: the settings that name the environment, for messages. Raises: ConfigError if the tasks
-    cannot be opened or have no such answer.
+    cannot be opened, or the first task lacks the column that the request names.
     """
     source = tasks.open_tasks(config)
     task = source.task(0)
@@ -219,7 +219,8 @@ def _misspelt(
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
     """Return two answers, each as its text, its description and whether it is a reference answer.
 
-    Raises: ConfigError if the first task has no such column.
+    column: the column with the reference answers; None chooses one, or made-up answers. Raises:
+    ConfigError if the first task lacks `column`.
     """
     found = reference_of(task, column)
     if found is None and column is not None:
