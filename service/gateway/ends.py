@@ -301,7 +301,7 @@ def trajectory_of(
 ) -> Trajectory:
     """Make the trajectory of a session's rollout; may run in a thread.
 
-    oldest_version: the oldest version that may have sampled its tokens.
+    oldest_version: a trajectory with a token of an older policy version becomes stale.
     """
     end = stored.end
     assert end is not None, "a trajectory of a session that is not over"

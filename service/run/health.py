@@ -357,9 +357,7 @@ class FailureWatch:
         """`FailedGroups.num_usable_before` of the counted failures; None if there are none."""
         self._failing_since = 0.0
         self._num_uncounted = 0
-        """Number of failed groups that do not count, because no engine was ready at that time or
-        later.
-        """
+        """Number of failed groups when an engine was last missing; these groups do not count."""
         self._away_since: float | None = None
         """Time since which no engine has been ready."""
         self._num_skipped = 0

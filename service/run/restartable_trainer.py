@@ -72,7 +72,7 @@ class RestartableTrainer:
         for the kept shards of steps after the newest checkpoint. If the shards exceed it, the
         oldest are dropped, and a lost rank then ends the term. on_restart: called with a sentence
         for each replaced group. on_check: called at each check of `watch` with the peak memory of
-        each rank in bytes, or with an empty mapping if a rank is lost.
+        each rank in bytes, or with an empty sequence if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()

@@ -140,7 +140,7 @@ class SessionStore:
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
-        Returns: the indices of the changes that came too late and were not stored. These are: an
+        Returns: the indices of the changes that came too late and were not stored. These are: a
             claim or a turn of a session that is unknown or has ended, or whose submission is
             cancelled or over; a turn with the number of another turn; an end of a session that is
             unknown, or that has another end and waits for no reward.
