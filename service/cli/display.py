@@ -59,14 +59,15 @@ class StoryLine:
 
     text: str
     is_notice: bool = False
-    """Whether it is a fault or a warning, which the live display keeps on the terminal."""
+    """Whether the event is a fault or a warning; the live display keeps its line on the terminal.
+    """
 
 
 class ProgressState:
     """The state of a display; it must receive every status, in order.
 
-    It keeps the reward of every 2^k-th step that the run has not undone. k is the smallest number
-    for which at most MAX_REWARDS rewards are kept.
+    The state keeps the rewards of the steps that the run has not undone: all of them, or the reward
+    of every 2nd, 4th, … step, so that at most MAX_REWARDS rewards are kept.
     """
 
     def __init__(self) -> None:
@@ -132,14 +133,14 @@ class ProgressState:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds for the remaining steps at the last steps' median pace; None before step 1."""
+        """Expected seconds for the remaining steps, at the recent pace; None before step 1."""
         if self.status is None or not self.recent or self.status.is_done:
             return None
         return self._pace_s * max(0, self.status.steps - self.status.step)
 
     @property
     def rates(self) -> dict[str, float]:
-        """Rollouts and tokens per second over RATE_WINDOW_S; empty until there are two statuses."""
+        """Rollouts and tokens per second, over RATE_WINDOW_S; empty before the second status."""
         if not self._totals or (span := self._totals[-1][0] - self._totals[0][0]) <= 0:
             return {}
         (_, rollouts, tokens), (_, later_rollouts, later_tokens) = self._totals[0], self._totals[-1]
@@ -169,7 +170,7 @@ class ProgressState:
         return statistics.median(record.stages.total for record in self.recent)
 
     def _left_s(self, record: StepRecord) -> float | None:
-        """Return the expected seconds for the steps after this one; None after the last step."""
+        """Return the expected seconds for the steps after `record`; None after the last step."""
         assert self.status is not None
         num_left = self.status.steps - record.step
         return self._pace_s * num_left if num_left > 0 else None
@@ -477,7 +478,7 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
 
 
 def _tokens(tokens: TokenCounts) -> Text:
-    """Return the trained share of the sampled tokens, and the shares left out, by cause."""
+    """Return the trained share of the sampled tokens, and the untrained shares by cause."""
     if not tokens.sampled:
         return Text(units.UNKNOWN, style=DIM)
     shares = [("trained", tokens.trained_share), *tokens.causes()[:SHOWN_CAUSES]]

@@ -352,7 +352,7 @@ def _member(config: Config, policy: _Policy, engines: Engines, number: int) -> M
 
 
 def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
-    """Return a model's weights, packed as by a trainer, with the buffers in the object store."""
+    """Return a model's weights in a trainer's packed form, with the buffers in the object store."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     packed = pack_weights(causal_lm, dtype=dtype, is_kept=True)
     return [replace(group, buffer=ray.put(group.buffer)) for group in packed]

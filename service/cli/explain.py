@@ -36,7 +36,7 @@ _COLUMNS = (
 )
 _WIDTHS = {"trajectory": 24, "group": 24, "advantage": 16, "task": 40}
 Order = Literal["own", "norm", "share"]
-"""The number by which trajectories are sorted: a `Contribution` explains each."""
+"""The number by which trajectories are sorted; `Contribution` explains these numbers."""
 
 
 def run_explain(
@@ -50,8 +50,8 @@ def run_explain(
 ) -> None:
     """Recompute the gradients of a step and print them. Raises: ConfigError.
 
-    Args: top: number of trajectories to show; None: 10, or all in a document. replays: first train
-    again on the steps between the checkpoint and the step.
+    Args: top: number of trajectories to show; None: 10 in the table, or all in a JSON document.
+    replays: first train again on the steps between the checkpoint and the step.
     """
     source = find_source(run, step)
     # torch warns that a single process reads the checkpoint, which is intended here.
@@ -65,7 +65,7 @@ def run_explain(
 
 
 def ranked(rows: Sequence[Contribution], by: Order) -> list[Contribution]:
-    """Sort rows by size, the largest first, after all rows with a number that is not finite.
+    """Sort rows by the number `by`, largest first; rows whose number is not finite come before all.
 
     One row that is not finite makes the whole update not finite.
     """

@@ -76,7 +76,7 @@ class InspectRequest:
         return DEFAULT_LIMIT if self.limit is None else self.limit
 
     def given(self, *names: str) -> str:
-        """Return those named options that were given, in the form of the command line."""
+        """Return the options among `names` that were given, written as on the command line."""
         values = {name: getattr(self, name) for name in names}
         shown = (f"--{name} {value}" for name, value in values.items() if value is not None)
         return " and ".join(shown)

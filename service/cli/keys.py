@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 
 
 def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits) -> str:
-    """Create a key, and return it; the run stores only its digest.
+    """Create a key, and return the key; the run stores only the key's digest.
 
     Raises: ConfigError if the name is taken, or the run has too many keys.
     """

@@ -30,7 +30,7 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """A command that refuses an option of one value that is given twice.
+    """A command that refuses an option if the option takes one value and is given twice.
 
     Otherwise the last value would count, and of two data sets only one would be trained.
     """

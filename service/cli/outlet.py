@@ -131,16 +131,16 @@ class Stages:
         tell(f"rayloom: {first}")
 
     def next(self, name: str) -> None:
-        """Print the end of the current stage, and begin the stage `name`."""
+        """Print the current stage's duration, and begin the stage `name`."""
         self._tell(f"{self._ended()}; next: {name}")
         self._name, self._since = name, self._clock()
 
     def ended(self, name: str, seconds: float) -> None:
-        """Print the end of a stage that ran concurrently with the current stage."""
+        """Print the duration of a stage that ran concurrently with the current stage."""
         self._tell(f"{name}: {seconds:.1f} s")
 
     def end(self) -> None:
-        """End the last stage."""
+        """Print the duration of the last stage."""
         self._tell(self._ended())
 
     def _ended(self) -> str:

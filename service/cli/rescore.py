@@ -96,7 +96,7 @@ def run_rescore(
 def _warn_of_missing_tasks(
     config: Config, found: Sequence[Rescored], verifier: ShadowVerifier
 ) -> None:
-    """Warn of tasks that are no longer in the data, for which functions got only the prompt."""
+    """Warn of tasks that are no longer in the data; functions got only these tasks' prompts."""
     with_data = {
         name
         for name, each in config.members.items()
@@ -120,7 +120,7 @@ async def _all_rescored(
     verifiers: Sequence[ShadowVerifier],
     of_groups: Sequence[ShadowVerifier],
 ) -> list[Rescored]:
-    """Return the trajectories of a journal with new rewards; all steps use the same workers."""
+    """Return a journal's trajectories with new rewards; one pool of workers scores all steps."""
     workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
     scored_alone = partial(_is_scored_alone, config.members, config.policies)
     found: list[Rescored] = []

@@ -205,7 +205,7 @@ class _Submitting:
         return True
 
     def _look(self) -> None:
-        """Check whether the oldest accepted task has ended, and write its result if it has."""
+        """Write the result of the oldest accepted task if this task has ended."""
         name, answer = self.accepted[0], None
         try:
             answer = self.client.rollout(name, wait_s=LOOK_WAIT_S)

@@ -67,10 +67,10 @@ def run_training(
     a new run; None chooses one. resume: directory of the run to resume; None starts a new run. The
     caller has checked both (`check_new`, `check_resumable`). checkpoint: with `resume`, the
     directory name of the checkpoint to return to; empty for the newest. takes_over: whether to
-    resume a run even if another process has its lease. api: settings for accepting tasks over HTTP;
-    None plays the configuration's own tasks. store: location of a new run's database. trial:
-    selects which of the user's functions are called before the start.
-    Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
+    resume a run even if another process holds the run's lease. api: settings for accepting tasks
+    over HTTP; None plays the configuration's own tasks. store: location of a new run's database.
+    trial: selects which of the user's functions are called before the start. Raises: ConfigError
+    before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()
     if resume is not None:
@@ -215,7 +215,7 @@ def _show_until_done(
 ) -> int:
     """Show the run until its end, and return the exit code.
 
-    stays: whether the API continues to answer after the run's end, until a signal.
+    stays: whether the API continues to answer after the run's end until a signal arrives.
     """
     worker_logs = session_directory() / "logs"
     try:
@@ -262,7 +262,7 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Report from the last status what a second signal interrupted, and return the exit code."""
+    """Report whether a second signal interrupted the run or only its end; return the exit code."""
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)

@@ -76,7 +76,9 @@ class TryRequest:
     answer: str | None = None
     """Column with reference answers to use as replies; None if the replies come from elsewhere."""
     model: str | None = None
-    """Name of the model at `base_url`. If it and `answer` are None, the user types the replies."""
+    """Name of the model at `base_url`. If `model` and `answer` are None, the user types the
+    replies.
+    """
     base_url: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the model, under their names in the API."""
@@ -90,7 +92,7 @@ class TryRequest:
 
     @property
     def samples_of_task(self) -> int:
-        """Return how often each task is played: by default once, or as often as a group needs."""
+        """Return how often each task is played: by default once, or GROUP_SIZE times for groups."""
         return self.num_samples or (GROUP_SIZE if self.scores_groups else 1)
 
     def check(self) -> None:

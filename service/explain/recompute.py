@@ -58,22 +58,22 @@ class StepSource:
     weights_step: int
     """Number of steps for which these weights have been trained."""
     between: tuple[JournalFile, ...]
-    """The journal's files of the steps between these weights and the step.
+    """The journal's files of the steps that were trained after the weights and before `step`.
 
-    They are fewer than `num_behind` if some are missing.
+    There are fewer files than `num_behind` if some files are missing.
     """
     recorded_grad_norm: float
-    """The step's recorded gradient norm before clipping; NaN if it has none."""
+    """The step's recorded gradient norm before clipping; NaN if no norm was recorded."""
     is_of_older_term: bool
     """Whether the run was resumed after the step, so that its settings may have changed."""
 
     @property
     def num_behind(self) -> int:
-        """Number of steps between these weights and those with which the step began."""
+        """Number of steps trained after the weights and before `step`."""
         return self.step.step - 1 - self.weights_step
 
     def steps_between(self) -> tuple[JournalStep, ...]:
-        """Load the steps after the checkpoint's and before this one. Raises: ConfigError."""
+        """Load the steps trained after the weights and before `step`. Raises: ConfigError."""
         if len(self.between) < self.num_behind:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "
@@ -169,9 +169,9 @@ _ANY_LAG = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """The part g of an update's gradient G that a trajectory or a group has caused.
+    """The part g of an update's gradient G that comes from one trajectory or one group.
 
-    Over several updates, the numbers are means.
+    If the step has several updates, each number is the mean over the updates.
     """
 
     entries: tuple[TrajectoryEntry, ...]
@@ -186,7 +186,7 @@ class Contribution:
     """The smallest share of a trajectory's advantage that remains when another member of the group
     is left out.
 
-    1 if advantages do not depend only on the group's returns, and for a group.
+    The value is 1 for a group, and if advantages do not depend only on the group's returns.
     """
 
     @property
@@ -214,7 +214,7 @@ class Explanation:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the weights are exactly those with which the step began."""
+        """Whether the gradient was computed at exactly the weights with which the step began."""
         return self.source.num_behind == self.replayed_steps
 
 
@@ -324,7 +324,7 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """Return the mean over the finite updates, as a step records it; infinity if none is finite."""
+    """Return the mean norm of the finite updates, as a step records; infinity if none is finite."""
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -393,10 +393,10 @@ def _contribution(
     num_updates: int,
     own_share: float = 1.0,
 ) -> Contribution:
-    """Return what the entries have caused in the step's updates.
+    """Return the contribution of one or more trajectories to the step's updates.
 
-    parts: for each update that contains the entries: their gradient, and the norm |G| of the whole
-    update.
+    parts: for each update that contains the entries, the entries' gradient and the norm |G| of the
+    whole update.
     """
     return Contribution(
         entries=tuple(entries),
@@ -426,7 +426,7 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return the smallest share of each advantage that remains when another member is left out.
+    """Return the share of each advantage that remains at least when one other member is left out.
 
     f_i = min(1, min_{j != i} |A_i without j| / |A_i|); 1 for A_i = 0 and in groups of two.
 

@@ -55,7 +55,7 @@ class StepFeatures:
     reward: Floats
     """The return, divided by the best possible return if that is known."""
     is_graded: Bools
-    """Whether the return is a score: the trajectory was not cut off before it got one."""
+    """Whether the return is a score; False if the trajectory was cut off before it was scored."""
     num_tokens: Ints
     """Number of sampled tokens."""
     num_turns: Ints
@@ -69,23 +69,23 @@ class StepFeatures:
     last_reward: Floats
     """Reward of the last turn."""
     repeated: Floats
-    """Share of a turn's runs of tokens that occurred earlier in the same turn; the largest over all
-    turns.
+    """Share of a turn's runs of tokens that already occurred earlier in the turn, in the turn with
+    the largest share.
 
     0 for a short text. Repetitions between turns do not count: all tool calls have equal markup.
     """
     copied: Floats
     """The share of the last turn's tokens in runs that also occur in the first prompt.
 
-    0 for a short turn, and if the copied tokens are less than MOST_OF_PROMPT of that prompt,
-    because a question may contain its answer.
+    0 for a short turn. Also 0 if less than MOST_OF_PROMPT of the prompt is copied, because a
+    question may contain its own answer.
     """
     components: Mapping[str, Floats]
     """Reward components by name; NaN if a trajectory lacks the component."""
     verified: Floats
     """The shadow verifier's verdict, 1 or 0; NaN if there is none."""
     num_missing: int
-    """Number of members of the groups that are missing from the step.
+    """Number of rollouts that are missing from the step's groups.
 
     It is computed from the members' numbers and the most frequent size of a group.
     """
@@ -109,7 +109,7 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return whole groups with at most MAX_TRAJECTORIES; the choice depends only on their ids."""
+    """Return whole groups, with at most MAX_TRAJECTORIES together, chosen by the groups' ids."""
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
     groups: dict[str, list[Trajectory]] = {}
@@ -180,14 +180,14 @@ def _codes(names: Sequence[str]) -> Ints:
 
 
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
-    """Return a code of the environment's answer, or of the last turn's tokens if there is none."""
+    """Return a code of the environment's answer, or of the last turn's tokens without an answer."""
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
     return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """Return the token with which most answers end; -1 if none of them ends.
+    """Return the token with which most answers end; -1 if no answer ends with a stop.
 
     If any answer has more than one token, only such answers count, because a stop string may end an
     answer of one token that is not empty.
@@ -219,7 +219,7 @@ def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
 
 
 def _repeated(tokens: TokenIds) -> float:
-    """Return the share of repeated tokens.
+    """Return the share of a turn's runs of tokens that occurred earlier in the turn.
 
     Example: nearly 1 for forty equal tokens; 0 for forty different ones.
     """
@@ -246,7 +246,7 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Return the components by their names in the step's record, summed over the turns."""
+    """Return each component's [N] sums over the turns, by its name in the step's record."""
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
@@ -294,7 +294,7 @@ MAD_TO_SD = 1.4826
 
 
 class Window:
-    """N trajectories of the newest steps and of the steps before them."""
+    """N trajectories of one environment, from the newest steps and from earlier steps."""
 
     def __init__(self, steps: Sequence[StepFeatures]) -> None:
         """Make a window. steps: steps of one environment, in order."""
@@ -309,7 +309,7 @@ class Window:
 
     @cached_property
     def place(self) -> Ints:
-        """[N], index in `steps` of each trajectory's step."""
+        """[N], for each trajectory the index of its step in `steps`."""
         counts = [each.num_trajectories for each in self.steps]
         return np.repeat(np.arange(len(self.steps)), counts)
 
@@ -374,9 +374,9 @@ class Window:
         return np.array([each.step for each in self.steps])
 
     def means(self, values: Floats, among: Bools) -> Floats:
-        """Return the mean of each step over selected trajectories, [number of steps].
+        """Return each step's mean of `values` over the trajectories in `among`, [number of steps].
 
-        NaN for a step without selected trajectories.
+        NaN for a step without such trajectories.
         """
         counts = np.bincount(self.place[among], minlength=len(self.steps))
         sums = np.bincount(self.place[among], weights=values[among], minlength=len(self.steps))
@@ -384,14 +384,15 @@ class Window:
             return sums / counts
 
     def recent_mean(self, values: Floats, among: Bools) -> float:
-        """Return the mean over the newest steps; NaN if there are no values."""
+        """Return the mean over the trajectories in `among` of the newest steps; NaN without any."""
         chosen = values[among & self.is_recent]
         return float(chosen.mean()) if chosen.size else float("nan")
 
     def gains(self, mark: Bools) -> Floats | None:
-        """Return the reward that marked trajectories of the newest steps earn beyond unmarked ones.
+        """Return by how much marked trajectories of the newest steps earn more than unmarked ones.
 
-        One mean for each group that has both; None if there are too few such groups.
+        The array has a difference of means for each group with marked and unmarked trajectories.
+        Return None if there are too few such groups.
         """
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
@@ -411,9 +412,9 @@ class Window:
         return marked_mean - unmarked_mean
 
     def onset(self, values: Floats, *, before: float, now: float) -> int:
-        """Return the first step from which all values are nearer to `now` than to `before`.
+        """Return the step number from which all values are nearer to `now` than to `before`.
 
-        values: [number of steps]. One step may be an exception.
+        values: [number of steps]. Single steps may be exceptions.
         """
         is_new = (values - before) / (now - before) >= 0.5
         first = len(values) - 1
@@ -431,7 +432,8 @@ class Window:
 def noise(values: Floats) -> float:
     """Return the robust spread of earlier steps' values about their trend; NaNs are ignored.
 
-    It is computed from differences of neighbours, whose variance is twice that of one value.
+    The spread is computed from differences of neighbours. The variance of a difference is twice the
+    variance of a value.
     """
     steps = np.diff(values[~np.isnan(values)])
     return MAD_TO_SD * float(np.median(np.abs(steps))) / 2**0.5 if steps.size else float("nan")

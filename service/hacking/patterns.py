@@ -69,7 +69,7 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A rise of the share of marked trajectories.
+    """A rise of the share of trajectories that show a pattern (marked trajectories).
 
     mark: [N], the marked trajectories that count. before, now: the share in the earlier and in the
     newest steps. onset: the step in which the rise began.
@@ -106,8 +106,8 @@ def _rise(
 ) -> _Seen | None:
     """Return the rise of the share of marked trajectories in the newest steps, or None.
 
-    among: the trajectories of which the share is taken. before: the share with which the newest is
-    compared; None uses the median of the earlier steps.
+    among: the trajectories of which the share is taken. before: the share with which the newest
+    share is compared; None uses the median share of the earlier steps.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)
@@ -127,7 +127,7 @@ def _rise(
 
 
 def _pays(window: Window, gains: Floats | None) -> bool:
-    """Return whether the mean gain is large enough, and large for its standard error."""
+    """Return whether the mean gain is large for the range of returns and for its standard error."""
     if gains is None:
         return False
     mean, error = float(gains.mean()), float(gains.std(ddof=1)) / len(gains) ** 0.5
@@ -135,10 +135,10 @@ def _pays(window: Window, gains: Floats | None) -> bool:
 
 
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
-    """Return whether marked trajectories earn more in the newest steps than before.
+    """Return whether marked trajectories of the newest steps earn more than earlier trajectories.
 
-    Use it only for a mark that no honest trajectory has, if too few unmarked trajectories remain
-    for a comparison.
+    Use this only for a mark that no honest trajectory has, if too few unmarked trajectories remain
+    for `_pays`.
     """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
@@ -227,9 +227,9 @@ def _equal_answers(window: Window) -> Finding | None:
 
 
 def _most_frequent(answers: Ints, tasks: Ints, among: Bools) -> tuple[int | None, int, float]:
-    """Return the answer that most tasks have, the number of these tasks, and its share.
+    """Return the answer of the most tasks, the number of these tasks, and the answer's share.
 
-    The share is that of trajectories with this answer.
+    The share is taken of the trajectories in `among`. Without trajectories, return None, 0 and 0.
     """
     if not among.any():
         return None, 0, 0.0
@@ -351,7 +351,7 @@ def _range(window: Window, name: str) -> float:
 
 
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
-    """Return a component's fall as a share of its range, and its earlier value; else None.
+    """Return a component's fall as a share of `width`, and its earlier value; None without a fall.
 
     Compare the newest value with all earlier steps, and then with only the last LATELY_STEPS: a
     component that rose while the policy learnt has a wide spread over all steps. A fall within the
@@ -444,7 +444,7 @@ def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
 
 
 def _growth_of_all(window: Window, mark: Bools) -> float:
-    """Return the growth of the share of marked trajectories among all rollouts."""
+    """Return how much the share of marked trajectories among all rollouts has grown."""
     totals = window.num_rollouts
     counts = np.bincount(window.place[mark & window.is_graded], minlength=len(window.steps))
     with np.errstate(invalid="ignore"):

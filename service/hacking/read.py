@@ -92,7 +92,7 @@ Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 
 def kept_of(journal: OpenJournal) -> list[Line]:
-    """Read the records that the run has kept. Raises: OSError."""
+    """Read the records that a journal's run has kept. Raises: OSError."""
     if journal.run_dir is None:
         return []
     places = {(file.step, file.term) for file in journal.files}

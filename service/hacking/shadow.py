@@ -90,14 +90,14 @@ class ShadowVerifier:
         }
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
-        """Return whether the score reaches VERIFIED; without a score, return `score`'s result."""
+        """Return whether the score is at least VERIFIED; if there is no score, as `score`."""
         score = await self.score(trajectory)
         return score >= VERIFIED if isinstance(score, float) else score
 
     async def score(self, trajectory: Trajectory) -> float | str | None:
         """Score a trajectory's last reply with the function.
 
-        Returns: the score; a text with the reason if there is none; None if the function returned
+        Returns: the score; a text with the reason if scoring failed; None if the function returned
         None.
         """
         columns = self._columns(trajectory)
@@ -130,10 +130,10 @@ class ShadowVerifier:
         *,
         extras: frozenset[str] = frozenset(),
     ) -> _Found | str:
-        """Call the function with the settings that the run has for a trajectory.
+        """Call the function by `ask`, with the run's settings for the trajectory's environment.
 
-        extras: see `RewardFunction.check`. Returns: the answer; a text with the reason if there is
-        none.
+        extras: see `RewardFunction.check`. Returns: the answer of `ask`; a text with the reason if
+        the call failed.
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.

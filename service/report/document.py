@@ -31,7 +31,7 @@ IN_FLIGHT = "nothing in flight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A guarantee of the run: `name` states it, and `text` says how it was violated."""
+    """A guarantee of the run. `name` states the guarantee, and `text` describes a violation."""
 
     name: str
     is_kept: bool
@@ -186,7 +186,7 @@ def _resumes_and_memory(summary: RunSummary) -> str:
 
 
 def _statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Return the values from which the known statistics are computed, each with its explanation."""
+    """Return the values that the known statistics measure, each value with its explanation."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS
@@ -372,7 +372,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
 
 
 def step_columns(records: Sequence[StepRecord]) -> Numbers:
-    """Return the values of each number of `step_numbers`, one per record; None if unknown."""
+    """Return a column for each number of `step_numbers`: a value per record, None if unknown."""
     columns: Numbers = {name: [] for record in records for name in step_numbers(record)}
     for record in records:
         known = step_numbers(record)

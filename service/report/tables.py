@@ -96,7 +96,7 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Return a table of the means over the first and over the last steps.
+    """Return a table with each name's means over the first and over the last steps.
 
     The tuple is empty if no step has a value.
     """
@@ -178,8 +178,8 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Return the texts without the first and last lines that all share, and without a shared end
-    marker.
+    """Return the texts without the first and last lines that all texts share, and without a shared
+    end marker.
 
     Example: _differing_lines(["to\n1 + 1?<|end|>", "to\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
     """
@@ -302,9 +302,9 @@ def words(name: str) -> str:
 
 
 def statistic_tables(totals: RunTotals) -> tuple[Table, ...]:
-    """Return a table for each group of statistics, with each one's first, extreme and last values.
+    """Return a table for each group of statistics: first, least, greatest and last values.
 
-    The prefix that a group's names share appears only in its caption.
+    The prefix that the names of a group share appears only in the table's caption.
     """
     tables = (_statistic_table(group, totals) for group in GROUPS)
     return tuple(table for table in tables if table.rows)
@@ -330,7 +330,7 @@ def _statistic_table(group: str, totals: RunTotals) -> Table:
 
 
 def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
-    """Return a table with the number of rollouts in each state and the limit of those in flight."""
+    """Return a table of the rollouts in flight by state, with their sum and the sum's limit."""
     if queue is None:
         return Table(caption="Window", header=(), rows=())
     in_flight = queue.ledger.in_flight
@@ -352,8 +352,8 @@ def _rest(in_flight: int, queue: QueueStats) -> int:
 
 
 def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
-    """Return a table of the rollouts that wait for a step, and of the time that each side has
-    waited.
+    """Return a table of the rollouts that wait for a step, and of the time that each side of the
+    queue has waited.
     """
     if queue is None:
         return Table(caption="Queue", header=(), rows=())
