@@ -366,7 +366,9 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return an answer's JSON object; an empty one if the body is not JSON, as a proxy's is."""
+    """Return the JSON object in an answer; an empty object if the body is not JSON (a proxy's
+    answer).
+    """
     try:
         found = answer.json()
     except ValueError:

@@ -150,7 +150,8 @@ class RemoteDirectory:
         return num_sent
 
     def download(self, directory: Path) -> Marker:
-        """Write the files into a local directory, compare each with the marker, and return it.
+        """Write the files into a local directory, compare each with the marker, and return the
+        marker.
 
         Raises: OSError if a local file cannot be written.
         """

@@ -51,7 +51,8 @@ KEY_MARK = "rk_"
 MAX_KEY_CHARACTERS = 512
 """Maximum length of a key in a request; a session's key is its name and 75 characters."""
 MAX_KEYS = 10_000
-"""Maximum number of keys of a run, including revoked keys; each API replica has all in memory."""
+"""Maximum number of keys of a run, including revoked keys; each API replica has all these keys in
+memory."""
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -59,7 +60,7 @@ class Scope(StrEnum):
     """The permissions of a named key; a session's keys (`session_key`) have their own."""
 
     CLIENT = "client"
-    """Submit tasks, read those of its tenant, create and reward sessions, sample, and upload."""
+    """Submit tasks, read its tenant's tasks, create and reward sessions, sample, and upload."""
     ADMIN = "admin"
     """Do the same as CLIENT for every tenant; stop and control the run; create and revoke keys."""
 

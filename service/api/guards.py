@@ -207,7 +207,7 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether the route at a path itself checks the key, which is that of a session."""
+    """Return whether the route at a path itself checks the key, because the key is a session's."""
     return _SESSION_PATH.match(path) is not None
 
 

@@ -179,7 +179,7 @@ def _problem_of(item: Mapping[str, Any]) -> str:
 
 
 def _message_of(item: Mapping[str, Any]) -> str:
-    """Return an error's message in JSON's terms, without the prefix that pydantic adds to ours."""
+    """Return an error's message in JSON's terms, without pydantic's prefix for our own errors."""
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return "there is no such field; check its name, or remove the field"
     message = str(item["msg"]).removeprefix("Value error, ")

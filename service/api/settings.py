@@ -45,7 +45,7 @@ class HttpSettings:
     object."""
     key_digest: str | None = None
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed unless the run has named
-    ones (`service.access.keys`)."""
+    keys (`service.access.keys`)."""
     key_file: Path | None = None
     """File with the first admin key, which the replicas read again; None: it does not change."""
     session_secret: str = field(default="", repr=False)

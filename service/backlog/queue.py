@@ -329,8 +329,8 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply that refuses tasks beyond the limits of their key; None if all are
-        within.
+        """Return the reply that refuses tasks beyond the limits of their key; None if all tasks are
+        within the limits.
         """
         name = new[0].key_name
         for limit, measure, count in (

@@ -165,7 +165,8 @@ class SubmissionTable:
 
         A submission whose rollouts were all evicted without a step is over once the newest
         checkpoint has these events, unless the queue of an older checkpoint may still have the
-        submission. Otherwise their number would grow without a limit while no step is trained.
+        submission. Otherwise the number of such submissions would grow without a limit while no
+        step is trained.
         Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
         undo. newest_event_seq: number of the newest checkpoint's last event.
         """
@@ -221,7 +222,7 @@ class SubmissionTable:
     def _counts(self, result: RolloutResult) -> bool:
         """Return whether an attempt is a rollout's last one.
 
-        A dropped attempt is not: it is repeated, or its rollout is evicted at once.
+        A dropped attempt is not the last one: it is repeated, or its rollout is evicted at once.
         """
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 

@@ -57,7 +57,7 @@ class ChatRequest:
     max_tokens: int | None = None
     """Maximum number of sampled tokens, >= 1; if None, the session's limit applies."""
     stop: tuple[str, ...] = ()
-    """Stop strings, none of them empty; the text is cut before the first that it contains."""
+    """Stop strings, which are not empty; the reply's text is cut before the first one in it."""
     references: tuple[Reference, ...] = ()
     """Parts of `messages` that the client named by an id; the session must still insert them."""
     ignored: tuple[str, ...] = ()
@@ -66,7 +66,9 @@ class ChatRequest:
     """The id of the turn that the messages follow; empty: the client sends the whole
     conversation."""
     keeps_tools: bool = False
-    """With `continues`: whether the tools are those of that turn; the request has none itself."""
+    """With `continues`: whether the request keeps the tools of that turn instead of sending its
+    own.
+    """
     instructions: str | None = None
     """Text of the request's `instructions`, a system message; None: the request has none. In a new
     conversation it is also the first of `messages`, unless it is empty. With `continues`, a text
@@ -76,7 +78,7 @@ class ChatRequest:
     is_auxiliary: bool = False
     """Whether the client marked this call as not part of the task (a title, a classifier)."""
     is_retry: bool = False
-    """Whether the client marked this request as a repeat of one that got no answer."""
+    """Whether the client marked this request as a repeat of a request that got no answer."""
     idempotency_key: str = ""
     """The idempotency key: requests with the same key are the same request. Empty: the client sent
     no key."""

@@ -266,8 +266,9 @@ def samples_of(
     Example: if turn 1 continues turn 0, and turn 2 begins another conversation, there are two
     samples: one of turns 0 and 1, one of turn 2.
 
-    Args: reward, components: the session's; the judged turn gets them, in addition to its own
-    reward. turn_rewards: by the number of the turn; those of untrained turns are ignored.
+    Args: reward, components: the session's reward and its parts, which the judged turn gets in
+    addition to its own reward. turn_rewards: rewards by the number of the turn; rewards of
+    untrained turns are ignored.
     judged: the number that the client named, as in `judged_of`.
     """
     builder = SampleBuilder(trajectory_id)

@@ -42,7 +42,7 @@ class ReplyText:
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
-        """Return whether the reply's prompt has a text, so that it cannot identify the reply."""
+        """Return whether the reply's prompt has a text, which then cannot identify the reply."""
         return any(_has_words(each, text) for each in _texts(self.history()))
 
 

@@ -260,7 +260,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         return SessionAnswer.of(await answer_or_problem(work), caller)
 
     async def _client(key: str) -> Caller | None:
-        """Return the caller of a key that is not a session's; None if the key is not known."""
+        """Return the caller for a key of a tenant or an admin; None if the key is not known."""
         caller = None if not key or session_of_key(key) else await callers.find(key)
         if caller is None or not caller.secret:
             return None

@@ -1,7 +1,7 @@
 """Sample the turns of a session: the prompt, the call of the engine, the turn, the reply.
 
-A prompt has the ids of the turn that the request continues, and those of its new messages. A reply
-is what the client receives; the raw ids are trained unchanged.
+A prompt consists of the ids of the turn that the request continues, and the ids of the request's
+new messages. A reply is what the client receives; the raw ids are trained unchanged.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class EngineClient:
         self._policy: PolicyClient | None = None
 
     async def sample(self, request: GenerateRequest, *, param: str) -> tuple[Turn, GenerateReply]:
-        """Sample a turn; if there is no engine, wait for one until the request's deadline.
+        """Sample a turn; if there is no engine, wait until there is one or the request's deadline
+        passes.
 
         param: the key of the client's body that a refusal of the prompt names. Raises: Refused.
         """
@@ -320,7 +321,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The prompt of a request's turn; the fields are those of `SessionTurn`."""
+    """The prompt of a request's turn; `SessionTurn` describes the fields."""
 
     token_ids: TokenIds
     """[P] int32, the whole prompt."""
@@ -392,8 +393,8 @@ def _shown(
 ) -> tuple[Message, bool, str]:
     """Return the message of a reply, whether it is malformed, and the stop string that cut it.
 
-    It is malformed if a call is unreadable, has arguments that are no JSON object, or an undeclared
-    tool. The stop string is empty if the text was not cut.
+    The reply is malformed if a call is unreadable, has arguments that are no JSON object, or names
+    an undeclared tool. The stop string is empty if the text was not cut.
 
     Readable calls are shown, also of an undeclared tool, so that the agent can report the error to
     its model. If calls are malformed and none is readable, the text is shown as it was sampled.

@@ -109,7 +109,7 @@ class Sessions:
         return reply
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Return the prompt's length for a request; sample and store nothing.
+        """Return the number of tokens of a request's prompt; sample and store nothing.
 
         Raises: Refused.
         """
@@ -168,7 +168,9 @@ class Sessions:
             return free[0].stored.member
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        """End a group's unclaimed sessions untrained; return their number, None without a group.
+        """End a group's unclaimed sessions untrained; return the number of these sessions.
+
+        Return None if there is no such group.
 
         sees: as in `view`. Raises: Refused.
         """

@@ -341,7 +341,7 @@ class SessionTree:
     def _is_another(node: Node, idempotency_key: str) -> bool:
         """Return whether a marked retry is a retry of another turn than this one.
 
-        It is if a client has sent this turn's reply back, or if the idempotency keys differ.
+        This is so if a client has sent this turn's reply back, or if the idempotency keys differ.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)

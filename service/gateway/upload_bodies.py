@@ -72,7 +72,8 @@ class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     finish_reason: FinishReason = FinishReason.STOP
     is_malformed: bool = False
     index: int | None = None
-    """Index of the turn in its trajectory, in the order of play; null in all: as listed."""
+    """Index of the turn in its trajectory, in the order of play; null in all turns: the order of
+    the list."""
     state_key: Annotated[str, Meta(max_length=MAX_ANSWER_CHARS)] | None = None
     """Text that is equal for turns in equal states (`algorithm.state_credit`); null: turns are in
     equal states if their observations have equal tokens."""

@@ -247,7 +247,7 @@ def _add_generate(app: FastAPI, port: Uploads, settings: HttpSettings) -> None:
     )
     async def generate(request: Request) -> Response:
         """Sample after a prompt of token ids, at the run's temperature; the body and the answer are
-        JSON or MessagePack. Without an engine it waits, for sessions.hold_s at most."""
+        JSON or MessagePack. Without an engine the request waits, at most sessions.hold_s."""
         caller = caller_of(request)
         raw, packed = await request.body(), is_packed(request.headers)
         facts = await answer_or_problem(port.policy_facts())

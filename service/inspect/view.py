@@ -63,11 +63,11 @@ MEANINGS: dict[TokenClass, str] = {
 class Token:
     """A token of a sample.
 
-    position: its index in the sample. text: its text on one line. turn: the turn that sampled it;
-    None if it was not sampled. logprob: the sampler's log-probability in nats; None if not
-    recorded. version: the policy version that sampled it. advantage: the value that the trainer
-    received. starts_branch: whether the history differs, from this token on, from the sample that
-    it should extend.
+    position: index of the token in the sample. text: the token's text on one line. turn: the turn
+    that sampled the token; None if it was not sampled. logprob: the sampler's log-probability in
+    nats; None if not recorded. version: the policy version that sampled the token. advantage: the
+    value that the trainer received. starts_branch: whether the history differs, from this token on,
+    from the sample that it should extend.
     """
 
     position: int

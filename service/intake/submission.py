@@ -53,7 +53,9 @@ class RolloutRequest:
     min_usable_samples: int | None = None
     """Number of usable rollouts that are enough to train; None if the group waits for all."""
     digest: str
-    """Digest of the request; a repeated request has the same digest, a changed one another."""
+    """Digest of the request; it is equal for a repeated request and differs for a changed
+    request.
+    """
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""

@@ -122,7 +122,7 @@ class UploadGroup:
     """Whether the group is complete, so that it can be submitted and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """Return the submission of a closed group, which is equal at each call.
+        """Return the submission of a closed group; every call returns an equal submission.
 
         key_name: name of the key of the client that closed the group.
         """

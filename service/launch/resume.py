@@ -50,7 +50,7 @@ def check_lease_free(run_dir: RunDir) -> None:
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
-    """Check the commits, newest first, until one can be read; return the faults of the others.
+    """Check the commits, newest first, until one can be read; return the faults of those before it.
 
     The result has a sentence for each commit that cannot be used, by the name of its directory.
     """

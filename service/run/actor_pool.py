@@ -44,10 +44,10 @@ class Member:
 
 
 class ActorPool:
-    """A pool that keeps its actors alive; each has the methods `run`, `ping` and `stop`.
+    """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The actors start with the pool, and play while `watch` runs, which a term awaits. A subclass has
-    the names of its kind of actors in ids and messages.
+    The actors start with the pool, and play while `watch` runs; a term awaits `watch`. A subclass
+    sets the names of its kind of actors for ids and messages.
     """
 
     part: Part

@@ -68,7 +68,8 @@ class CheckpointUploads:
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Copy the committed checkpoints, then end the thread; block for at most `limit_s` seconds.
 
-        writes_rest: whether to copy them; False if another process has taken over the run.
+        writes_rest: whether to copy the checkpoints that have not been copied; False if another
+        process has taken over the run.
         """
         if not writes_rest:
             self._is_lost.set()

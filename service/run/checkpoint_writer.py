@@ -48,8 +48,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: calls the trainer; if it was replaced and has other weights, publishes
-        these first.
+        call_trainer: calls the trainer; if the trainer was replaced and has other weights,
+        publishes those weights first.
         """
         self._handles, self._settings, self._call_trainer = handles, settings, call_trainer
         self.newest = Commit(
@@ -62,7 +62,8 @@ class CheckpointWriter:
         """The task that commits the last checkpoint once it is written; None if there is no such
         task."""
         self._requests: dict[asyncio.Future[Commit], int] = {}
-        """The requests without an answer, each with the newest step that was finished when it came.
+        """The requests without an answer, each with the step that was the newest finished one at
+        the time of the request.
         A checkpoint of that step or of a later one answers the request.
         """
         self._is_over = False
@@ -133,7 +134,8 @@ class CheckpointWriter:
     async def commit_when_written(self, step: int) -> None:
         """Take the queue's state after the step; commit it with the checkpoint in the next step.
 
-        Later events have higher numbers than those in this state, so they may be stored before it.
+        Events after this state have higher numbers than the events in it, so that they may be
+        stored before the commit.
         """
         version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
         self._writing = asyncio.create_task(
@@ -193,7 +195,7 @@ class CheckpointWriter:
         await self._handles.prune_checkpoints()
 
     async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
-        """Store a written checkpoint with the queue's state; the next term continues from these."""
+        """Store a written checkpoint with the queue's state; the next term continues from both."""
         curriculum = self._handles.curriculum
         await self._handles.recorder.checkpoint(
             step=commit.step,

@@ -318,7 +318,9 @@ class Publisher:
         self._text = text
         self._is_start = text is not None
         self._is_text_sent = False
-        """Whether the board has this text; until then it may have the text of an earlier term."""
+        """Whether the board has this term's text; before that it may have the text of an earlier
+        term.
+        """
         self._later_text: CheckText | None = None
         """The text of the checks after publications: the first text with the tokens that continue
         it. None before `check_start`, or if there is no text."""
@@ -327,7 +329,7 @@ class Publisher:
         self._clock = clock
         self._began_at = clock()
         self._spent_s = self._spent_short_s = 0.0
-        """Total seconds of the checks after publications: of all of them, and of the short ones."""
+        """Total seconds of all checks after publications, and total seconds of the short checks."""
         self._long_s = self._short_s = 0.0
         """Seconds of the last long check (at first, of `check_start`), and of the last short
         one."""

@@ -1,9 +1,9 @@
 """The environment actors of one term: a pool that plays rollouts and evaluations.
 
-If an actor dies, the rollouts of its share are missing from the evaluation and are not played
-again. The file of an evaluation is meant for people: if it cannot be written, the user gets one
-notice and the run continues. Lines are read one after another from the object store, so that memory
-holds only one line. `rayloom evaluate` uses `play` without a pool.
+If an actor dies, the rollouts that it was to play are missing from the evaluation; they are not
+played again. The file of an evaluation is meant for people: if it cannot be written, the user gets
+one notice and the run continues. Lines are read one after another from the object store, so that
+memory holds only one line. `rayloom evaluate` uses `play` without a pool.
 """
 
 from __future__ import annotations

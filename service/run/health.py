@@ -354,7 +354,9 @@ class FailureWatch:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._streak: int | None = None
-        """`FailedGroups.num_usable_before` of the counted failures; None if there are none."""
+        """The value of `FailedGroups.num_usable_before` for the counted failures; None without
+        failures.
+        """
         self._failing_since = 0.0
         self._num_uncounted = 0
         """Number of failed groups when an engine was last missing; these groups do not count."""

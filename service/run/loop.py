@@ -207,7 +207,7 @@ class Loop:
         self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
-        """Wait for a step's closed groups and return them; None if the run ends before."""
+        """Wait for a step's closed groups and return them; return None if the run ends first."""
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
             if self._checkpoints.is_requested:
@@ -226,7 +226,7 @@ class Loop:
         return None
 
     async def _take_step(self) -> StepInput | None:
-        """Wait up to POLL_S for a step's closed groups and return them, or None.
+        """Wait up to POLL_S for a step's closed groups and return them; return None if none came.
 
         While training is paused, wait for its resume and return None.
         """

@@ -155,7 +155,7 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the offers to send in the next call; the keys are the futures of their replies."""
+        """Return the offers to send in the next call, by the future of each offer's reply."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:

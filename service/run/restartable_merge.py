@@ -31,7 +31,7 @@ FETCH_DEADLINE_S = 60.0
 class RestartableMerge:
     """The merge actor's calls; a lost actor is replaced.
 
-    They raise PayloadsLost, and ActorLost after MAX_ATTEMPTS; `build` also raises ScoresLost.
+    The calls raise PayloadsLost, and ActorLost after MAX_ATTEMPTS; `build` also raises ScoresLost.
     """
 
     def __init__(

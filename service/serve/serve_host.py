@@ -62,7 +62,7 @@ class _Attempts:
         return PAUSES_S[min(self._num_pauses, len(PAUSES_S)) - 1]
 
     def failed(self, watcher: SupervisorWatcher | None) -> float | None:
-        """Count a failed run. Returns: seconds to wait; None if it has failed too often.
+        """Count a failed run. Returns: seconds to wait; None if the run has failed too often.
 
         Args: watcher: the watcher of the failed run.
         """

@@ -97,9 +97,10 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Reserve as many new numbers for each tenant as `num_of` says.
+    """Reserve new numbers for each tenant. num_of: the count for each tenant.
 
-    Returns: the newest number of each tenant before this call, without tenants that had none.
+    Returns: the newest number of each tenant before this call; tenants without a number are left
+    out.
     """
     if not num_of:
         return {}

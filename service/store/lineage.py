@@ -1,4 +1,5 @@
-"""Find the surviving rows of a run: those of the newest term, and those from which it continued.
+"""Find the surviving rows of a run: the newest term's, and the earlier ones from which it
+continued.
 
 If a term starts from a checkpoint c of an earlier term, the earlier term's steps up to c survive,
 and its events up to the last event in c. The later rows of the earlier term are superseded. The
@@ -195,7 +196,7 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 
 
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
-    """Return the mean return at each step, divided by the best possible return if that is known.
+    """Return the mean return at each step, divided by the best possible return if this is known.
 
     Returns: a pair for each step. The pair is True and the mean of the scheduled evaluation, or
         False and the mean of the training rollouts if there was no such evaluation; so the pair of
@@ -353,7 +354,8 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the terms that it continued from, newest first.
 
-    Returns: each term, with its checkpoint from which the later term continued; None for `term`.
+    Returns: pairs of a term and its checkpoint from which the later term continued; the checkpoint
+        of `term` itself is None.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

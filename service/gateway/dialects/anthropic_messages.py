@@ -161,7 +161,9 @@ def read(
 
 
 def _continued(value: object) -> str:
-    """Return the id of the turn that a thread continues; empty if the messages are all of it."""
+    """Return the id of the turn that a thread continues; empty if the thread begins with this
+    request.
+    """
     thread = {"type": "create"} if value is None else read_object(value, "thread")
     found = read_text(thread.get("type"), "thread.type")
     if found == "create":

@@ -118,7 +118,9 @@ def read_fields(
 
 
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
-    """Record an ignored parameter. Raises: Refused if `ignored` is None or has too many."""
+    """Record an ignored parameter. Raises: Refused if `ignored` is None or has too many
+    parameters.
+    """
     if ignored is None:
         raise unsupported(where, why)
     if len(ignored) >= MAX_IGNORED:
@@ -337,7 +339,7 @@ def make_call(
 ) -> ToolCall:
     """Read a call in the history that a client sends.
 
-    arguments: an object, or its JSON text. key: the call's field that has them.
+    arguments: an object, or its JSON text. key: name of the call's field that has the arguments.
     """
     return ToolCall(
         name=read_text(name, f"{where}.name"),
@@ -382,7 +384,10 @@ def _in_json(found: re.Match[str]) -> str:
 
 
 def read_turn_id(value: object, where: str, *, prefix: str) -> str:
-    """Read the id of an answer; return that of its turn. prefix: begins the ids of answers."""
+    """Read the id of an answer, and return the id of its turn.
+
+    prefix: text with which the ids of answers begin; the rest is the turn's id.
+    """
     found = read_text(value, where)
     turn_id = found.removeprefix(prefix)
     if not turn_id or turn_id == found:

@@ -47,7 +47,7 @@ def shown_calls(reply: ChatReply) -> list[tuple[str, str, str]]:
 
 
 def shown_tokens(reply: ChatReply) -> dict[str, Any]:
-    """Return `token_ids` and `token_logprobs` if the session shows them; null: not recorded."""
+    """Return `token_ids` and `token_logprobs` if the session shows them; null if not recorded."""
     shown: dict[str, Any] = {}
     if reply.sampled_token_ids is not None:
         shown["token_ids"] = reply.sampled_token_ids.tolist()

@@ -127,7 +127,9 @@ class SessionPlayer:
         return None if found is None else found.turn.number
 
     def trajectory(self, tree: SessionTree | None = None) -> Trajectory:
-        """What it is if it ends now. tree: its tree, rebuilt."""
+        """Return the trajectory of the session as if it ended now. tree: the session's rebuilt
+        tree.
+        """
         stored = StoredSession(
             id="s-0", submission_id="s", member=0, spec=SPEC,
             keys=SessionKeys(agent="", reward=""), created_at=0.0, end=session_end(),
