@@ -90,8 +90,8 @@ def check_prompt_ids(
         raise ConfigError(
             f"tasks: {what} contains {renderer.decode(prompt[prompt == highest][:1])!r}, token "
             f"{highest} of the tokenizer, and the model has only {vocabulary} tokens (vocab_size); "
-            "leave the text out, or resize the model's embedding (resize_token_embeddings of "
-            "transformers)"
+            "remove this text from the task, or resize the model's embedding "
+            "(resize_token_embeddings of transformers)"
         )
 
 
