@@ -63,9 +63,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 class ApiError(Exception):
     """The API refused a request; the message has the reason and the remedy.
 
-    status: HTTP status. code: code of the problem for programs; empty if the answer is not a
-    problem. problem: the whole problem document. retry_after_s: the answer's Retry-After in
-    seconds.
+    status: HTTP status. code: stable code of the error, for programs; empty if the answer is not a
+    problem document (RFC 9457). problem: the whole problem document. retry_after_s: the answer's
+    Retry-After in seconds; None if it has none.
 
     Example:
         ```python
@@ -156,10 +156,10 @@ class Client:
     ) -> SubmitAnswer:
         """Submit tasks, and return the answer; either all tasks are accepted or none is.
 
-        A task that was accepted before is not repeated.
+        A task whose id was accepted before is not played again.
 
-        waits_for_room: whether to wait without a limit until a full backlog has room; otherwise
-        raise ApiError.
+        waits_for_room: if the backlog is full, wait until it has room, without a time limit; if
+        False, raise ApiError instead.
         """
         body = SubmitBody(
             environment=environment, num_samples=num_samples, batch=batch, tasks=list(tasks)
@@ -174,7 +174,10 @@ class Client:
         )
 
     def rollout(self, task_id: str, *, wait_s: int = 0) -> RolloutAnswer:
-        """Return the state of a task. wait_s: seconds to wait for its end; the API limits them."""
+        """Return the state of a task.
+
+        wait_s: seconds to wait for the end of the task first; the API has an upper limit.
+        """
         return self._ask(
             "GET", f"{PREFIX}/rollouts/{task_id}", RolloutAnswer, headers=_prefer(wait_s)
         )
@@ -212,7 +215,10 @@ class Client:
     # -- the run ------------------------------------------------------------------------------
 
     def feed(self, *, after: int = 0, limit: int = 100, wait_s: int = 0) -> FeedAnswer:
-        """Return the feed's entries after number `after`. wait_s: seconds to wait for an entry."""
+        """Return the entries with numbers above `after` of the run's feed of events.
+
+        wait_s: if there is no such entry yet, seconds to wait for one.
+        """
         return self._ask(
             "GET",
             f"{PREFIX}/feed",
@@ -222,7 +228,7 @@ class Client:
         )
 
     def follow(self, *, after: int = 0) -> Iterator[EntryAnswer]:
-        """Yield the feed's entries after number `after`, and then new ones forever."""
+        """Yield the feed's entries with numbers above `after`, and then each new entry, forever."""
         while True:
             page = self.feed(after=after, limit=1000, wait_s=WAIT_S)
             yield from page.entries
@@ -257,12 +263,15 @@ class Client:
     def create_sessions(
         self, body: SessionsBody, *, idempotency_key: str | None = None
     ) -> SessionsAnswer:
-        """Create and return a group of sessions; a repeated body returns the same sessions."""
+        """Create and return a group of sessions; the same body again returns the same sessions."""
         headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
         return self._ask("POST", f"{PREFIX}/sessions", SessionsAnswer, body=body, headers=headers)
 
     def session(self, session_id: str, *, wait_s: int = 0) -> SessionAnswer:
-        """Return the state of a session. wait_s: seconds to wait for its opening or end."""
+        """Return the state of a session.
+
+        wait_s: seconds to wait first until a queued session opens or an open session ends.
+        """
         return self._ask(
             "GET", f"{PREFIX}/sessions/{session_id}", SessionAnswer, headers=_prefer(wait_s)
         )
@@ -377,7 +386,10 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
-    """Return a parsed answer, without fields that a newer service has added. Raises: NoAnswer."""
+    """Parse an answer; ignore unknown fields, which a newer service may have added.
+
+    Raises: NoAnswer if the answer is not of this type.
+    """
     try:
         return kind.model_validate_json(answer.content, extra="ignore")
     except ValidationError as error:

@@ -1,10 +1,10 @@
 """Keys of a run's API: named keys with permissions, tenants and limits, and the keys of sessions.
 
 `Rates` counts requests against the limits. Plain values, no HTTP, no Ray. Invariant: a raw named
-key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random bits, so that a
-plain digest is as safe as a slow one, and a look-up in a dict as safe as a comparison in constant
-time: its duration depends only on digests, and an attacker who does not know a key cannot choose a
-digest.
+key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random bits. Therefore
+a plain SHA-256 is as safe as a slow password hash, and a look-up of the digest in a dict as safe as
+a comparison in constant time: the duration of the look-up depends only on digests, and an attacker
+who does not know a key cannot choose its digest.
 """
 
 from __future__ import annotations
@@ -27,21 +27,27 @@ from actors.limits import STRICT, Positive, Rate
 # another tenant can neither take nor discover them. The run's own ids have no mark.
 MARK = "~"
 WHOLE_PATTERN = r"^(?:[A-Za-z0-9_.-]{0,63}~)?[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-"""Pattern of a caller's own id, or of an id with its tenant."""
+"""Pattern of the id of a task or session in a request: ID, TENANT~ID, or ~ID for the run's own."""
 
 
 def whole_id(tenant: str, own: str) -> str:
-    """Return the id within the run for a tenant's own id. tenant: empty for the run itself."""
+    """Return the run-wide id of a tenant's task or session. Example: acme, task-9 -> acme~task-9
+
+    tenant: empty if the run itself is the owner; the run-wide id is then `own` itself.
+    """
     return f"{tenant}{MARK}{own}" if tenant else own
 
 
 def tenant_of(whole: str) -> str:
-    """Return an id's tenant, empty for the run's own. Example: acme~task-9 -> acme"""
+    """Return the tenant in a run-wide id. Example: acme~task-9 -> acme
+
+    The tenant is empty if the run itself is the owner.
+    """
     return whole.rpartition(MARK)[0]
 
 
 def own_id(whole: str) -> str:
-    """Return the tenant's own id. Example: acme~task-9 -> task-9"""
+    """Return a run-wide id without its tenant. Example: acme~task-9 -> task-9"""
     return whole.rpartition(MARK)[2]
 
 
@@ -49,7 +55,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 KEY_MARK = "rk_"
 """Prefix of every named key, so that scanners of secrets can recognise one."""
 MAX_KEY_CHARACTERS = 512
-"""Maximum length of a key in a request; a session's key is its name and 75 characters."""
+"""Maximum length of a key in a request; a session's key has 75 characters more than its name."""
 MAX_KEYS = 10_000
 """Maximum number of keys of a run, including revoked keys; each API replica has all these keys in
 memory."""
@@ -57,12 +63,14 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 class Scope(StrEnum):
-    """The permissions of a named key; a session's keys (`session_key`) have their own."""
+    """The permissions of a named key. A session's keys (`session_key`) have other permissions."""
 
     CLIENT = "client"
-    """Submit tasks, read its tenant's tasks, create and reward sessions, sample, and upload."""
+    """May submit tasks, create and reward sessions, sample, upload trajectories, and read what its
+    tenant owns."""
     ADMIN = "admin"
-    """Do the same as CLIENT for every tenant; stop and control the run; create and revoke keys."""
+    """May do the same as CLIENT for every tenant, stop and control the run, and create and revoke
+    keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +115,8 @@ class NamedKey:
     """SHA-256 of the key, hexadecimal."""
     scope: Scope
     tenant: str = ""
-    """Owner of the key's tasks and sessions; empty: the run itself, only for an admin's key."""
+    """Owner of all tasks and sessions that are created with the key. Empty: the run itself is the
+    owner; only an admin's key may have no tenant."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     created_at: float
     """Time of the creation, in seconds since 1970."""
@@ -117,8 +126,10 @@ class NamedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The sender of a request: the holder of a named key or of the first admin key, or anyone if
-    no key is required.
+    """The sender of a request, with the permissions that the request's key gives.
+
+    The key is a named key, or the first admin key, with which the operator starts the service and
+    which has no name. If the API requires no key, anyone is an admin.
     """
 
     name: str = ""
@@ -139,10 +150,10 @@ class Caller:
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
-        """Return the id within the run for an id that this caller uses.
+        """Return the run-wide id, with its tenant, for an id in this caller's request.
 
-        An admin may give the id of any tenant's task or session, as TENANT~ID, or as ~ID if it is
-        the run's own. A client that gives another tenant's id gets an id that does not exist.
+        An admin may name any tenant's task or session, as TENANT~ID, or as ~ID if the run itself is
+        the owner. If a client names another tenant's id, return an id that nothing has.
         """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):
@@ -150,7 +161,10 @@ class Caller:
         return whole_id(self.tenant, name)
 
     def shown(self, whole: str) -> str:
-        """Return the id that this caller uses for an id within the run; `whole` is the inverse."""
+        """Return a run-wide id as this caller writes it: without the tenant if it is the caller's.
+
+        `whole` is the inverse.
+        """
         tenant = tenant_of(whole)
         return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"
 
@@ -158,7 +172,7 @@ class Caller:
 def may_see(sees: str | None, tenant: str) -> bool:
     """Return whether a caller may see a tenant's tasks and sessions.
 
-    sees: the caller's `Caller.sees`.
+    sees: the only tenant that the caller may see; None: the caller may see all (`Caller.sees`).
     """
     return sees is None or sees == tenant
 
@@ -169,7 +183,7 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 of a key, hexadecimal: the key itself is not stored."""
+    """Return the SHA-256 of a key, hexadecimal. It is stored instead of the key."""
     return sha256(key.encode()).hexdigest()
 
 
@@ -186,7 +200,8 @@ AGENT, REWARD = "agent", "reward"
 def session_key(client_key: str, session_id: str, scope: str) -> str:
     """Return a session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
 
-    Args: client_key: the run's secret if the API requires no key. scope: agent or reward.
+    Args: client_key: raw key of the client that creates the session; the run's secret if the API
+    requires no key. scope: "agent" or "reward".
     """
     text = f"rayloom session\n{scope}\n{session_id}"
     mark = hmac.new(client_key.encode(), text.encode(), sha256).hexdigest()
@@ -194,14 +209,20 @@ def session_key(client_key: str, session_id: str, scope: str) -> str:
 
 
 def session_of_key(key: str) -> str:
-    """Return the session that a key names, or ''. Example: rl.agent.task-9-3.f00… -> task-9-3"""
+    """Return the session's id in a session's key. Example: rl.agent.task-9-3.f00… -> task-9-3
+
+    Return '' if the key is not a session's key.
+    """
     kind, _, rest = key.partition(".")
     _, _, rest = rest.partition(".")
     return rest.rpartition(".")[0] if kind == "rl" else ""
 
 
 def check_key(name: str, scope: Scope, tenant: str) -> None:
-    """Check a new key's fields. Raises: ValueError for a bad name, or a bad or missing tenant."""
+    """Check the fields of a new named key.
+
+    Raises: ValueError for an invalid name or tenant, or if a client's key has no tenant.
+    """
     for what, text in (("name", name), ("tenant", tenant)):
         if not _NAME.match(text) and (text or what == "name"):
             raise ValueError(
@@ -215,7 +236,7 @@ def check_key(name: str, scope: Scope, tenant: str) -> None:
 
 
 class KeyBook:
-    """The keys of a run, as they were last read."""
+    """The named keys of a run, as last read from its store, for look-ups by digest or name."""
 
     def __init__(self, keys: Iterable[NamedKey] = ()) -> None:
         self._by_digest: dict[str, NamedKey] = {}
@@ -223,7 +244,7 @@ class KeyBook:
         self.update(keys)
 
     def update(self, keys: Iterable[NamedKey]) -> None:
-        """Replace all keys."""
+        """Replace all keys by newly read ones."""
         self._by_name = {key.name: key for key in keys}
         self._by_digest = {
             key.digest: key for key in self._by_name.values() if key.revoked_at is None
@@ -234,7 +255,7 @@ class KeyBook:
         return len(self._by_name)
 
     def find(self, digest: str) -> NamedKey | None:
-        """Return the key with this digest; None if there is none, or it was revoked."""
+        """Return the key with this digest; None if no key has it, or the key was revoked."""
         return self._by_digest.get(digest)
 
     def is_revoked(self, name: str) -> bool:
@@ -243,7 +264,7 @@ class KeyBook:
         return key is not None and key.revoked_at is not None
 
     def limits_of(self, name: str) -> KeyLimits:
-        """Return a key's own limits; no limits if there is no such key."""
+        """Return the limits that a key itself has; `NO_LIMITS` if no key has this name."""
         key = self._by_name.get(name)
         return NO_LIMITS if key is None else key.limits
 
@@ -253,15 +274,18 @@ MAX_BUCKETS = 4096
 
 
 class Rates:
-    """Token buckets by name. Belongs to one event loop; each process counts separately."""
+    """Rate limits by token buckets, one bucket for each name, such as the name of a key.
+
+    Belongs to one event loop; each process counts separately.
+    """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._buckets: dict[str, tuple[float, float]] = {}
-        """The number of remaining tokens and the time of that count, by name."""
+        """The number of tokens in each bucket and the time at which it was counted, by name."""
 
     def take(self, name: str, *, per_s: float, burst: float) -> int:
-        """Take a token and return 0; if there is none, return the whole seconds until the next one.
+        """Take a token and return 0; if the bucket is empty, return the seconds until the next one.
 
         per_s: tokens that are added per second. burst: tokens of a full bucket; at least 1.
         Example: per_s=0.5, burst=1 -> 0 at the first call, 2 at the next.

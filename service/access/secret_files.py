@@ -1,8 +1,9 @@
 """A secret in a file that may be replaced while the process runs, as Kubernetes replaces it.
 
-Invariant: `value()` never raises. If the file is missing, empty or invalid, the last valid value
-stays in use; the first such reading is logged, and each is counted. No message contains the file's
-text. The API's replicas and the database's connections use it; plain files, no HTTP, no Ray.
+Invariant: `SecretFile.value()` never raises. If the file is missing, empty or invalid, the last
+valid value stays in use; the first of several failures in a row is logged, and every failure is
+counted. No message contains the file's text. The API's replicas use it for keys, and the database's
+connections for the database's URL. No HTTP, no Ray.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class SecretFile(Generic[Value]):
         value: Value,
         count_failure: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start with `value`; `value()` reads the file.
+        """Start with the given value; the first call of the method `value` reads the file.
 
-        Args: parse: gets the text without spaces around it; raises ValueError for an invalid text;
-        its message must not contain the text. count_failure: called after each failed reading.
+        Args: parse: makes a value of the file's text without the spaces around it; raises
+        ValueError for an invalid text, with a message that does not contain the text.
+        count_failure: called each time that the file cannot be read or is invalid.
         """
         self._file, self._parse = file, parse
         self._value, self._count_failure = value, count_failure
@@ -47,7 +49,7 @@ class SecretFile(Generic[Value]):
         self._is_failing = False
 
     def value(self) -> Value:
-        """Return the value; first read the file if its last reading is older than FRESH_S."""
+        """Return the newest valid value; first read the file if that was FRESH_S seconds ago."""
         with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= FRESH_S:
@@ -75,7 +77,7 @@ class SecretFile(Generic[Value]):
 def read_secret(file: Path) -> str:
     """Return a file's text without the spaces and line ends around it.
 
-    Raises: OSError; ValueError if it is empty, too long or no text.
+    Raises: OSError; ValueError if the file is empty, larger than MAX_BYTES or not text in UTF-8.
     """
     with file.open("rb") as opened:
         content = opened.read(MAX_BYTES + 1)

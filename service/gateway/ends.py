@@ -1,8 +1,9 @@
-"""The rules by which sessions end, and by which an ended session becomes a trajectory; pure.
+"""The rules by which sessions end, and by which an ended session becomes a trajectory.
 
 The rules decide the outcome, which turns are trained, and which of them gets the session's reward.
-Titles, and conversations that quote an earlier reply, are found by their text. Used by
-`service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
+Calls that only make a title for a conversation, and conversations that quote an earlier reply, are
+found by their text. All functions are pure. Used by `service.gateway.session`, and by
+`service.gateway.sessions` for the trajectory.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ _WHY_LEFT_OUT = {
 
 
 def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
-    """Return the end of a session that its client did not finish. at: seconds since 1970."""
+    """Return the end of a session that expired or was discarded, without its client's finish.
+
+    why: text for people. at: time of the end, in seconds since 1970.
+    """
     is_expired = status is SessionStatus.EXPIRED
     return SessionEnd(
         status=status,
@@ -65,9 +69,10 @@ def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
 def overdue(
     stored: StoredSession, *, last_request_at: float, is_sampling: bool, now: float
 ) -> SessionEnd | None:
-    """Return the end of a session whose time limit has passed, or None if it has time left.
+    """Return the end of a session that has exceeded a time limit, or None if it has not.
 
-    last_request_at, now: seconds since 1970.
+    last_request_at, now: seconds since 1970. is_sampling: whether a turn is being sampled; the
+    session is then not idle.
     """
     if stored.end is not None:
         until = stored.end.reward_until
@@ -92,10 +97,10 @@ def overdue(
 
 
 def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | None) -> Outcome:
-    """Return the outcome of a session for which the client states no outcome.
+    """Derive a session's outcome from its turns, because the client states no outcome.
 
-    Args: refusal: the session's newest refusal for a limit, if any. judged: number of the turn
-    that the client named for the reward, or None.
+    Args: refusal: the session's newest request that was refused because of a limit, if any.
+    judged: number of the turn that the client named for the reward, or None.
     """
     counted = trained(tree)
     main = judged_of(tree, counted, judged)
@@ -116,9 +121,10 @@ def _is_ended_by(
     judged: Node,
     named: int | None,
 ) -> bool:
-    """Return whether a refused request is the last event of the judged conversation.
+    """Return whether the refusal of a request was the last event of the judged conversation.
 
-    Args: counted, named: as in `judged_of`.
+    Args: refusal: a refusal because of a limit. counted: the trained turns. judged: the turn that
+    gets the session's reward. named: number of the turn that the client named for it, or None.
     """
     if refusal.num_turns is None:
         return True
@@ -133,7 +139,11 @@ def _is_ended_by(
 def check_turns(
     tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
 ) -> None:
-    """Check that the session has the named turns and trains them. Raises: Refused."""
+    """Check that all turns that a client rewards exist and are trained. Raises: Refused.
+
+    Args: turn_rewards: rewards by the number of the turn. judged: number of the turn that the
+    client named for the session's reward, or None.
+    """
     num_turns, without = tree.num_turns, left_out(tree)
     for param, named in (
         ("turn_rewards", sorted(turn_rewards)),
@@ -157,7 +167,7 @@ def check_turns(
 
 
 def totals_of(tree: SessionTree) -> SessionTotals:
-    """Return the totals of a session's turns."""
+    """Count a session's turns and sampled tokens, as the session's state shows them."""
     counted, without = trained(tree), left_out(tree)
     ignored = Counter(name for turn in tree.turns for name in turn.ignored)
     return SessionTotals(
@@ -181,8 +191,8 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the refusal of an end or reward if the session has ended, or is being ended,
-    differently.
+    """Return the refusal of a request that ends or rewards a session, if the session has already
+    ended, or is being ended, in another way.
     """
     end = stored.end
     how = (
@@ -199,12 +209,15 @@ def ended_otherwise(stored: StoredSession) -> Refused:
 
 
 def stopping() -> Refused:
-    """Return the refusal of a gateway that is being stopped; the next gateway answers a retry."""
+    """Return the refusal of any request while the gateway stops; the next one answers a retry."""
     return unavailable("the gateway is being stopped; send the request again")
 
 
 def left_out(tree: SessionTree) -> dict[int, LeftOutReason]:
-    """Return the turns that are not trained if the session ends now, by number and in order."""
+    """Return why each untrained turn is untrained, by its number, if the session ends now.
+
+    The numbers are ascending.
+    """
     topics = _topics_of(tree.nodes) if tree.leaves_titles_out else {}
     found: dict[int, LeftOutReason] = {}
     for node in tree.nodes:
@@ -268,8 +281,8 @@ def samples_of(
 
     Args: reward, components: the session's reward and its parts, which the judged turn gets in
     addition to its own reward. turn_rewards: rewards by the number of the turn; rewards of
-    untrained turns are ignored.
-    judged: the number that the client named, as in `judged_of`.
+    untrained turns are ignored. judged: number of the turn that the client named for the session's
+    reward; None: `judged_of` chooses it.
     """
     builder = SampleBuilder(trajectory_id)
     counted, by_turn = trained(tree), turn_rewards or {}
@@ -302,7 +315,7 @@ def trajectory_of(
 ) -> Trajectory:
     """Make the trajectory of a session's rollout; may run in a thread.
 
-    oldest_version: a trajectory with a token of an older policy version becomes stale.
+    oldest_version: if an older policy version sampled a token, the outcome is STALE.
     """
     end = stored.end
     assert end is not None, "a trajectory of a session that is not over"
@@ -335,10 +348,10 @@ def trajectory_of(
 def _final_outcome(
     trajectory: Trajectory, end: SessionEnd, oldest_version: int
 ) -> tuple[Outcome, str]:
-    """Return the outcome of a session's trajectory, and a detail for people.
+    """Return the outcome of a session's trajectory, and the reason for it, a text for people.
 
-    The session's own outcome is replaced if nothing can be trained, a reward is missing, or a
-    sample is older than oldest_version.
+    This is the session's outcome unless nothing can be trained, a reward is missing, or a token was
+    sampled by a policy version older than `oldest_version`.
     """
     versions = trajectory.versions
     if end.status is SessionStatus.FINISHED and not trajectory.samples:
@@ -352,7 +365,7 @@ def _final_outcome(
 
 
 def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
-    """Return the roots by the first user text in them."""
+    """Return the first turns of all conversations, by the first user text in their messages."""
     found: dict[str, list[Node]] = {}
     for root in nodes:
         if root.parent is None and (texts := user_texts(root.turn.new_messages)):
@@ -361,7 +374,10 @@ def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
 
 
 def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]]) -> bool:
-    """Return whether a turn's only purpose is the title of a conversation that continued."""
+    """Return whether a turn only made a title for another conversation, which then continued.
+
+    topics: the first turns of conversations, by their first user text.
+    """
     if not node.is_alone or _is_quoting(node, nodes) or _is_used(node, nodes):
         return False
     roots = (each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ()))
@@ -372,12 +388,12 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 
 
 def _starts_over(node: Node, root: Node) -> bool:
-    """Return whether the conversation at `root` repeats the one that consists of `node`.
+    """Return whether the conversation that begins with `root` repeats the single turn `node`.
 
-    This is true in two cases. In the first case, both have the same tools, and the messages at
-    `root` begin with those of `node`, followed by nothing or by a message of the assistant. In the
-    second case, an assistant message at `root` quotes the reply of `node`: the client may have
-    rewritten the reply.
+    This is true in two cases. In the first case, both have the same tools, and the messages of
+    `root` begin with the messages of `node`, followed by nothing or by an assistant message. In the
+    second case, an assistant message of `root` quotes the reply of `node`, which the client may
+    have rewritten.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -428,7 +444,10 @@ def _is_quoting(root: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _newest_quoted(messages: Sequence[Message], nodes: Sequence[Node]) -> Node | None:
-    """Return the newest turn whose reply, or a part of it, is in messages."""
+    """Return the newest of the turns whose replies the messages quote, whole or in part.
+
+    Return None if the messages quote no reply.
+    """
     prompt = PromptText(messages)
     found = (node for node in reversed(nodes) if prompt.quotes(node.reply))
     return next(found, None)

@@ -14,7 +14,7 @@ DIALECTS = (OPENAI_CHAT, ANTHROPIC_MESSAGES, OPENAI_RESPONSES)
 
 
 def dialect_at(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Return the dialect of a client by the path and headers of its request.
+    """Return the dialect that a client uses, found by the path and headers of its request.
 
     headers: their names may have any case.
     """

@@ -176,7 +176,10 @@ def _continued(value: object) -> str:
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """Yield the messages for one message of the client: each result of a call becomes a message."""
+    """Yield the chat messages of one message in the body.
+
+    Each tool result in it becomes a chat message.
+    """
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
     where_content = f"{where}.content"
@@ -216,7 +219,10 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
 
 
 def _shown_error(result: str) -> str:
-    """Mark the result of a failed call. A chat template has no field for the failure."""
+    """Prefix the result of a failed tool call with "Error: ".
+
+    A chat template has no field that shows the failure.
+    """
     return result if result.startswith(_ERROR) else f"{_ERROR}{result}"
 
 
@@ -293,7 +299,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Return a block without its content, and the deltas of a stream that add the content."""
+    """Return a content block without its content, and the stream's deltas that add the content."""
     if block["type"] == "tool_use":
         arguments = json.dumps(block["input"], ensure_ascii=False)
         parts = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(arguments)]
@@ -309,7 +315,7 @@ def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, s
 
 
 def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """Return the blocks of a reply: at least one, since clients read the first."""
+    """Return a reply's content blocks: at least one, because clients read the first block."""
     message = reply.message
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
@@ -343,9 +349,9 @@ def _event(name: str, **data: Any) -> bytes:
 
 
 def error(refusal: Refused) -> dict[str, Any]:
-    """Return the body of a refusal's answer (`Dialect.error`).
+    """Return the body of the answer to a refused request (`Dialect.error`).
 
-    `code` and `param` are Rayloom's, because Anthropic's types of errors are coarser.
+    Rayloom adds the fields `code` and `param`, because Anthropic's error types are coarser.
     """
     message = refusal.message
     kind_of_error = ERROR_TYPES.get(refusal.code, "invalid_request_error")
@@ -371,7 +377,7 @@ def error_event(refusal: Refused) -> bytes:
 
 
 def counted(num_tokens: int) -> dict[str, int]:
-    """Return the answer to a count of a prompt's tokens (`Dialect.counted`)."""
+    """Return the answer to a request that counts a prompt's tokens (`Dialect.counted`)."""
     return {"input_tokens": num_tokens}
 
 

@@ -25,27 +25,28 @@ from service.gateway.dialects.parameters import Parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStyle:
-    """The form of answer that a client wants; only the ingress uses it."""
+    """The form in which a client wants its answer; only the HTTP routes use it."""
 
     model: str
-    """The name that the client gave; the answer repeats it."""
+    """The model's name that the client sent; the answer repeats it."""
     streams: bool
     shows_usage: bool = False
     """Whether a stream ends with token counts; used only if the dialect has this option."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that the provider's answer repeats, as JSON."""
+    """Fields that the answer repeats from the request, because the provider's API does so."""
 
 
 class Reads(Protocol):
-    """The type of `Dialect.read`, which makes a request from a body."""
+    """The type of the function `Dialect.read`, which makes a `ChatRequest` from a body."""
 
     def __call__(
         self, body: object, headers: Mapping[str, str], *, ignores: bool = False
     ) -> tuple[ChatRequest, AnswerStyle]:
-        """Read a parsed body. Raises: only Refused.
+        """Make a request, and the form of its answer, from a parsed body. Raises: only Refused.
 
-        Args: headers: their names may have any case. ignores: list unsupported parameters in the
-        request, instead of refusing them, if the answer has the same form without them.
+        Args: headers: their names may have any case. ignores: whether an unsupported parameter is
+        listed in `ChatRequest.ignored` instead of refused, if the answer has the same form without
+        it.
         """
         ...
 
@@ -58,18 +59,18 @@ class Dialect:
     path: str
     """Path of the dialect's POST route, after the session's address."""
     parameters: Parameters
-    """Parameters of the body."""
+    """The parameters of the body, each with its effect."""
     heartbeat: bytes
     """Bytes that a stream repeats before its first event; clients ignore them."""
     read: Reads
     answer: Callable[[ChatReply, AnswerStyle], dict[str, Any]]
-    """The whole answer, as JSON."""
+    """Makes the whole answer, as JSON."""
     events: Callable[[ChatReply, AnswerStyle], Iterator[bytes]]
-    """The whole answer as server-sent events, up to the last one."""
+    """Makes all server-sent events of a streamed answer, including the last one."""
     error: Callable[[Refused], dict[str, Any]]
-    """The body of an answer with the status `refused.code.status`."""
+    """Makes the body of the answer to a refused request; its HTTP status is `code.status`."""
     error_event: Callable[[Refused], bytes]
-    """The error that ends a stream after its heartbeats."""
+    """Makes the event that ends a stream if the request is refused after its first heartbeat."""
     count_path: str = ""
     """Path of the POST route that counts a prompt's tokens; empty: the dialect has none."""
     counted: Callable[[int], Mapping[str, int | str]] | None = None
@@ -80,9 +81,9 @@ _WORTH_ANOTHER_TRY = {RefusalCode.TOO_MANY_REQUESTS, RefusalCode.NOT_AVAILABLE}
 
 
 def error_headers(refused: Refused) -> dict[str, str]:
-    """Return headers that say whether and when to retry.
+    """Return the headers with which an error answer says whether and when to retry.
 
-    Without them the SDKs would also repeat a request that was refused with 409.
+    Without these headers the SDKs would also repeat a request that was refused with 409.
     """
     if refused.code not in _WORTH_ANOTHER_TRY:
         return {"x-should-retry": "false"}
@@ -92,7 +93,7 @@ def error_headers(refused: Refused) -> dict[str, str]:
 
 
 def model_answer(name: str, *, created_at: float) -> dict[str, int | str]:
-    """Return the body of GET /v1/models/NAME, for both providers.
+    """Return the body of GET /v1/models/NAME, with the fields of both OpenAI and Anthropic.
 
     created_at: seconds since 1970.
     """
@@ -108,7 +109,7 @@ def model_answer(name: str, *, created_at: float) -> dict[str, int | str]:
 
 
 def models_answer(name: str, *, created_at: float) -> dict[str, Any]:
-    """Return the body of GET /v1/models, which lists the only model in every dialect."""
+    """Return the body of GET /v1/models: a list of the one model, which every dialect can read."""
     return {
         "object": "list",
         "data": [model_answer(name, created_at=created_at)],

@@ -271,9 +271,9 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 
 def error(refusal: Refused) -> dict[str, Any]:
-    """Return the body of a refusal's answer (`Dialect.error`).
+    """Return the body of the answer to a refused request (`Dialect.error`).
 
-    The code is a string, as OpenAI's own codes are.
+    The field `code` is a string, as in OpenAI's own errors.
     """
     message = refusal.message
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:

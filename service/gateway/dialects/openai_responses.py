@@ -1,4 +1,7 @@
-"""OpenAI's Responses API: a request has all items of the conversation, or those after an answer."""
+"""The dialect of OpenAI's Responses API.
+
+A request has all items of the conversation, or only the items that follow an earlier answer.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +188,7 @@ def _check_include(value: object) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Reader:
-    """Makes messages from items: consecutive items of the assistant are one message."""
+    """Makes messages from the items of `input`; consecutive assistant items become one message."""
 
     messages: list[Message] = field(default_factory=list)
     references: list[Reference] = field(default_factory=list)
@@ -195,7 +198,10 @@ class _Reader:
 
     @property
     def has_spoken(self) -> bool:
-        """Whether content or calls were read: reasoning after them begins another message."""
+        """Whether the assistant's message that is being read has content or calls already.
+
+        A reasoning item then begins another message.
+        """
         return self.content is not None or bool(self.calls)
 
     @property
@@ -219,7 +225,10 @@ class _Reader:
                 self._say(*_message(item, where), where=where)
 
     def close(self) -> None:
-        """End the assistant's message; if its only item was unreadable reasoning, drop it."""
+        """End the assistant's message that is being read.
+
+        Drop the message if its only item was reasoning without readable text.
+        """
         reasoning = joined(self.thoughts)
         if self.has_spoken or reasoning is not None or self.has_references:
             self.messages.append(
@@ -259,7 +268,7 @@ class _Reader:
 
 
 def _messages(value: object) -> tuple[list[Message], list[Reference]]:
-    """Return the messages, and references to their parts that are named only by an id."""
+    """Return the messages of `input`, and a reference for each part that was sent only as an id."""
     if isinstance(value, str):
         return [make_message(Role.USER, value, where="input")], []
     reader = _Reader()
@@ -345,7 +354,7 @@ def _output(item: Mapping[str, Any], where: str) -> Message:
 
 
 def _tools(value: object) -> tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]:
-    """Return the functions of a request's `tools`, and the value of `tools` in the answer."""
+    """Return the functions in a request's `tools`, and the list that the answer repeats."""
     found: list[ToolSchema] = []
     shown: list[dict[str, Any]] = []
     for where, tree in read_objects(value, "tools"):
@@ -378,7 +387,7 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Map a namespaced function's full name to the fields `namespace` and `name` of its calls."""
+    """Map each namespaced function's full name to the fields `namespace` and `name` of a call."""
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
         for group in style.repeated.get("tools", ())
@@ -438,7 +447,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events that send one part of a content, with their data."""
+    """Yield the name and the data of each event that sends one content part of an item."""
     prefix = f"response.{part['type']}"
     beside: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {"part": {**part, "text": ""}}
@@ -449,10 +458,10 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return the items of a reply.
+    """Return the items of a reply: reasoning, message, calls.
 
-    Without calls there is a message, even if empty, so that a client that sends the items back
-    sends the turn.
+    A reply without calls has a message item, even if it is empty, so that a client that sends the
+    items back sends at least one item of this turn.
     """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []
@@ -535,7 +544,7 @@ def error_event(refusal: Refused) -> bytes:
 
 
 def counted(num_tokens: int) -> dict[str, int | str]:
-    """Return the answer to a count of a prompt's tokens (`Dialect.counted`)."""
+    """Return the answer to a request that counts a prompt's tokens (`Dialect.counted`)."""
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Effect(StrEnum):
-    """The effect of a parameter in a body."""
+    """The effect that the gateway gives to a parameter in a client's body."""
 
     READ = "read"
     NONE = "none"
@@ -22,11 +22,11 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of a body, and its effect."""
+    """The effect of one parameter in a client's body, and a note about it for the docs."""
 
     effect: Effect
     note: str
-    """Note for the docs: the parameter's form, or why it has no effect or is refused."""
+    """Text for the docs: the form of the value, or why it has no effect or is refused."""
     harmless: tuple[object, ...] = ()
     """Values of a refused parameter that change nothing, and are accepted."""
     is_ignorable: bool = False
@@ -50,7 +50,10 @@ def refused(note: str, *harmless: object) -> Parameter:
 
 
 def ignorable(note: str, *harmless: object) -> Parameter:
-    """Return a parameter that is refused, or ignored if `sessions.unsupported` says so."""
+    """Return a parameter that is refused, or ignored if `sessions.unsupported` is `ignore`.
+
+    harmless: values that are accepted, because they change nothing.
+    """
     return Parameter(effect=Effect.REFUSED, note=note, harmless=harmless, is_ignorable=True)
 
 
@@ -112,4 +115,4 @@ COMMON: Parameters = {
     "top_logprobs": refused(SHOWN_TOKENS, 0),
     "moderation": ignorable("there is no moderation"),
 }
-"""Parameters of every dialect, since clients of one provider may use another's routes."""
+"""Parameters that every dialect has: a provider's client may call another provider's routes."""

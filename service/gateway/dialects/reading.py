@@ -48,7 +48,7 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 
 
 def invalid(where: str, problem: str) -> Refused:
-    """Return the refusal of an invalid value. problem: what was got, and what is expected."""
+    """Return the refusal of an invalid value. problem: what the client sent, and what it should."""
     where = printable(where)
     return Refused(RefusalCode.INVALID_REQUEST, f"{where}: {problem}", param=where)
 
@@ -65,7 +65,7 @@ def printable(text: str) -> str:
 
 
 def kind(value: object) -> str:
-    """Return the kind of a JSON value. Example: kind([]) -> "a list"."""
+    """Return the name of a JSON value's type for an error. Example: kind([]) -> "a list"."""
     if value is None:
         return "null"
     if isinstance(value, dict):
@@ -76,9 +76,9 @@ def kind(value: object) -> str:
 def read_body(
     body: object, parameters: Parameters, ignored: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return the given parameters that sessions read; others have no effect or are refused.
+    """Return the body's parameters that have an effect; refuse those that are not supported.
 
-    ignored: collects the names of ignored parameters; None refuses such parameters.
+    ignored: gets the names of unsupported parameters that can be ignored; None: refuse them too.
     """
     if not isinstance(body, dict):
         raise Refused(
@@ -100,7 +100,7 @@ def read_fields(
     *,
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the parameters of an object inside a body, as `read_body` does."""
+    """Return the fields of an object in a body that have an effect, as `read_body` does."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if value is None:
@@ -118,8 +118,9 @@ def read_fields(
 
 
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
-    """Record an ignored parameter. Raises: Refused if `ignored` is None or has too many
-    parameters.
+    """Add an unsupported parameter to the list `ignored`.
+
+    Raises: Refused, with the reason `why`, if the list is None; Refused if it has too many entries.
     """
     if ignored is None:
         raise unsupported(where, why)
@@ -140,7 +141,7 @@ def read_stop(value: object, where: str) -> tuple[str, ...]:
 
 
 def _read_template_options(value: object, where: str) -> dict[str, Any]:
-    """Read options of the chat template; those that the run decides are refused."""
+    """Read options for the chat template; refuse options that the run decides."""
     if value is None:
         return {}
     options = read_object(value, where)
@@ -167,7 +168,7 @@ def _is_one_of(value: object, values: Sequence[object]) -> bool:
 
 
 def read_text(value: object, where: str) -> str:
-    """Read text that UTF-8 can encode."""
+    """Return the value if it is text that UTF-8 can encode; refuse any other."""
     if not isinstance(value, str):
         raise invalid(where, f"got {kind(value)}, expected text")
     if not _is_utf8(value):
@@ -207,7 +208,7 @@ def read_objects(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_limit(value: object, where: str) -> int | None:
-    """Read a maximum of sampled tokens."""
+    """Read the maximum number of tokens to sample; None: the client sets no maximum."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool):
@@ -218,9 +219,10 @@ def read_limit(value: object, where: str) -> int | None:
 
 
 def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
-    """Read text, a list of text parts, or null. texts: the types that such a part may have.
+    """Read a message's content: text, a list of text parts, or null.
 
-    Parts are joined by newlines. Images, sounds and files are refused.
+    Parts are joined by newlines. Images, sounds and files are refused. texts: values of `type` that
+    mark a part as text.
     """
     if value is None:
         return ""
@@ -234,13 +236,13 @@ def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
 
 
 def check_given(content: object, where: str) -> None:
-    """Refuse a message whose content is missing or null, which would be an empty text."""
+    """Refuse a message whose content is missing or null: it would be read as an empty text."""
     if content is None:
         raise invalid(f"{where}.content", "got null, expected text or a list of parts of text")
 
 
 def read_text_part(part: Mapping[str, Any], where: str, *, texts: Collection[str]) -> str:
-    """Read the text of one part of a content."""
+    """Read the text of one part of a message's content. texts: as in `read_content`."""
     check_type(part, where, known=texts)
     return read_text(part.get("text"), f"{where}.text")
 
@@ -271,7 +273,10 @@ def make_message(role: Role, content: str, *, where: str, **rest: Any) -> Messag
 
 
 def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSchema:
-    """Read a function that the client declares. parameters: the key of its arguments' schema."""
+    """Read a function that the client declares as a tool.
+
+    parameters: name of the field that has the JSON schema of the function's arguments.
+    """
     name = read_text(tree.get("name"), f"{where}.name")
     if not name:
         raise invalid(f"{where}.name", "got an empty text, expected a name")
@@ -292,7 +297,10 @@ def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSc
 
 
 def check_no_schema(tree: Mapping[str, Any], where: str, *, parameters: str) -> None:
-    """Refuse a tool whose schema has another key than `parameters`: the prompt would lack it."""
+    """Refuse a tool with an object in a field that may be its misnamed arguments' schema.
+
+    Otherwise the prompt would not show the schema. parameters: the right name of the field.
+    """
     for name, value in tree.items():
         if isinstance(value, dict) and name not in _NO_SCHEMAS:
             raise invalid(
@@ -315,9 +323,10 @@ def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ..
 def check_tool_choice(
     value: object, where: str, *, auto: str, none: str, ignored: list[str] | None = None
 ) -> bool:
-    """Return whether the policy may call tools. auto, none: the dialect's names of the choices.
+    """Return whether the policy may call tools.
 
-    ignored: as in `read_body`.
+    auto, none: the dialect's words for "may call" and "must not call". Any other choice, such as a
+    forced call, is refused, or added to `ignored` unless that is None.
     """
     if value is None or value == auto:
         return True
@@ -337,7 +346,7 @@ def check_tool_choice(
 def make_call(
     name: object, arguments: object, call_id: object, *, where: str, key: str = "arguments"
 ) -> ToolCall:
-    """Read a call in the history that a client sends.
+    """Read a tool call in the history that a client sends.
 
     arguments: an object, or its JSON text. key: name of the call's field that has the arguments.
     """
@@ -349,7 +358,7 @@ def make_call(
 
 
 def _read_arguments(value: object, where: str) -> dict[str, Any]:
-    """Read the arguments of a call: JSON text, or the Python literal of it; empty text is {}.
+    """Read the arguments of a call: an object, its JSON text or its Python literal; "" means {}.
 
     Example: _read_arguments("{'deep': False}", "…") -> {"deep": False}
     """
@@ -413,7 +422,11 @@ def make_request(
     keeps_tools: bool = False,
     instructions: str | None = None,
 ) -> ChatRequest:
-    """Make a request; headers mark retries, and the model's name may mark it as auxiliary."""
+    """Make a request from the values that a dialect has read.
+
+    The headers have the idempotency key and say whether the request is a retry. A header or the end
+    of the model's name marks a call outside the task (`ChatRequest.is_auxiliary`).
+    """
     lower = {name.lower(): value for name, value in headers.items()}
     key = lower.get("idempotency-key", "")
     if len(key) > MAX_KEY_CHARACTERS or not (key.isascii() and key.isprintable()):

@@ -21,7 +21,7 @@ ERROR_TYPES = {
     RefusalCode.NOT_FOUND: "not_found_error",
     RefusalCode.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-"""Error types of both providers; any other code is an `invalid_request_error`."""
+"""The error types that OpenAI and Anthropic share; each dialect chooses those of other codes."""
 
 
 def event(data: Mapping[str, Any], *, name: str = "") -> bytes:
@@ -38,7 +38,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def shown_calls(reply: ChatReply) -> list[tuple[str, str, str]]:
-    """Return the id, the name and the arguments as JSON text of each call."""
+    """Return the id, the name and the arguments (JSON text) of each tool call in a reply."""
     turn = re.sub(r"[^A-Za-z0-9]", "_", reply.turn_id)
     return [
         (call_id or f"call_{turn}_{index}", name, arguments)
@@ -47,7 +47,10 @@ def shown_calls(reply: ChatReply) -> list[tuple[str, str, str]]:
 
 
 def shown_tokens(reply: ChatReply) -> dict[str, Any]:
-    """Return `token_ids` and `token_logprobs` if the session shows them; null if not recorded."""
+    """Return the answer's fields `token_ids` and `token_logprobs`; {} if the session hides them.
+
+    A log-probability that was not recorded is null.
+    """
     shown: dict[str, Any] = {}
     if reply.sampled_token_ids is not None:
         shown["token_ids"] = reply.sampled_token_ids.tolist()
