@@ -27,7 +27,7 @@ class Background:
         self._begun = TaskSet()
 
     def begin(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        """Start a task that continues if its caller is cancelled; log its failure."""
+        """Start a task that continues if its caller is cancelled; log the task's failure."""
         task = self._begun.begin(work)
         task.add_done_callback(_log_failure)
         return task
@@ -38,7 +38,7 @@ class Background:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Answer:
-        """Call in the thread a function that would block the event loop, such as tokenising."""
+        """Run a function in the thread, because it would block the event loop (tokenising)."""
         call = partial(function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 

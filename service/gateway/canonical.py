@@ -1,9 +1,10 @@
-"""Decide whether messages are equal, by their canonical form, and compute keys of conversations.
+"""Compute digests ("keys") of conversations, by which a session finds the turn to continue.
 
 Clients send a conversation back changed: they drop or trim reasoning or write it into the content,
 write a call's arguments in another form, round its numbers as JavaScript does, rename the ids of
 calls, or put bookkeeping into the system text. Two conversations that differ only in these ways
-have equal keys. The keys are computed in one pass over the text. Called by a session's tree.
+have equal keys, because each message is brought into a canonical form first. The keys are computed
+in one pass over the text. Called by a session's tree.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ _MOST_EXACT = 2**53
 
 
 class Link(NamedTuple):
-    """The place of a message in its conversation, by a key of all messages up to this one."""
+    """A message's position in its conversation, identified by a digest of all messages up to it."""
 
     key: bytes
-    """Key of the conversation up to and including this message."""
+    """Digest of the conversation up to and including this message."""
     answers: int | None
-    """Index of the conversation's call that this tool message answers; None if it answers none."""
+    """Index, among the conversation's tool calls, of the call that this message answers.
+
+    None if the message answers no known call.
+    """
 
 
 def links_of(
@@ -43,11 +47,11 @@ def links_of(
     num_calls: int = 0,
     call_before: Callable[[str], int | None] | None = None,
 ) -> list[Link]:
-    """Return one link for each message of a conversation, or of its later messages.
+    """Return one link for each message of a conversation, or of the later part of a conversation.
 
-    Args: after: key of the earlier messages, if `messages` are later ones. num_calls: number of
-    calls in the earlier messages. call_before: maps an id to the index of the newest earlier call
-    that has it, or to None if no earlier call has it.
+    Args: after: key of the messages before `messages`. num_calls: number of tool calls in the
+    messages before. call_before: maps the id of a call to the index of the newest call with this
+    id in the messages before, or to None if they have no such call.
     """
     key, links = after, []
     numbers: dict[str, int] = {}
@@ -142,7 +146,7 @@ def _json(value: object) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    """Return the digest of the parts and their lengths."""
+    """Return one SHA-256 of all parts; each is hashed after its length, so that borders count."""
     hashed = sha256()
     for part in parts:
         hashed.update(b"%d:" % len(part))

@@ -21,7 +21,7 @@ RETRY_AFTER_S = 5
 
 
 class Part(StrEnum):
-    """The parts of a reply that a client can name."""
+    """The parts of an earlier reply that a client can name by an id instead of sending them."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -42,7 +42,7 @@ class Reference:
     number: int = 0
     """Index of the call in the turn's reply; only if the part is a call."""
     where: str
-    """Position of the id in the body, for an error."""
+    """Position of the id in the body, for error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A request for a turn."""
+    """A client's `ChatRequest`, with the session, key, id and time limit of the HTTP request."""
 
     session_id: str
     key_digest: str
@@ -152,7 +152,7 @@ class RefusalCode(StrEnum):
 
     @property
     def status(self) -> int:
-        """The HTTP status."""
+        """The HTTP status of an answer with this code."""
         return _STATUS[self]
 
 
@@ -178,7 +178,11 @@ class Refused(Exception):
     def __init__(
         self, code: RefusalCode, message: str, *, param: str = "", retry_after_s: int | None = None
     ) -> None:
-        """Refuse a request. param: the wrong part of the body; empty if no single part is wrong."""
+        """Refuse a request.
+
+        param: position of the wrong part in the body; empty if no single part is wrong.
+        retry_after_s: seconds after which the client may send the request again; None: not stated.
+        """
         super().__init__(code, message, param, retry_after_s)
         self.code, self.message, self.param = code, message, param
         self.retry_after_s = retry_after_s
@@ -192,7 +196,7 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the refusal of a body that names an item which no answer of the session has.
+    """Return the refusal of a body with the id of an item that no answer of the session has.
 
     where: position of the item's id in the body.
     """
@@ -204,5 +208,5 @@ def unknown_item(where: str) -> Refused:
 
 
 def unavailable(why: str) -> Refused:
-    """Return the refusal of a request that may be sent again unchanged."""
+    """Return the refusal (HTTP 503) of a request that may be sent again unchanged."""
     return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)

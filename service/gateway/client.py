@@ -1,8 +1,8 @@
-"""The client through which the API's replicas call the gateway, found through the supervisor.
+"""The client with which the API's replicas call the methods of the gateway actor.
 
-The calls are the methods of `Sessions` and `Uploads`; each may raise RunUnavailable too. If the
-gateway dies, a request for a turn is sent to its successor, with the same id, until the request's
-time is up.
+The replicas get the gateway's handle from the supervisor. The calls are the methods of `Sessions`
+and `Uploads`; each may also raise RunUnavailable. If the gateway dies, a request for a turn is sent
+to the next gateway, with the same id, until the request's time is up.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class GatewayClient:
         deadline_s: float = SUPERVISOR_DEADLINE_S,
         **named: Any,
     ) -> Any:
-        """Call a method of the gateway's `part`, "sessions" or "uploads".
+        """Call a method of the gateway once. part: "sessions" or "uploads".
 
-        Raises: Refused; RunUnavailable.
+        Raises: Refused, if the method raised it; RunUnavailable if the gateway does not answer.
         """
         call = (await self._find()).ask.remote(part, method, *arguments, **named)
         try:
@@ -78,9 +78,9 @@ class GatewayClient:
     ) -> Answer:
         """Send a request, and return the answer. Raises: Refused.
 
-        If the gateway dies, send the request again to its successor, until the deadline.
+        If the gateway dies, send the request again to the next gateway, until the deadline.
 
-        Args: ask: sends the request; its argument is the time left, in seconds.
+        Args: ask: sends the request once; its argument is the number of seconds that remain.
         """
         loop = asyncio.get_running_loop()
         deadline_at = loop.time() + deadline_s
@@ -100,7 +100,10 @@ class GatewayClient:
 
 
 class _RemoteSessions:
-    """Calls the gateway's `Sessions`. A method that is not defined here is tried only once."""
+    """Calls any method of the gateway's `Sessions`, by the same name.
+
+    A method that is not defined here is tried only once; the others retry if the gateway dies.
+    """
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
@@ -160,7 +163,10 @@ class _RemoteSessions:
 
 
 class _RemoteUploads:
-    """Calls the gateway's `Uploads`. A method that is not defined here is tried only once."""
+    """Calls any method of the gateway's `Uploads`, by the same name.
+
+    A method that is not defined here is tried only once; `generate` retries if the gateway dies.
+    """
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway

@@ -1,4 +1,7 @@
-"""The dialects' routes in the OpenAPI document, made from their tables and functions."""
+"""Describe the dialects' routes in the OpenAPI document.
+
+The text is made from each dialect's table of parameters and its function for errors.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,10 @@ _COUNTED: dict[str, Any] = {
 
 
 def described(dialect: Dialect, *, counts: bool = False) -> dict[str, Any]:
-    """Return the `openapi_extra` of a dialect's route: what FastAPI cannot derive.
+    """Return the `openapi_extra` of a dialect's route: its body and answers.
 
-    counts: whether the route counts a prompt's tokens.
+    FastAPI cannot derive them. counts: whether the route only counts a prompt's tokens, instead of
+    sampling a turn.
     """
     smallest = SMALLEST[dialect.name]
     body = {

@@ -214,9 +214,8 @@ def stopping() -> Refused:
 
 
 def left_out(tree: SessionTree) -> dict[int, LeftOutReason]:
-    """Return why each untrained turn is untrained, by its number, if the session ends now.
-
-    The numbers are ascending.
+    """Return the turns that are not trained if the session ends now: the reason for each, by its
+    number, in ascending order.
     """
     topics = _topics_of(tree.nodes) if tree.leaves_titles_out else {}
     found: dict[int, LeftOutReason] = {}

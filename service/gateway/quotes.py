@@ -27,7 +27,7 @@ class ReplyText:
 
     @cached_property
     def calls(self) -> frozenset[tuple[str, str]]:
-        """The name and the arguments of each call."""
+        """The name and the arguments (JSON with sorted keys) of each tool call in the reply."""
         return frozenset((name, _ordered(text)) for _, name, text in self.message.call_texts)
 
     @cached_property
@@ -47,7 +47,7 @@ class ReplyText:
 
 
 class PromptText:
-    """The messages in which replies are searched."""
+    """The messages of a later prompt, in which earlier replies are searched for."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._texts, room = [], MOST_CHARACTERS
@@ -75,7 +75,7 @@ class PromptText:
 
 
 def values_of(messages: Iterable[Message]) -> Iterator[str]:
-    """Yield each message's content and each value in its calls, as text."""
+    """Yield the content of each message and each value in its calls' arguments, as text."""
     for message in messages:
         yield message.content.strip()
         for _, _, arguments in message.call_texts:
@@ -113,7 +113,7 @@ def _ordered(arguments: str) -> str:
 
 
 def _has_words(whole: str, text: str) -> bool:
-    """Return whether a text is in `whole` as whole words.
+    """Return whether `whole` contains the text, and not only as a part of a longer word.
 
     Example: "a0" is in "so: a0.", but not in "a01".
     """
@@ -128,5 +128,5 @@ def _has_words(whole: str, text: str) -> bool:
 
 
 def _joins(left: str, right: str) -> bool:
-    """Return whether two characters belong to one word: both are ASCII letters or digits."""
+    """Return whether two adjacent characters are in one word: both are ASCII letters or digits."""
     return all(each.isascii() and each.isalnum() for each in (left, right))

@@ -1,10 +1,11 @@
-"""A session's conversations as a tree of sampled turns, in which a request finds its place.
+"""A session's turns as a tree, in which the turn that a new request continues is found.
 
-A request is matched to the turns by the keys of its conversation (`canonical`). Its prompt consists
-of the ids of the turn that it continues and the ids of its new messages. A prompt contains the
-tree's own copies of earlier messages, not the client's. The tree keeps only the messages and ids
-that each turn added, so that its memory does not grow with the number of turns times their length.
-The tree can be rebuilt by adding the stored turns in their order. `ends` makes its samples.
+Turns are matched to a request by digests ("keys") of its conversation (`canonical`). The prompt
+consists of the token ids of the turn that the request continues and the ids of the request's new
+messages. It contains the tree's own copies of earlier messages, not the client's. The tree keeps
+only the messages and ids that each turn added, so that its memory does not grow with the number of
+turns times their length. The tree can be rebuilt by adding the stored turns in their order.
+`service.gateway.ends` makes the training samples from the tree.
 """
 
 from __future__ import annotations
@@ -31,30 +32,35 @@ from service.intake.turns import SessionTurn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The turn that a request continues: a copy of all values from which its prompt is made."""
+    """A request's position in the tree: the turn that it continues, called its parent.
+
+    It has copies of all values from which the prompt is made.
+    """
 
     parent: int | None
     """The number of the turn that the request continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
-    """The tools, in the order in which they were first declared."""
+    """The request's tools, in the order in which a request of the session first declared them."""
     template_options: Mapping[str, Any]
     is_instructed: bool
-    """Whether the first message of the conversation came as a request's instructions. A turn with a
-    parent has the parent's value."""
+    """Whether the first message of the conversation came from the field `instructions` of a request
+    (Responses API). A turn with a parent has the parent's value."""
     history: tuple[Message, ...]
     """Messages up to and including the parent's reply; empty without a parent."""
     new_messages: tuple[Message, ...]
-    """The request's messages after `history`, with our own ids of calls; may be empty."""
+    """The request's messages after `history`, with the tree's ids of calls, not the client's; may
+    be empty."""
     parent_prompt: tuple[TokenIds, ...] = ()
-    """Pieces of the parent's prompt, in order."""
+    """The token ids of the parent's prompt, in pieces to be joined; empty without a parent."""
     parent_sampled: TokenIds | None = None
     """[A] int32, the sampled ids of the parent's reply; None without a parent."""
     is_under_other_tools: bool = False
-    """Whether turns with other tools contain more of the conversation."""
+    """Whether the turns that match most of the request's messages all have other tools, so that the
+    request cannot continue them."""
     is_ambiguous: bool = False
-    """Whether several turns with different ids match, so that the request continues none."""
+    """Whether several turns with different token ids match, so that the request continues none."""
     request_digest: str
-    """Digest of the request; equal for an equal request at the same place."""
+    """Digest of the request; the same request at the same position has the same digest."""
 
 
 @dataclass(slots=True)
@@ -66,28 +72,28 @@ class Node:
     tools_key: bytes
     tools: tuple[ToolSchema, ...]
     key: bytes
-    """Key of the conversation up to and including the turn's reply."""
+    """Digest of the conversation up to and including the turn's reply."""
     num_messages: int
     """Number of the conversation's messages up to and including the turn's reply."""
     first_call: int
-    """Number of the conversation's calls before the turn's new messages."""
+    """Number of the conversation's tool calls before the turn's new messages."""
     calls: tuple[tuple[str, str], ...]
-    """Id and name of each call in its new messages and its reply."""
+    """Id and name of each tool call in the turn's new messages and its reply."""
     reason: BranchReason
-    """The reason why the turn begins a sample; None if it extends one."""
+    """The reason why the turn begins a training sample; used only if the turn extends no sample."""
     is_ambiguous: bool
     reply: ReplyText = field(init=False)
     """The turn's reply, to be searched for in later prompts."""
     root: Node = field(init=False)
     """The first turn of the conversation, which may be this turn."""
     num_in_root: int = 0
-    """Number of turns that continue from this turn, including itself; only for a root."""
+    """Number of turns that have this turn as root, including itself; 0 if it is not a root."""
     num_of_task: int = 0
     """Number of the turns in `num_in_root` that are not marked as auxiliary."""
     is_continued: bool = False
     """Whether a client sent the turn's reply back, which shows that the client received it."""
     is_quoting: bool | None = None
-    """Whether the messages of a root quote a reply sampled before; None: not checked yet."""
+    """Only for a root: whether its messages quote an earlier reply. None: not checked yet."""
 
     def __post_init__(self) -> None:
         self.reply = ReplyText(message=self.turn.reply, history=lambda: self.history()[:-1])
@@ -101,7 +107,7 @@ class Node:
 
     @property
     def is_instructed(self) -> bool:
-        """Whether the first message of the conversation came as a request's instructions."""
+        """Whether the first message of the conversation came from a request's `instructions`."""
         return self.root.turn.is_instructed
 
     @property
@@ -121,7 +127,7 @@ class Node:
             node = node.parent
 
     def prompt(self) -> tuple[TokenIds, ...]:
-        """Return the turn's whole prompt as pieces, in their order."""
+        """Return the token ids of the turn's whole prompt, in pieces to be joined in this order."""
         pieces = [self.turn.new_token_ids]
         node = self
         while node.turn.extends_parent:
@@ -143,7 +149,10 @@ class Node:
         return tuple(m for turn in reversed(turns) for m in (*turn.new_messages, turn.reply))
 
     def call_number(self, call_id: str) -> int | None:
-        """Return the number of the newest call with this id up to this turn's reply, or None."""
+        """Return the index of the newest call with this id among the conversation's tool calls.
+
+        Only calls up to this turn's reply count. Return None if none of them has this id.
+        """
         for node in self.path():
             for number in range(len(node.calls) - 1, -1, -1):
                 if node.calls[number][0] == call_id:
@@ -152,16 +161,19 @@ class Node:
 
 
 class RequestKeys(NamedTuple):
-    """A request's keys, which do not depend on the session. Making them reads its whole text."""
+    """Digests of a request's tools and messages, which do not depend on the session.
+
+    Computing them reads the request's whole text.
+    """
 
     tools: bytes
-    """Key of the tools and the template's options."""
+    """Digest of the tools and the chat template's options."""
     links: list[Link]
-    """A link for each message; not used if the request names the turn that it continues."""
+    """A link for each message; empty if the request names the turn that it continues."""
 
 
 def request_keys(request: ChatRequest) -> RequestKeys:
-    """Compute the keys of a request; may run in a thread."""
+    """Compute the digests of a request's tools and messages; may run in a thread."""
     return RequestKeys(
         tools_key(request.tools, request.template_options),
         links_of(() if request.continues else request.messages),
@@ -169,12 +181,13 @@ def request_keys(request: ChatRequest) -> RequestKeys:
 
 
 class SessionTree:
-    """The turns of one session."""
+    """The turns of one session, each linked to the turn that it continues."""
 
     def __init__(self, session_id: str, *, leaves_titles_out: bool = False) -> None:
         """Make an empty tree.
 
-        leaves_titles_out: whether titles (docs/semantics.md) are left out of the training.
+        leaves_titles_out: whether turns that only make a title for a conversation are not trained
+        (sessions.titles, docs/semantics.md).
         """
         self._session_id = session_id
         self.leaves_titles_out = leaves_titles_out
@@ -205,9 +218,10 @@ class SessionTree:
         return f"{self._session_id}.{number}"
 
     def resolved(self, request: ChatRequest) -> ChatRequest:
-        """Return a request with the tools and the parts of replies that its client named by ids.
+        """Return the request, completed with what its client named only by an id.
 
-        Raises: Refused for an id that no reply of this session has.
+        These are the tools of an earlier turn and parts of earlier replies. Raises: Refused for an
+        id that no reply of this session has.
         """
         if request.keeps_tools:
             request = replace(request, tools=self._named(request).tools)
@@ -235,7 +249,7 @@ class SessionTree:
     def find(self, request: ChatRequest, keys: RequestKeys | None = None) -> Place:
         """Find the turn that a request continues.
 
-        Args: keys: the request's `request_keys`; None computes them here.
+        Args: keys: the result of `request_keys` for this request; None: compute them here.
         Raises: Refused if the request names a turn that this session does not have.
         """
         tools, links = keys or request_keys(request)
@@ -280,9 +294,10 @@ class SessionTree:
         )
 
     def add(self, turn: SessionTurn) -> None:
-        """Add the session's next turn, new or loaded; the calls of its reply have unique ids.
+        """Add the session's next turn, which was sampled now or loaded from the store.
 
-        A turn with a parent has the parent's tools and template options, whatever the request has.
+        The calls in its reply must have unique ids. A turn with a parent gets the parent's tools
+        and template options, whatever the request has.
         """
         assert turn.number == len(self.nodes), f"turn {turn.number} after {len(self.nodes)} turns"
         parent = None if turn.parent is None else self.nodes[turn.parent]
@@ -305,12 +320,15 @@ class SessionTree:
         self._remember_request(turn)
 
     def mark_unseen(self, number: int, *, is_unseen: bool) -> None:
-        """Mark whether a turn's client left before the answer."""
+        """Record whether a turn is unseen: its client left before it received the answer."""
         node = self.nodes[number]
         node.turn = replace(node.turn, is_unseen=is_unseen)
 
     def note_request(self, digest: str) -> None:
-        """Record a request as the newest. Call `answered` first, which needs the previous one."""
+        """Record the digest of the newest request.
+
+        Call `answered` for this request before, because it needs the digest of the previous one.
+        """
         self._newest_digest, self._has_noted_requests = digest, True
 
     def answered(
@@ -318,9 +336,9 @@ class SessionTree:
     ) -> SessionTurn | None:
         """Return the turn that already answers this request; None if a turn must be sampled.
 
-        A marked retry gets the turn of the newest request if both are equal, unless the two have
-        different idempotency keys or a client has already sent the turn's reply back.
-        Raises: Refused if another request had the same idempotency key.
+        A request that is marked as a retry gets the turn of the newest request if both requests are
+        equal, unless they have different idempotency keys or a client has already sent the turn's
+        reply back. Raises: Refused if a different request had the same idempotency key.
         """
         number = self._by_request.get(request_id)
         if number is None and idempotency_key in self._by_idempotency_key:
@@ -339,15 +357,15 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a marked retry is a retry of another turn than this one.
+        """Return whether a request that is marked as a retry repeats another request than `node`'s.
 
-        This is so if a client has sent this turn's reply back, or if the idempotency keys differ.
+        This is so if a client has sent the reply of `node` back, or if the idempotency keys differ.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
     def number_of(self, request_id: str) -> int | None:
-        """Return the number of the turn that answers an HTTP request, or None."""
+        """Return the number of the turn that answers an HTTP request; None if no turn does."""
         return self._by_request.get(request_id)
 
     def _of_id(self, turn_id: str) -> Node | None:
@@ -369,11 +387,12 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Return the turns whose reply is the last sampled reply of a conversation.
+        """Return the turns whose reply is the last sampled reply in a conversation.
 
-        Several turns are returned if their conversations have equal texts.
-        Args: links: the messages. tools: key of the tools that a turn must have; None accepts any
-        tools.
+        Several turns are returned if their conversations have equal texts, none if the conversation
+        has no sampled reply.
+        Args: links: the links of the conversation's messages. tools: key of the tools that a turn
+        must have; None accepts any tools.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -456,7 +475,7 @@ def _has_new_instructions(request: ChatRequest, named: Node) -> bool:
 
 
 def _with_instructions(request: ChatRequest, named: Node) -> tuple[Message, ...]:
-    """Return the history of a turn with the request's instructions instead of its own."""
+    """Return the messages up to a turn, with the request's instructions instead of earlier ones."""
     history = named.history()
     return (*_instructions(request), *history[_num_instructions(named, history) :])
 
@@ -467,14 +486,15 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
 
 
 def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
-    """Return the number of first messages that come from a request's `instructions`: 0 or 1."""
+    """Return 1 if the history's first message came from a request's `instructions`, otherwise 0."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a conversation that a request begins has instructions as its first message.
 
-    named: the turn that the request continues, or None.
+    named: the turn that the request names as its previous turn, or None. The request begins a
+    conversation nevertheless, because its instructions or tools are new.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed
@@ -496,7 +516,7 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 
 
 def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | None:
-    """Choose the turn that a client continues among turns with equal texts; None if ambiguous.
+    """Choose, among turns with equal texts, the turn that a client continues; None if ambiguous.
 
     Three criteria are used, in this order: the client sends back the ids of the turn's calls; it
     sends back its reasoning; a client received the turn. If all remaining turns have the same token
