@@ -1,7 +1,7 @@
-"""Sample the turns of a session: the prompt, the call of the engine, the turn, the reply.
+"""Sample the turns of a session: make the prompt, call the engine, make the turn and the reply.
 
-A prompt consists of the ids of the turn that the request continues, and the ids of the request's
-new messages. A reply is what the client receives; the raw ids are trained unchanged.
+A prompt consists of the token ids of the turn that the request continues, and the ids of the
+request's new messages. The client receives a parsed reply; the sampled ids are trained unchanged.
 """
 
 from __future__ import annotations
@@ -63,17 +63,18 @@ class GatewaySettings:
     rollouts: RolloutSettings
     algorithm: AlgorithmSettings
     max_context_tokens: int
-    """The engine's limit of prompt and reply together."""
+    """Maximum number of tokens of prompt and reply together, by the engine's limit."""
     chat_template: str | None
     """Chat template of the run; None: the tokenizer's own."""
     default_limits: KeyLimits = NO_LIMITS
-    """Limits of a named key that has no limits of its own."""
+    """The run's limits for a named key, used for each limit that the key itself does not set."""
     finds_parser: bool = False
-    """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
+    """Whether the chat template decides how calls are parsed (inference.tool_parser: auto)."""
     num_ahead: int = 0
-    """Number of policy versions minus number of steps when the term began."""
+    """Difference between the policy's version and the number of finished steps, when the
+    supervisor's current lease began."""
     shape: ModelShape | None = None
-    """Vocabulary and routing of the trained model; None: not known."""
+    """Size of the trained model's vocabulary and its experts; None: not known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -87,26 +88,30 @@ class PendingTurn:
     """The deadline, in the event loop's time."""
     task: asyncio.Task[SessionTurn] = field(init=False)
     is_abandoned: bool = False
-    """Whether the client of the newest request has disconnected."""
+    """Whether the client that sent the newest request for this turn has disconnected."""
     is_committing: bool = False
-    """Whether the turn has been sampled; it then counts even if the session ends."""
+    """Whether the turn has been sampled and is being stored, even if the session ends now."""
 
 
 class TurnRates:
-    """The rate limits of turns under named keys."""
+    """Limits how many turns per minute may begin under each named key."""
 
     def __init__(
         self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
     ) -> None:
-        """Start with no turns counted. default_limits: for keys without limits of their own."""
+        """Start with no turns counted.
+
+        default_limits: used for each limit that a key itself does not set. now: returns seconds.
+        """
         self._keys = keys
         self._default_limits = default_limits
         self._rates = Rates(now=now)
 
     def take(self, key_name: str) -> None:
-        """Count a turn that begins under a client's key; `key_name` may be empty.
+        """Count a turn that begins under a named key.
 
-        Raises: Refused if the key has reached its limit.
+        key_name: name of the key; empty: a caller without a named key, who has no limit. Raises:
+        Refused if the key has reached its limit.
         """
         per_minute = self._keys.limits_of(key_name).over(self._default_limits).turns_per_minute
         if not key_name or per_minute is None:
@@ -121,7 +126,7 @@ class TurnRates:
 
 
 class EngineClient:
-    """A client of the engines that returns a reply that fits its request, or raises a refusal.
+    """A client of the inference engines: checks replies, and raises errors as `Refused`.
 
     Belongs to one event loop.
     """
@@ -131,10 +136,10 @@ class EngineClient:
         self._policy: PolicyClient | None = None
 
     async def sample(self, request: GenerateRequest, *, param: str) -> tuple[Turn, GenerateReply]:
-        """Sample a turn; if there is no engine, wait until there is one or the request's deadline
-        passes.
+        """Sample a turn. If no engine is available, wait for one until the request's deadline.
 
-        param: the key of the client's body that a refusal of the prompt names. Raises: Refused.
+        param: field of the client's body that is named in the error if the prompt is refused.
+        Raises: Refused.
         """
         try:
             # Create this within the event loop that uses it.
@@ -158,7 +163,10 @@ class EngineClient:
 
 
 class Sampler:
-    """Renders, samples and parses turns: one per gateway; belongs to one event loop."""
+    """Renders prompts, samples turns and parses replies, for all sessions of a gateway.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -170,7 +178,7 @@ class Sampler:
         rates: TurnRates,
         now: Callable[[], float],
     ) -> None:
-        """Store the parts from which turns are made. now: returns seconds since 1970."""
+        """Store what sampling needs. rates: limits of the keys. now: returns seconds since 1970."""
         self._renderer = renderer
         self._engine = engine
         self._background = background
@@ -186,10 +194,10 @@ class Sampler:
     async def sample(
         self, pending: PendingTurn, session: StoredSession, tree: SessionTree
     ) -> SessionTurn:
-        """Sample the next turn of a session, as it is stored.
+        """Sample the next turn of a session, and return the record to be stored.
 
-        The tree must get the turn before anything else is awaited: the turn has its next number.
-        Raises: Refused, also for a prompt that leaves no room for a reply.
+        The caller must add the turn to the tree before it awaits anything else, because the turn
+        has the tree's next number. Raises: Refused, also if the prompt leaves no room for a reply.
         """
         prompt = await self.prompt(pending.place, may_call=pending.call.request.may_call)
         request = self._request(pending, prompt, session, tree)
@@ -197,10 +205,10 @@ class Sampler:
         return self._turn(pending, prompt, turn, reply, tree)
 
     async def prompt(self, place: Place, *, may_call: bool) -> Prompt:
-        """Make the prompt of a request at this place.
+        """Make the prompt of a request. place: the request's position in the session's tree.
 
-        Raises: Refused if the chat template cannot render a message or does not show it, or if the
-            messages are far too long.
+        Raises: Refused if the chat template cannot render a message or leaves it out, if the calls
+            in a reply could not be parsed, or if the messages are far too long.
         """
         if num_characters := self._num_too_many(place):
             raise self._no_room(f"{num_characters} characters")
@@ -230,9 +238,10 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the number of characters of the new messages if they cannot fit, else 0.
+        """Return the number of characters of the new messages if they cannot fit into the context.
 
-        Such messages are not tokenized: millions of tokens would delay all other sessions.
+        Otherwise return 0. Messages that cannot fit are not tokenized: millions of tokens would
+        delay all other sessions.
         """
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
@@ -250,7 +259,7 @@ class Sampler:
     def _request(
         self, pending: PendingTurn, prompt: Prompt, session: StoredSession, tree: SessionTree
     ) -> GenerateRequest:
-        """Return the engine's request. Raises: Refused for a prompt that leaves no room."""
+        """Make the request for the engine. Raises: Refused if the prompt fills the context."""
         call, place = pending.call, pending.place
         parent = None if place.parent is None else tree.turn(place.parent)
         room = self._max_context_tokens - prompt.token_ids.shape[0]
@@ -321,13 +330,14 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The prompt of a request's turn; `SessionTurn` describes the fields."""
+    """The prompt of a request; fields without a docstring are described in `SessionTurn`."""
 
     token_ids: TokenIds
     """[P] int32, the whole prompt."""
     extends_parent: bool
     new_token_ids: TokenIds
-    """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
+    """[N] int32; the ids that follow the parent's ids if the prompt extends the parent turn, else
+    the whole prompt."""
     num_inserted: int = 0
     break_reason: BreakReason | None = None
 
@@ -335,9 +345,9 @@ class Prompt:
 def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = False) -> Prompt:
     """Make the prompt of a request; may run in a thread.
 
-    Args: merges_system: put all system texts into one message at the front if the chat template
-    refuses the chat or does not show all of it.
-    Raises: RenderError if the template still refuses the chat or does not show all of it.
+    Args: place: the request's position in the session's tree. merges_system: whether all system
+    texts are put into one message at the front if the chat template refuses the chat or leaves a
+    part out. Raises: RenderError if the template still refuses the chat or leaves a part out.
     """
     renderer = renderer.under(place.template_options)
     try:
@@ -391,17 +401,18 @@ def _shown(
     turn_id: str,
     stop: tuple[str, ...],
 ) -> tuple[Message, bool, str]:
-    """Return the message of a reply, whether it is malformed, and the stop string that cut it.
+    """Return the message that the client gets, whether it is malformed, and what cut its text.
 
-    The reply is malformed if a call is unreadable, has arguments that are no JSON object, or names
-    an undeclared tool. The stop string is empty if the text was not cut.
+    The message is malformed if a call is unreadable, has arguments that are not a JSON object, or
+    names an undeclared tool. The third value is the stop string before which the text was cut, or
+    an empty string if it was not cut; after a cut no calls are shown, because they come later.
 
-    Readable calls are shown, also of an undeclared tool, so that the agent can report the error to
-    its model. If calls are malformed and none is readable, the text is shown as it was sampled.
+    All readable calls are shown, even of an undeclared tool, so that the agent can report the error
+    to its model. If calls are malformed and none is readable, the text is shown as it was sampled.
+
     Args: text: the decoded reply, without its end tokens. parsed: the parsed reply; None if it was
     not parsed. turn_id: used to make ids for calls to which the parser gave none. stop: stop
-    strings. If the text contains one, it is cut before the first, and no calls are shown, because
-    they come after the text.
+    strings.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)
@@ -432,7 +443,10 @@ def _shown(
 
 
 def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> ChatReply:
-    """Return a stored turn as its client receives it."""
+    """Return the reply that a client receives for a stored turn.
+
+    shows_tokens: whether the reply has the sampled ids and their log-probabilities.
+    """
     return ChatReply(
         turn_id=tree.turn_id(turn.number),
         message=turn.reply,
@@ -448,7 +462,7 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
 
 
 def _stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
-    """Return the reason why a turn ended, for its reply."""
+    """Return the stop reason that the client sees: length, calls in the message, or stop."""
     if finish_reason is FinishReason.LENGTH:
         return StopReason.LENGTH
     return StopReason.CALLS if message.call_texts else StopReason.STOP

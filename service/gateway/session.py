@@ -49,7 +49,10 @@ from service.store.errors import StoreError
 
 
 class Session:
-    """A session in memory; belongs to one event loop."""
+    """One session in memory: its turns, its requests in progress and its end.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -63,10 +66,10 @@ class Session:
         now: Callable[[], float],
         leaves_titles_out: bool,
     ) -> None:
-        """Replay a stored session.
+        """Rebuild the state of a stored session from its record and its turns.
 
         Args: turns: in the order of their numbers. now: returns seconds since 1970.
-        leaves_titles_out: as in `SessionTree`.
+        leaves_titles_out: whether turns that only make a title for a conversation are not trained.
         """
         self.stored = stored
         self.tree = SessionTree(stored.id, leaves_titles_out=leaves_titles_out)
@@ -98,7 +101,7 @@ class Session:
 
     @property
     def is_live(self) -> bool:
-        """Whether the session neither has ended nor is being ended; it may wait for admission."""
+        """Whether the session has not ended and is not being ended; it may wait for admission."""
         return self.stored.end is None and self._ending is None
 
     @property
@@ -134,12 +137,12 @@ class Session:
                     self._over.set()
 
     def _note(self, change: Change) -> None:
-        """Apply a change, and store it soon."""
+        """Apply a change in memory, and queue it for the store without waiting."""
         self.apply(change)
         self._commits.add(change)
 
     async def _commit(self, change: Change) -> None:
-        """Store a change. Raises: Refused."""
+        """Store a change, and wait until it is durable; do not apply it. Raises: Refused."""
         try:
             await self._commits.commit(change)
         except (StoreAway, StoreError) as error:
@@ -148,7 +151,7 @@ class Session:
             raise Refused(RefusalCode.SESSION_CLOSED, str(error)) from error
 
     async def _add(self, turn: SessionTurn) -> None:
-        """Apply and store a turn. Raises: Refused."""
+        """Add a sampled turn in memory, and store it. Raises: Refused."""
         # No request can continue this turn, or get it as answer, before it is stored: until then
         # the request for it is in progress.
         change = TurnAdded(session_id=self.stored.id, turn=turn)
@@ -167,9 +170,10 @@ class Session:
         self._metrics.commit_seconds.observe(time.monotonic() - began)
 
     def _see(self, number: int) -> Coroutine[Any, Any, None]:
-        """Mark an unseen turn as seen: in memory at once, in the store when the result is awaited.
+        """Mark an unseen turn as seen, since a client gets it now.
 
-        The turn's next changes are stored after this one. Raises: Refused, when awaited.
+        The mark is set in memory at once; the returned coroutine stores it. Raises: Refused, when
+        the coroutine is awaited.
         """
         change = self._marked(number, is_unseen=False)
         self.apply(change)
@@ -223,7 +227,7 @@ class Session:
     # -- calls of its agent -------------------------------------------------------------------
 
     async def ask(self, call: ChatCall, *, deadline_at: float) -> ChatReply:
-        """Answer a request with the turn that it already has, or sample one.
+        """Answer an agent's request with a new turn, or a repeated request with its stored turn.
 
         deadline_at: in the event loop's time. Raises: Refused.
         """
@@ -262,14 +266,17 @@ class Session:
         return self._reply(turn) if pending.is_abandoned else await self._show(turn)
 
     async def num_prompt_tokens(self, request: ChatRequest) -> int:
-        """Count the prompt tokens of a request's turn; sample nothing. Raises: Refused."""
+        """Return the number of tokens of a request's prompt; sample nothing. Raises: Refused."""
         self._accept_request()
         place = await self._place(self.tree.resolved(request))
         prompt = await self._sampler.prompt(place, may_call=request.may_call)
         return int(prompt.token_ids.shape[0])
 
     def abandon(self, request_id: str) -> None:
-        """Record that the client left before the answer, unless a retry of the request gets it."""
+        """Mark the turn of a request as unseen, because the client left before the answer.
+
+        Do nothing if a newer retry of the request gets the answer.
+        """
         answered = (first for first, newest in self._askers.items() if newest == request_id)
         # A request that was sent to another gateway is not among them.
         first = next(answered, None if request_id in self._askers else request_id)
@@ -283,7 +290,10 @@ class Session:
             self._hide(number)
 
     def _accept_request(self) -> None:
-        """Note the time of an agent's request. Raises: Refused if the session accepts none."""
+        """Record the time of an agent's request.
+
+        Raises: Refused if the session has ended or is not claimed yet.
+        """
         if not self.is_live:
             raise closed(self.stored)
         if not self.stored.is_taken:
@@ -312,7 +322,10 @@ class Session:
         return self.tree.find(request, await self._background.in_thread(request_keys, request))
 
     def _under_way(self, call: ChatCall, digest: str) -> PendingTurn | None:
-        """Return the turn that is being sampled for an equal request, or None. Raises: Refused."""
+        """Return the turn that is being sampled for the same request, or None if none is.
+
+        Raises: Refused if another request in progress has the same idempotency key.
+        """
         if (same := self._pending.get(call.request_id)) is not None:
             return same
         key = call.request.idempotency_key
@@ -377,7 +390,7 @@ class Session:
         return self.tree.num_turns + sum(1 for _ in waiting)
 
     async def _show(self, turn: SessionTurn) -> ChatReply:
-        """Answer with a stored turn, after storing that it is seen. Raises: Refused."""
+        """Return a stored turn as a reply, after storing that a client sees it. Raises: Refused."""
         number = turn.number
         if turn.is_unseen:
             if not self.is_live:
@@ -399,7 +412,10 @@ class Session:
     # -- calls of its client ------------------------------------------------------------------
 
     async def claim(self, name: str) -> None:
-        """Claim the session for a client. name: the client's name for it. Raises: Refused."""
+        """Claim the session for an agent that joins its group.
+
+        name: chosen by the client for this agent. Raises: Refused.
+        """
         now = self._now()
         change = SessionClaimed(session_id=self.stored.id, name=name, claimed_at=now)
         await self._commit(change)
@@ -407,7 +423,10 @@ class Session:
         self._last_request_at = now
 
     async def finish(self, finish: Finish) -> None:
-        """End the session. The same request again changes nothing. Raises: Refused."""
+        """End the session as its client asks; the same request again changes nothing.
+
+        Raises: Refused.
+        """
         end = self.stored.end
         if end is not None:
             if end.digest == finish.digest:
@@ -476,7 +495,7 @@ class Session:
                     raise
 
     def view(self) -> SessionView:
-        """Return the session as a client sees it."""
+        """Return the session's state, as the API shows it to clients."""
         end = self.stored.end
         # The turns of a trained session are deleted.
         totals = (end and end.totals) or totals_of(self.tree)
@@ -485,18 +504,21 @@ class Session:
     # -- calls of the run ---------------------------------------------------------------------
 
     def open(self) -> None:
-        """Record that the session's group is admitted; requests that wait for this continue."""
+        """Record that the session's group is admitted; waiting requests now continue."""
         if self.stored.opened_at is None and self.stored.end is None:
             self._note(SessionOpened(session_id=self.stored.id, opened_at=self._now()))
         self._last_request_at = self._now()
         self._admitted.set()
 
     async def until_over(self) -> None:
-        """Wait until `is_over`."""
+        """Wait until the session has ended, and its reward is known or will never be."""
         await self._over.wait()
 
     def learn(self, end: SessionEnd) -> None:
-        """Apply an end that another process has stored, such as that of a cancelled group."""
+        """End the session in memory, because another process has already stored its end.
+
+        Example: its group was cancelled.
+        """
         if self.is_live:
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
             self._cancel_unsampled()
@@ -516,11 +538,18 @@ class Session:
     # -- its end ------------------------------------------------------------------------------
 
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
-        """End the session. is_stated: whether the client states the outcome. Raises: Refused."""
+        """End the session, or wait if an equal request is ending it.
+
+        is_stated: whether the client states the outcome; if not, the turns decide. Raises: Refused.
+        """
         await self._end_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
 
     async def _cancel_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
-        """Cancel unsampled turns, store the others, end the session. Raises: Refused."""
+        """Cancel turns that are being sampled, wait until the sampled ones are stored, and store
+        the session's end.
+
+        is_stated: whether the client states the outcome. Raises: Refused.
+        """
         self._cancel_unsampled()
         tasks = [pending.task for pending in self._pending.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -533,10 +562,10 @@ class Session:
         await self._store_end(end)
 
     async def _end_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start the work that stores an end or a late reward, or wait if equal work is in progress.
+        """Run the work that stores an end or a late reward, or wait if equal work is in progress.
 
-        digest: digest of the client's `Finish`; empty for a discard or a time limit.
-        Raises: Refused if other work is in progress; the work's own refusal.
+        digest: digest of the client's `Finish`; empty for a discard or a time limit. Work with the
+        same digest is equal. Raises: Refused if other work is in progress, or by the work itself.
         """
         ending = self._ending
         if ending is not None:
@@ -557,7 +586,7 @@ class Session:
             await self._end_once("", self._store_end(end))
 
     def _cancel_unsampled(self) -> None:
-        """Cancel the turns that are not yet sampled; the others are stored."""
+        """Cancel the turns that are being sampled; turns that are being stored continue."""
         for pending in self._pending.values():
             if not pending.is_committing:
                 pending.task.cancel()

@@ -4,9 +4,9 @@ Invariants: the state of a session in memory equals its state in the store, so t
 can continue after a kill; a trajectory has every turn that a client may have seen, exactly once.
 Only sessions in use stay in memory. Tokenising and hashing run in a thread.
 
-`Sessions` finds the session of a call by its name and key, and calls it (`session`). A session
-samples its turns (`sampling`), finds the turn that a request continues (`tree`), stores its changes
-(`commits`), and ends by the rules in `ends`.
+`Sessions` finds the session that a call names, checks the call's key, and calls the `Session`
+(module `session`). A session samples its turns (`sampling`), finds the turn that a request
+continues (`tree`), stores its changes (`commits`), and ends by the rules in `ends`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ NO_KEY = digest_of("")
 
 
 class Sessions:
-    """The sessions of a run; belongs to one event loop."""
+    """The sessions of a run: loads them when they are called, and ends those whose time is up.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Sessions:
         read_keys: Callable[[], Sequence[NamedKey]] = lambda: (),
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Start without sessions in memory.
+        """Read the named keys, and start without sessions in memory.
 
         Args: read_keys: reads the run's named keys from its store. now: returns seconds since 1970.
         Raises: StoreError.
@@ -96,7 +99,10 @@ class Sessions:
     # -- calls of agents ----------------------------------------------------------------------
 
     async def chat(self, call: ChatCall) -> ChatReply:
-        """Sample a turn, or return the turn that this request already has. Raises: Refused."""
+        """Answer an agent's request with a new turn, or a repeated request with its stored turn.
+
+        Raises: Refused.
+        """
         began = time.monotonic()
         deadline_at = asyncio.get_running_loop().time() + call.deadline_s
         try:
@@ -117,7 +123,7 @@ class Sessions:
         return await session.num_prompt_tokens(call.request)
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Check a session's key. Raises: Refused if it is neither of the session's keys."""
+        """Check that a key belongs to a session. Raises: Refused if it is none of its two keys."""
         try:
             await self._of_key(session_id, key_digest, wanted="agent")
         except Refused as refused:
@@ -126,23 +132,30 @@ class Sessions:
                 raise
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """Call `Session.abandon` if the session exists. Raises: Refused if the store is away."""
+        """Record that the client of a request left before the answer (`Session.abandon`).
+
+        Do nothing if the session does not exist. Raises: Refused if the store does not answer.
+        """
         session = await self._find(session_id)
         if session is not None:
             session.abandon(request_id)
 
     def count_turn(self, key_name: str) -> None:
-        """Count a turn that belongs to no session, as `TurnRates.take` does. Raises: Refused."""
+        """Count a turn without a session (/api/v1/generate) in the rate limit of a named key.
+
+        Raises: Refused if the key has reached its limit.
+        """
         self._rates.take(key_name)
 
     # -- calls of clients ---------------------------------------------------------------------
 
     async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        """Claim a group's next free session for a client; the same name gets the same session.
+        """Give the next unclaimed session of a group to an agent that joins the group.
 
-        Args: name: the client's name for it. sees: as in `view`.
-        Returns: the member's number; None if the group does not exist.
-        Raises: Refused if none is free.
+        Args: submission_id: the group's id. name: chosen by the client for this agent; the same
+        name gets the same session again. sees: the tenant that must own the group; None: any one.
+        Returns: the session's number in the group; None if there is no such group.
+        Raises: Refused if no session of the group is free.
         """
         async with self._claiming:
             group = await self._of_submission(submission_id, sees)
@@ -170,9 +183,8 @@ class Sessions:
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
         """End a group's unclaimed sessions untrained; return the number of these sessions.
 
-        Return None if there is no such group.
-
-        sees: as in `view`. Raises: Refused.
+        sees: the tenant that must own the group; None: any tenant. Returns: None if there is no
+        such group. Raises: Refused.
         """
         async with self._claiming:
             group = await self._of_submission(submission_id, sees)
@@ -182,9 +194,10 @@ class Sessions:
             return len(free) if group else None
 
     async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """End a session untrained; do nothing if it has ended.
+        """End a session untrained, and return its state; an ended session stays as it is.
 
-        sees: as in `view`. Returns: None if the session is unknown or not visible. Raises: Refused.
+        sees: the tenant that must own the session; None: any tenant. Returns: None if there is no
+        such session. Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         if session is None:
@@ -193,10 +206,9 @@ class Sessions:
         return session.view()
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """Return a session, or None if it does not exist or is not visible.
+        """Return the state of a session, or None if there is no such session.
 
-        sees: the tenant whose sessions are visible; None makes every tenant's sessions visible.
-        Raises: Refused.
+        sees: the tenant that must own the session; None: any tenant. Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         return None if session is None else session.view()
@@ -206,10 +218,10 @@ class Sessions:
     async def finish(
         self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
     ) -> SessionView:
-        """End a session. The same request again changes nothing.
+        """End a session with the reward and outcome in `finish`, and return the session's state.
 
-        client: a caller with its own key instead of the session's; its tenant must be the
-        session's. Raises: Refused.
+        The same request again changes nothing. client: the caller, if it sent a named key instead
+        of the session's reward key; it must be allowed to see the session. Raises: Refused.
         """
         session = await self._of_reward(session_id, key_digest, client)
         await session.finish(finish)
@@ -218,7 +230,11 @@ class Sessions:
     async def give_reward(
         self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
     ) -> SessionView:
-        """Give a finished session its pending reward. client: as in `finish`. Raises: Refused."""
+        """Give a finished session its pending reward, and return the session's state.
+
+        client: the caller, if it sent a named key instead of the session's reward key. Raises:
+        Refused.
+        """
         session = await self._of_reward(session_id, key_digest, client)
         await session.reward(given)
         return session.view()
@@ -265,15 +281,16 @@ class Sessions:
         return sum(each.is_open for each in self.in_memory())
 
     def in_memory(self) -> list[Session]:
-        """Return the sessions that are loaded."""
+        """Return the sessions that are loaded, without those that are still being loaded."""
         tasks = list(self._sessions.values())
         done = [t for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
         return [session for task in done if (session := task.result()) is not None]
 
     async def watch(self) -> None:
-        """End sessions whose time limit has passed; read ended groups and revoked keys regularly.
+        """End sessions whose time limit has passed, every WATCH_EVERY_S seconds.
 
-        Never returns. Raises: StoreError, LeaseLost when nothing can be stored any more.
+        Also read from the store which keys were revoked and which sessions were ended by another
+        process. Never returns. Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -290,14 +307,17 @@ class Sessions:
                 session.end_if_overdue()
 
     def close(self) -> None:
-        """Refuse all later requests, which the next gateway answers."""
+        """Refuse all later requests, and cancel background work; the next gateway answers them."""
         self._is_closed = True
         self._background.close()
 
     # -- finding sessions ---------------------------------------------------------------------
 
     async def _find(self, name: str) -> Session | None:
-        """Return a session, or None if unknown. Raises: Refused if the store is away."""
+        """Return a session from memory or the store, or None if it does not exist.
+
+        Raises: Refused if the store does not answer.
+        """
         task = self._sessions.get(name)
         if task is None:
             task = self._sessions[name] = self._background.begin(self._load(name))
@@ -331,14 +351,20 @@ class Sessions:
         self._sessions.pop(name, None)
 
     async def _shown(self, name: str, sees: str | None) -> Session | None:
-        """Return a session that is visible, or None. sees: as in `view`. Raises: Refused."""
+        """Return a session, or None if it does not exist or another tenant owns it.
+
+        sees: the tenant that must own the session; None: any tenant. Raises: Refused.
+        """
         session = await self._find(name)
         if session is None or not may_see(sees, session.stored.tenant):
             return None
         return session
 
     async def _of_submission(self, submission_id: str, sees: str | None) -> list[Session]:
-        """Return a submission's visible sessions. sees: as in `view`. Raises: Refused."""
+        """Return the sessions of a group; none if it does not exist or another tenant owns it.
+
+        sees: the tenant that must own the group; None: any tenant. Raises: Refused.
+        """
         try:
             stored = await asyncio.to_thread(self._store.of_submission, submission_id)
         except StoreError as error:
@@ -347,7 +373,11 @@ class Sessions:
         return [session for session in found if session is not None]
 
     async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> Session:
-        """Return the session that a caller may reward. client: as in `finish`. Raises: Refused."""
+        """Return a session after checking that the caller may end and reward it.
+
+        client: the caller, if it sent a named key; None: `key_digest` must be that of the session's
+        reward key. Raises: Refused.
+        """
         if client is None:
             return await self._of_key(name, key_digest, wanted="reward")
         if self._is_closed:
@@ -358,7 +388,7 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return the session if the digest is that of its `wanted` key, "agent" or "reward".
+        """Return a session after checking the key. wanted: "agent" or "reward", the key it needs.
 
         An unknown session and a wrong key are refused with the same text, so that a caller without
         a key does not learn whether the session exists. Raises: Refused.
@@ -399,8 +429,8 @@ def _free(group: list[Session]) -> list[Session]:
 class Gateway:
     """The gateway as an asynchronous Ray actor: it plays sessions, and delivers uploads.
 
-    Each run has one, on the supervisor's node, because the run's database may be a file. Its state
-    is in the store: if the actor dies, a new one takes its rollouts from the queue again.
+    Each run has one, on the supervisor's node, because the run's database may be a file. All state
+    is in the store: if the actor dies, a new actor gets the same rollouts from the queue again.
     `service.run.actor_pool` calls `run`, `ping` and `stop`; the API's replicas call `ask`, through
     `service.gateway.client`.
     """
@@ -420,8 +450,9 @@ class Gateway:
         """Connect to the store and load the tokenizer.
 
         Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
-        run_id: names the endpoint of its metrics. term: the term under whose lease turns are
-        stored. Raises: StoreError.
+        run_id: names the endpoint of the gateway's metrics. term: number of the supervisor's
+        current lease on the run; the store accepts changes only with this number. Raises:
+        StoreError.
         """
         store = RunStore(database_url)
         self._run_id, self._actor_id = run_id, actor_id
@@ -494,7 +525,7 @@ class Gateway:
         return await player.play(assignment)
 
     async def ping(self) -> None:
-        """Return at once. If the event loop is blocked, the caller gets no answer."""
+        """Return at once: a caller that gets no answer knows that the event loop is blocked."""
 
     async def stop(self) -> None:
         """Accept no more requests, and store all changes that are not stored yet."""
@@ -505,7 +536,7 @@ class Gateway:
     async def ask(self, part: str, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of `Sessions` or `Uploads` and return its answer.
 
-        Return a refusal instead of raising it, since Ray logs raised errors.
+        If the method raises Refused, return the exception instead, because Ray logs raised errors.
 
         Args: part: "sessions" or "uploads".
         """
