@@ -72,7 +72,10 @@ TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
 
 
 def _turn_number(name: object) -> object:
-    """Refuse another spelling of a turn's number, so that two names never mean one turn."""
+    """Refuse a turn's number that is not in plain digits, such as "+1" or "01".
+
+    Otherwise two keys of a JSON object could mean the same turn.
+    """
     if isinstance(name, str) and not re.fullmatch(TURN_PATTERN, name):
         raise ValueError("expected the number of a turn in digits only, such as 0 or 12")
     return name
@@ -170,7 +173,7 @@ class SessionsBody(StrictBody):
         rollouts: RolloutSettings,
         sessions: SessionSettings,
     ) -> RolloutRequest:
-        """Return the group to submit.
+        """Return the request that submits the group of sessions to the run.
 
         Args: caller: the client, from whose key the sessions' keys are derived. group_size: number
         of sessions if the body sets none.
@@ -258,7 +261,7 @@ def _at_most(name: str, asked: Any, limit: Any) -> Any:
 
 
 class FinishBody(StrictBody):
-    """The request that ends a session. Sending the same body again changes nothing."""
+    """The body of a request that ends a session. Sending the same body again changes nothing."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -345,7 +348,8 @@ class NewSession(StrictBody):
     def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
         """Derive a session's keys and addresses.
 
-        Args: name: the run's id of the session. address: the API's URL, without a final slash.
+        Args: name: the session's run-wide id, with its tenant. client_key: raw key of the client
+        that creates the session. address: the API's URL, without a final slash.
         """
         root = f"{address}/sessions/{name}"
         agent_key = session_key(client_key, name, AGENT)
@@ -381,7 +385,7 @@ class SessionsAnswer(StrictBody):
 
 
 class SessionLineAnswer(StrictBody):
-    """A session in a list."""
+    """A session, as a list of sessions shows it."""
 
     id: str
     group: str = Field(description="the session's group; see GET /api/v1/rollouts/GROUP")

@@ -1,13 +1,14 @@
 """Store the changes of all sessions together: all changes within 5 ms share one transaction.
 
 Invariants: there is one transaction at a time, and changes are stored in their order of arrival; a
-turn is durable before `commit` returns; a turn whose `commit` raised is not stored, or stored as
-unseen, and is trained only if a client sends a marked retry that this turn answers. Each gateway
-has one `GroupCommit`, which is used in one event loop.
+turn is durable before `GroupCommit.commit` returns; if `commit` raises, the turn is not stored, or
+it is stored as unseen: it is then trained only if a retry of the request gets it as answer. Each
+gateway has one `GroupCommit`, which is used in one event loop.
 
-A transaction begins at once if the last one ended at least 5 ms ago, so that a single turn waits
-only for the disk. Otherwise it begins 5 ms after the end of the last one. Changes that arrive in
-this time are written with one sync, and the supervisor can take the lock, for its lease and steps.
+A transaction begins at once if the previous one ended at least 5 ms ago, so that a single turn
+waits only for the disk. Otherwise it begins 5 ms after the end of the previous one. Changes that
+arrive in this time are written with one sync. In this time the supervisor can take the database's
+lock, to renew its lease and to store steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Entry = tuple[Change, asyncio.Future[None] | None]
 
 
 class StoreAway(Exception):
-    """The database has not answered in time. Nothing is lost: the changes stay in the queue."""
+    """The database did not answer in time. Nothing is lost: the change stays in the queue."""
 
 
 class TooLate(Exception):
@@ -39,20 +40,22 @@ class TooLate(Exception):
 
 
 class GroupCommit:
-    """Writes the changes of all sessions of a gateway, which has no other writer.
+    """Writes the changes of all sessions of a gateway; nothing else in the gateway writes sessions.
 
-    If the database does not answer, the writer retries as long as the `RunStore` does, even after
-    `hold_s`, to find out whether a transaction whose connection broke was committed. After that
-    time, or if the lease is lost, the writer has failed: it writes nothing more, and the gateway
-    ends. The next gateway continues from the stored changes. If the last transaction was committed
-    but not confirmed, the next gateway finds turns that no client received, as if the first one had
-    been killed between commit and answer.
+    If the database does not answer, `commit` gives up after `hold_s`, but the writer retries for as
+    long as the `RunStore` does, to find out whether a transaction was committed before its
+    connection broke. After that time, or if the lease is lost, the writer has failed: it writes
+    nothing more, and the gateway ends. The next gateway continues from the stored changes. If the
+    last transaction was committed without a confirmation, the next gateway finds turns that no
+    client received, as if this gateway had been killed between commit and answer.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:
         """Start with an empty queue.
 
-        hold_s: how long a `commit` waits for the database; shorter than the store's patience.
+        term: number of the supervisor's lease on the run; the store refuses changes of an older
+        lease. hold_s: seconds for which `commit` waits for the database; shorter than the time
+        after which the store gives up.
         """
         self._store = store
         self._term = term
@@ -71,9 +74,10 @@ class GroupCommit:
         start."""
 
     def add(self, change: Change, done: asyncio.Future[None] | None = None) -> None:
-        """Store a change soon, after all earlier ones; if it comes too late, it is left out.
+        """Queue a change, which is stored soon, after all earlier ones; do not wait.
 
-        done: gets the result of the change, or its error.
+        A change of a session that has ended in the store is left out. done: completed when the
+        change is stored, or gets the error, such as TooLate.
         Raises: LeaseLost, StoreError if writing has failed; RuntimeError after `close`.
         """
         if self.failure is not None:
@@ -106,7 +110,10 @@ class GroupCommit:
             raise
 
     async def close(self) -> None:
-        """Accept no more changes, and store those in the queue; `failure` has the error, if any."""
+        """Accept no more changes, and store those in the queue.
+
+        If that fails, the attribute `failure` has the error.
+        """
         self._is_closed = True
         if self._writing is not None:
             await asyncio.wait([self._writing])
@@ -125,7 +132,10 @@ class GroupCommit:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Write until the queue is empty. Raises: only unexpected errors (defects)."""
+        """Write changes until the queue is empty. Raises: only unexpected errors (defects).
+
+        LeaseLost and StoreError are stored in `failure` instead.
+        """
         batch: list[_Entry] = []
         try:
             while self._entries:

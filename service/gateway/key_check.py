@@ -1,8 +1,8 @@
 """Check the key of a session's request by the headers, before the body is read.
 
 A key that names another session, or no session, is refused at once. Before a large body is read,
-the gateway checks that the key belongs to the session. As for every request, it checks what the key
-permits when it answers.
+the gateway also checks that the key belongs to the session. What the key permits is checked later,
+when the gateway answers the request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
 
 
 class SessionKeyCheck:
-    """The check of a session's key; `service.api.guards.CheckSessionKey` calls it."""
+    """The check of the session key in a request; `service.api.guards.CheckSessionKey` calls it."""
 
     def __init__(self, check_key: Callable[[str, str], Awaitable[None]], callers: Callers) -> None:
         """Make the check.
@@ -46,7 +46,7 @@ class SessionKeyCheck:
         self._check_key, self._callers = check_key, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:
-        """Return the refusal of a request, or None if its body may be read.
+        """Return the answer that refuses a request, or None if the request's body may be read.
 
         Raises: RunUnavailable.
         """
@@ -81,12 +81,12 @@ class SessionKeyCheck:
 
 
 def sent_key(headers: Mapping[str, str]) -> str:
-    """Return a request's key, sent as a bearer token or in Anthropic's header; empty if none."""
+    """Return the key in a request's headers: a bearer token or `x-api-key`; empty if none."""
     return bearer_of(headers) or headers.get("x-api-key", "")
 
 
 def holder_of(key: str) -> Caller:
-    """Return the caller who has a session's key: a client of the session's tenant."""
+    """Return a `Caller` for whoever has a session's key: a client of the session's tenant."""
     return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
 
 
@@ -100,13 +100,13 @@ def unknown_session(name: str) -> Refused:
 
 
 def _name_in(path: str) -> str:
-    """Return the session that a path names, or an empty string if it names none."""
+    """Return the name of the session in a path, or an empty string if the path has none."""
     found = _BOUND.match(path) or _ENDING.match(path)
     return found[1] if found else ""
 
 
 def _answer(path: str, headers: Headers, refused: Refused) -> Response:
-    """Return a refusal in the form of the requested route."""
+    """Return a refusal as the clients of a path expect it: a problem, or a dialect's error."""
     if path.startswith("/api/") or "/v1/" not in path:
         return problem_response(as_problem(refused), instance=path)
     return JSONResponse(
@@ -117,7 +117,7 @@ def _answer(path: str, headers: Headers, refused: Refused) -> Response:
 
 
 def as_problem(refused: Refused) -> Problem:
-    """Return a refusal in the form of Rayloom's own routes."""
+    """Return a refusal as a problem document, which is how Rayloom's own routes (/api) refuse."""
     return Problem(
         refused.code.status,
         refused.code.value.replace("_", "-"),

@@ -138,7 +138,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSett
         idempotency_key: IdempotencyKey = None,
     ) -> SessionsAnswer:
         """Accept a task for external agents; it is stored before the answer. If the same body is
-        sent again, the answer has the same keys, with status 200."""
+        sent again, the answer has the same sessions and keys, with status 200."""
         caller = caller_of(request)
         # Without a secret, anybody who knows a session's name could compute its keys.
         maker = replace(caller, secret=caller.secret or settings.session_secret)
@@ -208,7 +208,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         limit: Limit = 100,
     ) -> SessionListAnswer:
         """List sessions in the order of acceptance, without the totals of their turns. A page may
-        be short, or empty, and have a `next`."""
+        be short, or empty, and have a `next`: only a page whose `next` is null is the last one."""
         caller = caller_of(request)
         whole = None if group is None else caller.whole(group)
         wanted = SessionFilter(group=whole, status=status, tenant=caller.sees)
@@ -236,14 +236,14 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
 
     @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=_UNKNOWN)
     async def discard(request: Request, name: SessionName) -> SessionAnswer:
-        """End a session untrained; one that has ended stays as it is."""
+        """End a session untrained; a session that has ended stays as it is."""
         caller = caller_of(request)
         ended = await answer_or_problem(port.discard(caller.whole(name), caller.sees))
         return _shown(name, ended, caller)
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=_ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
-        """End a session, with its reward key or its client's key."""
+        """End a session. The request needs its reward key, a key of its tenant or an admin key."""
         key = sent_key(request.headers)
         client = await _client(key)
         caller = client or holder_of(key)
@@ -252,7 +252,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=_ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
-        """Give a finished session its pending reward, with its reward key or its client's key."""
+        """Give a finished session its pending reward. The request needs its reward key, a key of
+        its tenant or an admin key."""
         key = sent_key(request.headers)
         client = await _client(key)
         caller = client or holder_of(key)
@@ -260,7 +261,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         return SessionAnswer.of(await answer_or_problem(work), caller)
 
     async def _client(key: str) -> Caller | None:
-        """Return the caller for a key of a tenant or an admin; None if the key is not known."""
+        """Return the caller for a key of a tenant or an admin; None for any other key."""
         caller = None if not key or session_of_key(key) else await callers.find(key)
         if caller is None or not caller.secret:
             return None
@@ -270,7 +271,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
 
 
 async def answer_or_problem(work: Awaitable[Answer]) -> Answer:
-    """Await a call of the gateway, and raise a Refused as a Problem."""
+    """Await a call of the gateway; if it raises Refused, raise a Problem with the same content."""
     try:
         return await work
     except Refused as refused:
@@ -278,7 +279,11 @@ async def answer_or_problem(work: Awaitable[Answer]) -> Answer:
 
 
 def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer:
-    """Return the answer that shows a session. Raises: Problem if there is no such session."""
+    """Return the answer that shows a session's state.
+
+    name: the session's id in the request. view: the session; None if it does not exist. Raises:
+    Problem if it does not exist.
+    """
     if view is None:
         raise Problem(
             404,
@@ -297,9 +302,10 @@ def _add_agents_route(
     summary: str,
     description: dict[str, Any],
 ) -> None:
-    """Add a route of a dialect twice: the session is in the path, or in a header or the key.
+    """Add a route of a dialect twice: with the session in the path, and without it.
 
-    Args: answer: gets the session's name too. description: from `described`.
+    If the path has no session, a header or the key names it. Args: answer: called with the request
+    and the session's name. description: the route's `openapi_extra`.
     """
 
     async def bound(request: Request, name: str) -> Response:
@@ -336,7 +342,7 @@ def _add_models(app: FastAPI) -> None:
         return await models()
 
     async def one(request: Request, model: str) -> Response:
-        """Return the model by its name; 404 for any other, in the client's dialect."""
+        """Return the one model; 404, in the client's dialect, if the path names another model."""
         if model == MODEL:
             return JSONResponse(model_answer(MODEL, created_at=0))
         return _error(
@@ -366,7 +372,7 @@ def _add_models(app: FastAPI) -> None:
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """Answer every other path below an agent's address in the client's dialect."""
+    """Answer unknown paths below an agent's address with 404, in the client's dialect."""
 
     async def unknown(request: Request) -> Response:
         known = ", ".join(
@@ -433,9 +439,10 @@ async def _read_call(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ChatCall, AnswerStyle]:
-    """Read a request for a turn.
+    """Read a request for a turn, and the form in which the client wants the answer.
 
-    defaults: values of parameters that the body leaves out. Raises: Refused.
+    name: the session's name. defaults: values for parameters that the body leaves out. Raises:
+    Refused.
     """
     key = sent_key(request.headers)
     # Do not use `body()`, which keeps the body as long as the request: a turn may take minutes.
@@ -517,7 +524,7 @@ async def _parsed(body: bytes) -> object:
 
 
 def _decoded(body: bytes) -> object:
-    """Decode a JSON body. Raises: Refused if an object has a key twice; errors of msgspec."""
+    """Decode a JSON body. Raises: Refused if an object has a key twice; msgspec's own errors."""
     found: object = msgspec.json.decode(body)
     if (key := repeated_key(body)) is not None:
         raise Refused(RefusalCode.INVALID_REQUEST, f"the body: {repeated_text(key)}")
@@ -531,5 +538,5 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
 
 
 def _session_of(headers: Mapping[str, str]) -> str:
-    """Return the session that a client names in a header, or by its key."""
+    """Return the name of the session from a request's header, or else from its key."""
     return headers.get(SESSION_HEADER) or session_of_key(sent_key(headers))

@@ -90,7 +90,7 @@ class PendingTurn:
     is_abandoned: bool = False
     """Whether the client that sent the newest request for this turn has disconnected."""
     is_committing: bool = False
-    """Whether the turn has been sampled and is being stored, even if the session ends now."""
+    """Whether the turn is sampled and being stored; the session's end no longer cancels it."""
 
 
 class TurnRates:

@@ -1,9 +1,8 @@
 """The bodies of uploaded trajectories and of token-in, token-out requests, JSON or MessagePack.
 
-msgspec reads both formats by one definition: a trajectory has three columns of thousands of
-numbers, for which pydantic takes many times as long. A column is a list, or packed: the bytes of a
-little-endian array with its type, in JSON as base64. Unknown fields are refused. A `Violation` is
-the first fault of a trajectory.
+msgspec reads both formats by one definition. Pydantic would take many times as long, because a
+trajectory has three columns of thousands of numbers. A column is a list, or packed: the bytes of a
+little-endian array with its type, in JSON as base64. Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ Components = Annotated[
 
 
 class Packed(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit_defaults=True):
-    """A column as bytes."""
+    """A column of numbers, as the bytes of a little-endian array."""
 
     dtype: str
     """Name of the NumPy type, such as <i4; each column requires its own type."""
     data: bytes
     shape: tuple[Natural, ...] | None = None
-    """Shape of recorded experts; null: the column has one dimension."""
+    """Shape of the array, only for recorded experts; null: the array has one dimension."""
 
 
 Integers = list[int] | Packed
@@ -72,8 +71,8 @@ class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     finish_reason: FinishReason = FinishReason.STOP
     is_malformed: bool = False
     index: int | None = None
-    """Index of the turn in its trajectory, in the order of play; null in all turns: the order of
-    the list."""
+    """Position (0, 1, …) of the turn in the order in which the trajectory's turns were played; null
+    in all turns: the turns are listed in this order."""
     state_key: Annotated[str, Meta(max_length=MAX_ANSWER_CHARS)] | None = None
     """Text that is equal for turns in equal states (`algorithm.state_credit`); null: turns are in
     equal states if their observations have equal tokens."""
@@ -81,7 +80,7 @@ class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
 
 class ExpertsBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     positions: Integers
-    """[R], <i4, ascending: the tokens whose forward passes are recorded."""
+    """[R], <i4, ascending: the positions of the tokens whose forward passes are recorded."""
     indices: list[list[list[int]]] | Packed
     """[R, layers, experts], |u1 or <i2: the experts that were chosen in each forward pass."""
 
@@ -98,7 +97,7 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     mask: Integers | None = None
     """[T], |u1; 1 marks a trained token. If null, the tokens of the turns are trained."""
     turns: Annotated[list[TurnBody], Meta(min_length=1, max_length=MAX_TURNS)] | None = None
-    """The sampled turns; if null, each run of mask 1 is a turn."""
+    """The sampled turns; if null, each contiguous range of tokens with mask 1 is a turn."""
     token_rewards: Numbers | None = None
     """[T], <f4: the reward of each token; 0 outside of the turns."""
     experts: ExpertsBody | None = None
@@ -140,8 +139,9 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     """[P], <i4: the prompt."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     cache_salt: str = ""
-    """The `cache_salt` of the previous turn's answer; empty for a first turn, as is `replica`."""
+    """The `cache_salt` in the answer to the previous turn; empty for a first turn."""
     replica: str = ""
+    """The `replica` in the answer to the previous turn; empty for a first turn."""
 
 
 class GenerateAnswer(Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class GenerateAnswer(Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     """Contiguous spans that cover [0, A)."""
     experts: Packed | None
-    """[R, layers, experts] of the first R sampled tokens; null: not recorded."""
+    """[R, layers, experts]: the experts that the recorded forward passes chose; null: no record."""
     cache_salt: str
     replica: str
 
@@ -196,7 +196,9 @@ def _of_validation(text: str) -> Problem:
 
 
 def _parts(place: str) -> list[int | str]:
-    """Split a path. Example: $.trajectories[0].reward -> ["trajectories", 0, "reward"]."""
+    """Split a path in msgspec's form. Example: $.trajectories[0].reward -> ["trajectories", 0,
+    "reward"].
+    """
     parts = re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", place)
     return [shown(name) if name else int(n) if n.isdecimal() else n for name, n in parts]
 
@@ -205,13 +207,13 @@ class Fault(StrEnum):
     """The kinds of faults in an uploaded trajectory; stable, for programs."""
 
     WRONG_TYPE = "wrong-type"
-    """A packed column has another type or shape, or a wrong number of bytes."""
+    """A packed column has a wrong type or shape, or a wrong number of bytes."""
     LENGTHS_DIFFER = "lengths-differ"
     TOKEN_OUT_OF_VOCABULARY = "token-out-of-vocabulary"
     INVALID_MASK = "invalid-mask"
     INVALID_TURNS = "invalid-turns"
     DUPLICATE_TURN = "duplicate-turn"
-    """The same sampled turn is in two samples."""
+    """Two samples train the same sampled turn."""
     NOTHING_TRAINED = "nothing-trained"
     CONTEXT_LENGTH_EXCEEDED = "context-length-exceeded"
     INVALID_LOGPROB = "invalid-logprob"
@@ -225,10 +227,10 @@ class Fault(StrEnum):
 
 
 class Violation(Exception):
-    """The first fault of a trajectory."""
+    """The first fault that was found in an uploaded trajectory."""
 
     def __init__(self, fault: Fault, place: Sequence[int | str], message: str) -> None:
-        """Report a fault. place: its position in the trajectory's body."""
+        """Report a fault. place: position of the faulty value in the trajectory's body."""
         super().__init__(message)
         self.fault, self.place, self.message = fault, tuple(place), message
 

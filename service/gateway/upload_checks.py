@@ -1,7 +1,7 @@
 """Check every number of an uploaded trajectory's body, and make the record that is stored.
 
-Invariant: the result is a trajectory as our own producers make it, which the queue, the merge actor
-and the trainer accept unchanged. Pure; called by the API's replicas, in a thread.
+Invariant: the result is a trajectory like one that the run itself has sampled, which the queue, the
+merge actor and the trainer accept unchanged. Pure; called by the API's replicas, in a thread.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
 
 
 def _check_order(columns: Sequence[Columns]) -> None:
-    """Check the order of the turns over all samples. Raises: Violation."""
+    """Check that the turns have indices 0 to n - 1 in ascending order, or no indices at all.
+
+    Raises: Violation.
+    """
     indices = [turn.index for each in columns for turn in each.turns]
     if all(index == NO_VERSION for index in indices):
         return
@@ -148,15 +151,16 @@ def _check_duplicates(columns: Sequence[Columns]) -> None:
 
 
 def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
-    """Return whether a turn begins before a position and ends after it."""
+    """Return whether a token position is inside of one of a sample's turns, and not at a border."""
     before = bisect_left(turns, position, key=lambda turn: turn.start)
     return before > 0 and turns[before - 1].end > position
 
 
 def _are_one(left: Columns, right: Columns, turn: TurnSpan) -> bool:
-    """Return whether a turn in two samples was sampled only once: the log-probabilities are equal.
+    """Return whether a turn that two samples contain was sampled only once.
 
-    Compare only tokens that both samples train. turn: a turn with equal ids in both.
+    This is so if the log-probabilities of the tokens that both samples train are equal. turn: a
+    turn with equal token ids in both samples.
     """
     trained = left.mask[turn.tokens] & right.mask[turn.tokens]
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
@@ -172,7 +176,7 @@ def _is_rewarded(body: TrajectoryBody) -> bool:
 
 
 def _rewarded(body: TrajectoryBody, columns: Sequence[Columns]) -> list[tuple[TurnSpan, ...]]:
-    """Return the turns of each sample, numbered and with rewards. Raises: Violation."""
+    """Return the turns of each sample, with their indices and rewards. Raises: Violation."""
     spans = [turn for each in columns for turn in each.turns]
     if spans[0].index == NO_VERSION:
         spans = [msgspec.structs.replace(turn, index=i) for i, turn in enumerate(spans)]
@@ -210,7 +214,10 @@ def _rewarded(body: TrajectoryBody, columns: Sequence[Columns]) -> list[tuple[Tu
 
 
 def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
-    """Return the rewards by turn; the last turn gets the trajectory's. Raises: Violation."""
+    """Return the reward of each turn, by its number. Raises: Violation.
+
+    The last turn also gets the reward of the whole trajectory.
+    """
     named: Mapping[str, Mapping[Any, float]] = {
         "reward": {} if body.reward is None else {"reward": body.reward},
         "components": body.components,
@@ -237,7 +244,10 @@ def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
 
 
 def _sums_of_tokens(columns: Sequence[Columns]) -> list[float] | None:
-    """Return each turn's sum of token rewards, or None if there are none. Raises: Violation."""
+    """Return each turn's sum of token rewards, or None if no sample has token rewards.
+
+    Raises: Violation if only some samples have token rewards.
+    """
     if all(each.token_rewards is None for each in columns):
         return None
     sums = []
@@ -275,11 +285,12 @@ def _sample(
 
 
 def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> Any:
-    """Return the sample from which a new one branches, how many tokens they share, and the reason.
+    """Find the earlier sample from which a new sample branches, and the reason for the branch.
 
-    The earlier samples are compared as they were when the new sample's first prompt was sent. The
-    one with the longest shared prefix is chosen; of several with equal length, the newest.
-    `SampleBuilder` does the same.
+    Args: token_ids, first: the new sample's tokens and its first turn. earlier: the samples before.
+    Returns: the index of the sample with the longest prefix in common (the newest of several), or
+    None if no token is shared; the number of shared tokens; the `BranchReason`. Only tokens that
+    existed when the new sample's first prompt was sent are compared. `SampleBuilder` does the same.
     """
     if not earlier:
         return None, 0, None
@@ -306,7 +317,10 @@ def _known_before(sample: Sample, index: int) -> int:
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> str:
-    """Return metadata as JSON text, equal for equal metadata. Raises: Violation."""
+    """Return metadata as JSON text with sorted keys.
+
+    Raises: Violation if the metadata is not valid JSON or is nested too deep.
+    """
     try:
         if is_deeper(metadata, MAX_DEPTH):
             raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")

@@ -32,20 +32,23 @@ _EXPERT_TYPES = ("|u1", "<i2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """A sample's checked columns; [T] each."""
+    """The checked columns of a sample of T tokens; arrays have shape [T]."""
 
     token_ids: TokenIds
     mask: NDArray[np.bool_]
     logprobs: LogProbs
     versions: NDArray[np.int32]
     turns: tuple[TurnSpan, ...]
-    """The turns, without rewards."""
+    """The sample's turns; their rewards are not set yet."""
     token_rewards: NDArray[np.float32] | None
     experts: ExpertRecords | None
 
 
 def read_columns(body: SampleBody, number: int, facts: PolicyFacts) -> Columns:
-    """Check the columns of a sample. Raises: Violation."""
+    """Check the columns of a sample, and return them as arrays. Raises: Violation.
+
+    number: index of the sample in its trajectory, for error messages.
+    """
 
     def fail(fault: Fault, name: str, message: str) -> Violation:
         return Violation(fault, ["samples", number, name], message)
@@ -81,7 +84,7 @@ def read_columns(body: SampleBody, number: int, facts: PolicyFacts) -> Columns:
 
 
 def read_ids(value: list[int] | Packed, facts: PolicyFacts, fail: Fail) -> TokenIds:
-    """Read token ids of the policy's vocabulary, at most its context length. Raises: Violation."""
+    """Read token ids. Raises: Violation if they are too many, or not all in the vocabulary."""
     ids = _integers(value, "token_ids", None, fail)
     most, vocabulary = facts.max_context_tokens, facts.vocab_size or UNDONE
     if not 1 <= ids.shape[0] <= most:
@@ -272,9 +275,9 @@ def _expert_indices(value: list[list[list[int]]] | Packed, fail: Fail) -> NDArra
 def _integers(
     value: list[int] | Packed, name: str, length: int | None, fail: Fail, *, dtype: str = "<i4"
 ) -> NDArray[np.int32]:
-    """Return a column as [T] int32.
+    """Return a column of whole numbers as [T] int32.
 
-    length: the expected T; None to accept any. dtype: the type that a packed column must have.
+    length: the expected T; None: any T. dtype: the type that a packed column must have.
     """
     if isinstance(value, Packed):
         if value.dtype != dtype or value.shape is not None:
@@ -297,7 +300,7 @@ def _integers(
 
 
 def _floats(value: list[float] | Packed, name: str, length: int, fail: Fail) -> LogProbs:
-    """Return a column as [T] float32; numbers too large for float32 become infinite."""
+    """Return a column of numbers as [T] float32; numbers too large for float32 become infinite."""
     if isinstance(value, Packed):
         if value.dtype != "<f4" or value.shape is not None:
             raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, "<f4"))

@@ -1,9 +1,9 @@
 """The routes for clients with their own agent loop: uploaded trajectories, token ids in and out.
 
 The whole request is checked before any part is stored; the answer has a result for each trajectory
-(stale, known, conflicting). A complete group is submitted before the answer. If the submission is
-refused, the client sends the same request again: its trajectories are then known, and the group is
-submitted.
+(accepted, duplicate or rejected). A complete group is submitted before the answer. If the
+submission is refused, the client sends the same request again: its trajectories are then
+duplicates, and the group is submitted.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class GroupAnswer(StrictBody):
 
 
 class UploadAnswer(StrictBody):
-    """The trajectories of an upload by result; accepted ones are stored."""
+    """The result of each trajectory in an upload, by ids; accepted trajectories are stored."""
 
     accepted: list[str]
     duplicates: list[str] = Field(
@@ -127,7 +127,10 @@ class UploadAnswer(StrictBody):
 
 
 def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return a body's part of the OpenAPI document: FastAPI cannot read msgspec's types."""
+    """Return the OpenAPI text for a body in JSON or MessagePack.
+
+    FastAPI cannot derive it, because the body's type is msgspec's. kind: the type of the body.
+    """
     (reference,), definitions = msgspec.json.schema_components([kind])
     schema = _inlined(reference, definitions)
     content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}
@@ -135,7 +138,10 @@ def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Replace a schema's references by their definitions, none of which refers to itself."""
+    """Return a JSON schema with each `$ref` replaced by its definition.
+
+    No definition may refer to itself.
+    """
     if isinstance(schema, list):
         return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, dict):
@@ -311,7 +317,10 @@ def _read_upload(
 
 
 def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) -> list[GroupPolicy]:
-    """Return the policies of the body's groups. Raises: Problem."""
+    """Return the rules of the body's groups, which decide when each group is complete.
+
+    Raises: Problem.
+    """
     twice = [name for name, count in Counter(each.id for each in body.groups).items() if count > 1]
     if twice:
         raise Problem(
@@ -331,9 +340,9 @@ def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) ->
 
 
 def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
-    """Return a problem with all violations.
+    """Return an HTTP problem (422) that lists all violations.
 
-    found: the violations, each with the position of its item.
+    found: the violations, each with the position of its trajectory in the request's body.
     """
     errors = [
         {
@@ -349,7 +358,10 @@ def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Proble
 
 
 async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Do the work in a thread if the body is large, because it would delay other requests."""
+    """Call `work`, in a thread if the body is large, because it would delay other requests.
+
+    raw: the body, only for its length.
+    """
     if len(raw) > THREAD_BYTES:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)

@@ -1,4 +1,4 @@
-"""Accept uploaded trajectories, and deliver them when their groups are admitted.
+"""Store uploaded trajectories, and return them as rollouts when their groups are admitted.
 
 The module also samples turns for agent loops that render their own prompts; such turns are not
 stored.
@@ -43,7 +43,7 @@ AGAIN_S = 1.0
 
 
 class Uploads:
-    """The uploads and direct samples of a run; belongs to one event loop."""
+    """Uploaded trajectories, and sampling without a session; belongs to one event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,10 @@ class Uploads:
         make_policy: Callable[[], PolicyClient],
         count_turn: Callable[[str], None],
     ) -> None:
-        """Make the uploads of a run. count_turn: as `Sessions.count_turn`."""
+        """Keep the store and the engine client that the methods use.
+
+        count_turn: counts a turn in the rate limit of the named key; raises Refused at the limit.
+        """
         self._settings = settings
         self._facts = policy_facts(settings, renderer)
         self._store = store
@@ -66,7 +69,7 @@ class Uploads:
         self._thread = StoreThread()
 
     async def policy_facts(self) -> PolicyFacts:
-        """Return the policy's facts, by which uploads are checked."""
+        """Return the facts about the policy (vocabulary, context) by which uploads are checked."""
         return self._facts
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
@@ -89,9 +92,9 @@ class Uploads:
     ) -> UploadReply:
         """Store the uploads that can be accepted, and return the result of each.
 
-        Args: policy_version: the version of the newest finished step. max_members: largest number
-        of members of a group. max_waiting_mib: largest size of all trajectories whose group is not
-        in the window.
+        Args: policies: rules that decide when a group is complete. policy_version: the version of
+        the newest finished step. max_members: largest number of trajectories in a group.
+        max_waiting_mib: largest total size of the trajectories whose groups wait for admission.
         Raises: Refused.
         """
         algorithm = self._settings.algorithm
@@ -120,21 +123,27 @@ class Uploads:
             raise unavailable(f"{error}; send the request again") from error
 
     async def view(self, name: str) -> TrajectoryAnswer | None:
-        """Return an uploaded trajectory, or None if unknown. Raises: Refused."""
+        """Return an uploaded trajectory, without its tokens; None if it does not exist.
+
+        Raises: Refused.
+        """
         try:
             return await self._thread.call(self._store.view, name)
         except StoreError as error:
             raise unavailable(f"{error}; send the request again") from error
 
     async def drop(self, group: str) -> UploadGroup | None:
-        """Delete a group's trajectories, as `UploadStore.drop` does. Raises: Refused."""
+        """Delete a group and its trajectories, unless the group is complete.
+
+        Returns: the group's state before the call; None if there is no such group. Raises: Refused.
+        """
         try:
             return await self._thread.call(self._store.drop, group, term=self._term)
         except (LeaseLost, StoreError) as error:
             raise unavailable(f"{error}; send the request again") from error
 
     async def play(self, assignment: RolloutAssignment) -> Trajectory:
-        """Return the uploaded trajectory of a rollout."""
+        """Return the uploaded trajectory for a rollout that the queue has assigned."""
         member = int(assignment.rollout_id.rpartition("-")[2])
         stored = await self._load(assignment.task.task_id, member)
         if stored is None:
@@ -192,7 +201,10 @@ def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFac
 
 
 def _marked(sample: Sample, kept: int | None) -> Sample:
-    """Mark a sample's versions after `kept` as undone, as `actors.policy_age.marked` does."""
+    """Mark the versions in a sample that are newer than `kept` as undone by a recovery.
+
+    kept: newest version that the recovery kept; None: there was no recovery since the upload.
+    """
     if kept is None or not (sample.versions > kept).any():
         return sample
     versions = np.where(sample.versions > kept, sample.versions + np.int32(UNDONE), sample.versions)
