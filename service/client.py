@@ -239,7 +239,7 @@ class Client:
         return self._ask("GET", f"{PREFIX}/environments", EnvironmentsAnswer).environments
 
     def ready(self) -> ReadyAnswer:
-        """Return whether the run plays and trains on rollouts now.
+        """Return whether the run now samples rollouts and trains on them.
 
         This request is never repeated.
         """

@@ -49,7 +49,9 @@ class SecretFile(Generic[Value]):
         self._is_failing = False
 
     def value(self) -> Value:
-        """Return the newest valid value; first read the file if that was FRESH_S seconds ago."""
+        """Return the newest valid value, after reading the file if FRESH_S seconds have passed
+        since the last read.
+        """
         with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= FRESH_S:

@@ -121,7 +121,7 @@ class LimitsBody(StrictBody):
 
 
 class SamplingBody(StrictBody):
-    """Sampling parameters to check: they must equal the run's, which the loss assumes."""
+    """Sampling parameters that a client states only as a check: they must equal the run's."""
 
     temperature: Number | None = Field(None, description="must equal rollouts.temperature")
     top_p: Number | None = Field(None, description="must be 1")
@@ -319,7 +319,7 @@ class FinishBody(StrictBody):
 
 
 class RewardBody(StrictBody):
-    """The reward that a finished session waits for."""
+    """The body of a request that gives a finished session its pending reward."""
 
     reward: Reward | None = Field(
         description="null: the reward could not be obtained; the session ends as reward_error"

@@ -146,7 +146,7 @@ def _json(value: object) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    """Return one SHA-256 of all parts; each is hashed after its length, so that borders count."""
+    """Return one SHA-256 of all parts; ("ab", "c") and ("a", "bc") have different digests."""
     hashed = sha256()
     for part in parts:
         hashed.update(b"%d:" % len(part))

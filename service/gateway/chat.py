@@ -33,14 +33,14 @@ class Reference:
     """A part of an assistant's message that a client names by its id instead of sending it."""
 
     message: int
-    """Index of the request's message to which the part is added when it is looked up."""
+    """Index, in the request, of the message into which the session inserts the part."""
     call: int = 0
-    """Index of the call in that message; only if the part is a call."""
+    """Index, in that message, of the tool call to be filled in; only if the part is a call."""
     turn_id: str
     """The id of the turn whose reply has the part."""
     part: Part
     number: int = 0
-    """Index of the call in the turn's reply; only if the part is a call."""
+    """Index of the tool call in the turn's reply; only if the part is a call."""
     where: str
     """Position of the id in the body, for error messages."""
 
@@ -196,7 +196,7 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the refusal of a body with the id of an item that no answer of the session has.
+    """Return the error for a body that has the id of an item that no answer of the session has.
 
     where: position of the item's id in the body.
     """
@@ -208,5 +208,5 @@ def unknown_item(where: str) -> Refused:
 
 
 def unavailable(why: str) -> Refused:
-    """Return the refusal (HTTP 503) of a request that may be sent again unchanged."""
+    """Return the error (HTTP 503) for a request that may be sent again unchanged."""
     return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)

@@ -182,7 +182,7 @@ def totals_of(tree: SessionTree) -> SessionTotals:
 
 
 def closed(stored: StoredSession) -> Refused:
-    """Return the refusal of a request to a session that has ended or is ending."""
+    """Return the error for a request to a session that has ended or is being ended."""
     how = f"is {stored.end.status}" if stored.end else "is being ended"
     return Refused(
         RefusalCode.SESSION_CLOSED,
@@ -191,8 +191,8 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the refusal of a request that ends or rewards a session, if the session has already
-    ended, or is being ended, in another way.
+    """Return the error for a request to end or reward a session that has already ended, or is being
+    ended, in another way.
     """
     end = stored.end
     how = (
@@ -209,7 +209,7 @@ def ended_otherwise(stored: StoredSession) -> Refused:
 
 
 def stopping() -> Refused:
-    """Return the refusal of any request while the gateway stops; the next one answers a retry."""
+    """Return the error for a request to a gateway that stops; the next one answers a retry."""
     return unavailable("the gateway is being stopped; send the request again")
 
 

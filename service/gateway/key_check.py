@@ -91,7 +91,7 @@ def holder_of(key: str) -> Caller:
 
 
 def unknown_session(name: str) -> Refused:
-    """Return the refusal of an unknown session or a wrong key; the text is the same for both."""
+    """Return the error for an unknown session or a wrong key; the text is the same for both."""
     return Refused(
         RefusalCode.UNKNOWN_SESSION,
         f"this run has no session {name!r} with this key; use the key that the session's creation "

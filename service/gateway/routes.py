@@ -243,7 +243,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=_ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
-        """End a session. The request needs its reward key, a key of its tenant or an admin key."""
+        """End a session. The request needs the session's reward key, a key of its tenant or an
+        admin key."""
         key = sent_key(request.headers)
         client = await _client(key)
         caller = client or holder_of(key)
@@ -252,8 +253,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=_ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
-        """Give a finished session its pending reward. The request needs its reward key, a key of
-        its tenant or an admin key."""
+        """Give a finished session its pending reward. The request needs the session's reward key, a
+        key of its tenant or an admin key."""
         key = sent_key(request.headers)
         client = await _client(key)
         caller = client or holder_of(key)

@@ -185,7 +185,8 @@ class Sampler:
         self.rates = rates
         self._max_context_tokens = settings.max_context_tokens
         self._temperature = settings.rollouts.temperature
-        # The engine ends turns at them. A request's own only cut the text that its client receives.
+        # The engine ends turns at these strings. The stop strings of a request only cut the text
+        # that its client receives.
         self._stop = settings.rollouts.stop
         self._merges_system = settings.sessions.system_messages == "merge"
         self._reads_calls = not settings.finds_parser or call_form(renderer) is not None

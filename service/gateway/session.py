@@ -80,7 +80,8 @@ class Session:
         self._now = now
         self._last_request_at = now()
         self._admitted = asyncio.Event()
-        """Set when this gateway plays the session's rollout, or when the session has ended."""
+        """Set when this gateway has begun to play the session's rollout, or the session has ended.
+        Requests wait until then."""
         self._over = asyncio.Event()
         """Set when the session has ended, and its reward is known or will never be."""
         self._pending: dict[str, PendingTurn] = {}
@@ -101,7 +102,7 @@ class Session:
 
     @property
     def is_live(self) -> bool:
-        """Whether the session has not ended and is not being ended; it may wait for admission."""
+        """Whether the session has not ended and is not being ended; it may not be admitted yet."""
         return self.stored.end is None and self._ending is None
 
     @property

@@ -307,7 +307,7 @@ class Sessions:
                 session.end_if_overdue()
 
     def close(self) -> None:
-        """Refuse all later requests, and cancel background work; the next gateway answers them."""
+        """Cancel background work, and refuse all later requests, which the next gateway answers."""
         self._is_closed = True
         self._background.close()
 
@@ -388,10 +388,11 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return a session after checking the key. wanted: "agent" or "reward", the key it needs.
+        """Return a session after checking that the caller sent one of the session's two keys.
 
-        An unknown session and a wrong key are refused with the same text, so that a caller without
-        a key does not learn whether the session exists. Raises: Refused.
+        wanted: the key that the call needs, "agent" or "reward". An unknown session and a wrong key
+        are refused with the same text, so that a caller without a key does not learn whether the
+        session exists. Raises: Refused.
         """
         if key_digest == NO_KEY:
             raise Refused(

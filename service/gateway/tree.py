@@ -55,8 +55,8 @@ class Place:
     parent_sampled: TokenIds | None = None
     """[A] int32, the sampled ids of the parent's reply; None without a parent."""
     is_under_other_tools: bool = False
-    """Whether the turns that match most of the request's messages all have other tools, so that the
-    request cannot continue them."""
+    """Whether all turns that match the longest part of the request's conversation have other tools,
+    so that the request cannot continue them."""
     is_ambiguous: bool = False
     """Whether several turns with different token ids match, so that the request continues none."""
     request_digest: str

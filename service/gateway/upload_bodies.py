@@ -56,7 +56,7 @@ Numbers = list[float] | Packed
 
 
 class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Tokens [start, end) of a sample; `version` sampled all trained tokens among them."""
+    """Tokens [start, end) of a sample; policy version `version` sampled the trained ones."""
 
     version: int
     start: int
@@ -64,7 +64,9 @@ class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
 
 
 class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A turn: the sample's tokens [start, end) were sampled after the tokens before them."""
+    """A turn: the policy sampled tokens [start, end) of the sample; the tokens before are its
+    prompt.
+    """
 
     start: int
     end: int
@@ -93,7 +95,8 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     logprobs: Numbers
     """[T], <f4: the log-probabilities in nats; 0 where the mask is 0."""
     versions: list[SpanBody]
-    """Contiguous spans that cover all trained tokens."""
+    """Contiguous spans, each with the policy version that sampled it; they cover all trained
+    tokens."""
     mask: Integers | None = None
     """[T], |u1; 1 marks a trained token. If null, the tokens of the turns are trained."""
     turns: Annotated[list[TurnBody], Meta(min_length=1, max_length=MAX_TURNS)] | None = None
@@ -109,7 +112,7 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     id: Name
     group: GroupName
     samples: Annotated[list[SampleBody], Meta(min_length=1, max_length=MAX_SAMPLES)]
-    """The samples, in the order in which they began."""
+    """The samples, in the order in which their first turns were sampled."""
     reward: float | None = None
     """Reward of the whole trajectory; null if it has none or `token_rewards` contain it."""
     components: Components = {}
@@ -121,7 +124,7 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 class GroupBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A group: it is complete with `members` trajectories, or now if `close` is true."""
+    """A group of trajectories: complete at `members` of them, or after this upload if `close`."""
 
     id: GroupName
     members: Annotated[int, Meta(ge=1)] | None = None
@@ -145,7 +148,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
 
 
 class GenerateAnswer(Struct, frozen=True, kw_only=True):
-    """The sampled tokens; columns are lists in JSON, packed in MessagePack."""
+    """The answer to `GenerateBody`; columns are lists in JSON and packed bytes in MessagePack."""
 
     token_ids: Integers
     """[A], <i4: the sampled tokens."""
@@ -153,7 +156,7 @@ class GenerateAnswer(Struct, frozen=True, kw_only=True):
     """[A], <f4: the log-probabilities of the sampled tokens, in nats."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
-    """Contiguous spans that cover [0, A)."""
+    """Contiguous spans that cover [0, A), each with the policy version that sampled it."""
     experts: Packed | None
     """[R, layers, experts]: the experts that the recorded forward passes chose; null: no record."""
     cache_salt: str

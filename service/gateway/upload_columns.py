@@ -84,7 +84,7 @@ def read_columns(body: SampleBody, number: int, facts: PolicyFacts) -> Columns:
 
 
 def read_ids(value: list[int] | Packed, facts: PolicyFacts, fail: Fail) -> TokenIds:
-    """Read token ids. Raises: Violation if they are too many, or not all in the vocabulary."""
+    """Read token ids. Raises: Violation if they exceed the context or the vocabulary."""
     ids = _integers(value, "token_ids", None, fail)
     most, vocabulary = facts.max_context_tokens, facts.vocab_size or UNDONE
     if not 1 <= ids.shape[0] <= most:

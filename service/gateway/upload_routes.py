@@ -213,7 +213,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: Uploads, settings: HttpS
         responses={**_UNKNOWN, 409: {"description": "it is complete, and submitted"}},
     )
     async def drop(request: Request, group: KnownId) -> GroupAnswer:
-        """Delete the trajectories of an incomplete group; their ids are free again."""
+        """Delete the trajectories of an incomplete group; their ids can then be used again."""
         caller = caller_of(request)
         found = await answer_or_problem(port.drop(caller.whole(group)))
         if found is None:
@@ -252,8 +252,9 @@ def _add_generate(app: FastAPI, port: Uploads, settings: HttpSettings) -> None:
         openapi_extra=_either_format(GenerateBody),
     )
     async def generate(request: Request) -> Response:
-        """Sample after a prompt of token ids, at the run's temperature; the body and the answer are
-        JSON or MessagePack. Without an engine the request waits, at most sessions.hold_s."""
+        """Sample the tokens that follow a prompt of token ids, at the run's temperature. The body
+        and the answer are JSON or MessagePack. If no engine is available, the request waits for
+        one, at most sessions.hold_s."""
         caller = caller_of(request)
         raw, packed = await request.body(), is_packed(request.headers)
         facts = await answer_or_problem(port.policy_facts())

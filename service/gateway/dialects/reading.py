@@ -48,13 +48,13 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 
 
 def invalid(where: str, problem: str) -> Refused:
-    """Return the refusal of an invalid value. problem: what the client sent, and what it should."""
+    """Return the error for an invalid value. problem: what was sent, and what is expected."""
     where = printable(where)
     return Refused(RefusalCode.INVALID_REQUEST, f"{where}: {problem}", param=where)
 
 
 def unsupported(where: str, why: str) -> Refused:
-    """Return the refusal of a parameter that sessions do not support. why: reason and remedy."""
+    """Return the error for a parameter that sessions do not support. why: reason and remedy."""
     where = printable(where)
     return Refused(RefusalCode.UNSUPPORTED_PARAMETER, f"{where}: {why}", param=where)
 
@@ -297,9 +297,9 @@ def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSc
 
 
 def check_no_schema(tree: Mapping[str, Any], where: str, *, parameters: str) -> None:
-    """Refuse a tool with an object in a field that may be its misnamed arguments' schema.
+    """Refuse a tool that seems to have the schema of its arguments in a wrong field.
 
-    Otherwise the prompt would not show the schema. parameters: the right name of the field.
+    Otherwise the prompt would not show the schema. parameters: name of the right field.
     """
     for name, value in tree.items():
         if isinstance(value, dict) and name not in _NO_SCHEMAS:
