@@ -269,7 +269,7 @@ class KeyBook:
         return NO_LIMITS if key is None else key.limits
 
 
-# At this number the bucket that was not used for longest is dropped: it had most time to fill.
+# Largest number of buckets. For a new one, the least recently used is dropped: it is likely full.
 MAX_BUCKETS = 4096
 
 

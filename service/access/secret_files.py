@@ -19,7 +19,7 @@ log = logging.getLogger("rayloom.secrets")
 
 # Least time between two readings of a file, in seconds.
 FRESH_S = 2.0
-# Longer than any key or URL.
+# Largest size of a file; larger than any key or URL.
 MAX_BYTES = 64 << 10
 
 Value = TypeVar("Value")

@@ -24,7 +24,7 @@ START = b""
 
 # Claude Code changes this line in every request.
 _ROTATING_LINE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
-# JavaScript does not represent every integer above this.
+# JavaScript represents every integer up to this one, but not every larger integer.
 _MOST_EXACT = 2**53
 
 

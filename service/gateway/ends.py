@@ -413,7 +413,7 @@ def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
         return False
     asked = "\n".join(user_texts(node.turn.new_messages))
     before = [each for each in nodes[: node.turn.number] if each.parent is None]
-    # A conversation that begins again with the same messages is a new try of the task.
+    # A conversation that begins again with the same messages is another attempt at the task.
     if any(root.turn.new_messages == node.turn.new_messages for root in before):
         return False
     return any(text in asked for root in before for text in user_texts(root.turn.new_messages)[:1])

@@ -51,7 +51,7 @@ from service.intake.turns import SessionTurn
 
 log = logging.getLogger("rayloom.gateway")
 
-# A text's normalisation shortens it at most by this factor.
+# The tokenizer's normalisation of a text makes it shorter at most by this factor.
 MOST_CHARACTERS_FACTOR = 4
 
 
@@ -308,7 +308,7 @@ class Sampler:
             sampled_token_ids=turn.sampled_token_ids,
             logprobs=turn.logprobs,
             version_spans=turn.version_spans,
-            # The text that its client receives ends there, whatever was sampled after it.
+            # The client's text ends at the stop string, whatever was sampled after it.
             finish_reason=FinishReason.STOP if stop_string else turn.finish_reason,
             num_inserted=prompt.num_inserted,
             break_reason=prompt.break_reason,

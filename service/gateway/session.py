@@ -132,7 +132,7 @@ class Session:
                 self.stored = replace(self.stored, limit_refusal=refusal)
             case SessionEnded(end=end):
                 self.stored = replace(self.stored, end=end)
-                # Wake requests that wait for its admission: they are refused now.
+                # Wake requests that wait for the session's admission: they are refused now.
                 self._admitted.set()
                 if end.reward_until is None:
                     self._over.set()
@@ -165,7 +165,7 @@ class Session:
             self.apply(self._marked(turn.number, is_unseen=True))
             raise unavailable(str(error)) from error
         except TooLate as error:
-            # Its group was cancelled.
+            # The session's group was cancelled.
             self._end_in_memory(str(error))
             raise closed(self.stored) from error
         self._metrics.commit_seconds.observe(time.monotonic() - began)
@@ -279,7 +279,7 @@ class Session:
         Do nothing if a newer retry of the request gets the answer.
         """
         answered = (first for first, newest in self._askers.items() if newest == request_id)
-        # A request that was sent to another gateway is not among them.
+        # `_askers` does not have a request whose turn another gateway began.
         first = next(answered, None if request_id in self._askers else request_id)
         if first is None:
             return

@@ -175,7 +175,7 @@ class Sessions:
             try:
                 await free[0].claim(name)
             except Refused as refused:
-                # The group is over; so far only the store had this.
+                # The group is over, but only the store had recorded this.
                 is_over = refused.code is RefusalCode.SESSION_CLOSED
                 raise (none_free if is_over else refused) from refused.__cause__
             return free[0].stored.member

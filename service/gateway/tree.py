@@ -193,8 +193,10 @@ class SessionTree:
         self.leaves_titles_out = leaves_titles_out
         self.nodes: list[Node] = []
         """The turns, in their order; only the tree changes the list."""
-        self._sampled: dict[bytes, list[Node]] = {}  # by the key up to their reply
-        self._copies: dict[bytes, Message | None] = {}  # None: several that differ
+        # Turns by the key of the conversation up to their reply, and messages by the key up to
+        # them; None if there are several messages that differ.
+        self._sampled: dict[bytes, list[Node]] = {}
+        self._copies: dict[bytes, Message | None] = {}
         self._tools: dict[bytes, tuple[ToolSchema, ...]] = {}
         self._by_request: dict[str, int] = {}
         self._by_idempotency_key: dict[str, int] = {}

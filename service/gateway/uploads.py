@@ -159,7 +159,7 @@ class Uploads:
             try:
                 return await self._thread.call(self._store.load, group, member)
             except StoreError as error:
-                # Retry without a limit: the client was promised that it is stored.
+                # Retry without a limit: the client's answer said that the trajectory is stored.
                 log.warning("trajectory %d of %s cannot be read yet: %s", member, group, error)
                 await asyncio.sleep(AGAIN_S)
 

@@ -64,7 +64,7 @@ from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls
 PREFIX = "resp_"
 # An id with more digits in the index of its call is not ours.
 MAX_DIGITS = 10
-# What `include` adds that an answer cannot have.
+# The value of `include` that is refused, because an answer cannot have these data.
 LOGPROBS = "message.output_text.logprobs"
 
 PARAMETERS: Parameters = {
