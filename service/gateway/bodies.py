@@ -32,7 +32,7 @@ from service.intake.session import (
 )
 from service.intake.submission import RolloutRequest
 
-# The id of a group may be less long than other ids, because a member's number is appended to it.
+# A group's id must be shorter than other ids, because a member's number is appended to it.
 SESSIONS_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}$"
 # Outcomes that a client may state; the gateway decides the others.
 STATED_OUTCOMES = frozenset(
