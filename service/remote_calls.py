@@ -21,6 +21,7 @@ NAMESPACE = "rayloom"
 async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
     """Return the answer of a Ray call; an error of the callee is raised unchanged.
 
+    name: name of the callee in error messages.
     Raises: ActorLost if the actor has died or does not answer in time.
     """
     try:
@@ -34,7 +35,10 @@ async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) 
 
 
 def reason_of(error: RayError) -> str:
-    """Return the line with the cause: the last line of a traceback, otherwise the first line."""
+    """Return the line of the error's text that names the cause.
+
+    This is the last line if the text is a traceback, otherwise the first line.
+    """
     lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     is_traceback = isinstance(error, RayTaskError) or (
         isinstance(error, RayActorError) and error.actor_init_failed

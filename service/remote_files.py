@@ -32,17 +32,20 @@ _LOCAL = ("file", "local")
 
 
 class RemoteError(Exception):
-    """An address cannot be opened, read or written, or its files differ from their marker."""
+    """Raised if an address cannot be opened, read or written.
+
+    Also raised if a file there has another size or digest than `complete.json` lists.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
-    """The files of a directory, and a note by the writer."""
+    """The content of `complete.json`: the files of a remote directory, and a note by the writer."""
 
     files: Mapping[str, tuple[int, str]]
     """Size in bytes and SHA-256 of each file, by its path in the directory."""
     note: Mapping[str, Any] = field(default_factory=dict)
-    """Information that the writer adds about the directory, such as the step."""
+    """Information that the writer adds about the directory, such as the step of a checkpoint."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +58,7 @@ def is_url(text: str) -> bool:
 
 
 class RemoteDirectory:
-    """A directory at an fsspec address. Every method raises RemoteError."""
+    """A directory at an fsspec address. Every method may raise RemoteError."""
 
     def __init__(self, url: str) -> None:
         """Open an address; nothing is sent yet."""
@@ -100,7 +103,7 @@ class RemoteDirectory:
         return RemoteDirectory(f"{self.url}/{name}")
 
     def children(self) -> list[str]:
-        """Return the sorted names of the directories inside this one, complete or not."""
+        """Return the sorted names of the subdirectories, complete or not."""
         with self._translated("listed"):
             try:
                 found = self._files.ls(self._root, detail=True)
@@ -111,18 +114,21 @@ class RemoteDirectory:
         )
 
     def read(self) -> Marker | None:
-        """Return the marker; None if the directory is not complete."""
+        """Return the content of `complete.json`; None if the directory is not complete."""
         return self._read(MARKER)
 
     def read_unfinished(self) -> Marker | None:
-        """Return the files and the note of an unfinished upload; None if there is no upload."""
+        """Return the files sent so far and the note of an unfinished upload.
+
+        Returns: None if no upload is unfinished.
+        """
         return self._read(_PROGRESS)
 
     def upload(self, files: Mapping[str, Path], *, note: Mapping[str, Any]) -> int:
         """Make this directory contain exactly these files; return the number of bytes sent.
 
-        files: local files by their paths in the directory. note: information that is stored in the
-        marker.
+        files: the local file for each path in the directory. note: information that is stored in
+        `complete.json` with the list of files.
         Raises: OSError if a local file cannot be read.
         """
         wanted = {name: measured(path) for name, path in sorted(files.items())}
@@ -150,9 +156,9 @@ class RemoteDirectory:
         return num_sent
 
     def download(self, directory: Path) -> Marker:
-        """Write the files into a local directory, compare each with the marker, and return the
-        marker.
+        """Download all files into a local directory, and return the content of `complete.json`.
 
+        The size and digest of each file are compared with those in `complete.json`.
         Raises: OSError if a local file cannot be written.
         """
         marker = self.read()
@@ -175,9 +181,10 @@ class RemoteDirectory:
         return marker
 
     def listing(self) -> dict[str, str]:
-        """Return a fingerprint of each file, by its path in the directory, even without a marker.
+        """Return a fingerprint of each file by its path, also if the directory is not complete.
 
-        A fingerprint is the size, with the entity tag or the time if the file system has one.
+        A fingerprint is the file's size and, if the file system has one, the entity tag, digest or
+        time.
         """
         with self._translated("listed"):
             found = self._files.find(self._root, detail=True)
@@ -190,7 +197,7 @@ class RemoteDirectory:
         return texts
 
     def copy(self, directory: Path, names: Iterable[str]) -> None:
-        """Download the files `names` into a local directory, and compare only their sizes.
+        """Download the files `names` into a local directory, and check only their sizes.
 
         Raises: OSError if a local file cannot be written.
         """
@@ -203,7 +210,7 @@ class RemoteDirectory:
                 raise RemoteError(f"{self.url}/{name} changed while it was read; try again")
 
     def remove(self) -> None:
-        """Remove the marker, and then the whole directory."""
+        """Remove `complete.json`, and then the whole directory."""
         self._delete(MARKER)
         with self._translated("removed"), suppress(FileNotFoundError):
             self._files.rm(self._root, recursive=True)
@@ -295,7 +302,10 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that the path in a local address probably means."""
+    """Return the absolute path that a relative path in a local address probably means.
+
+    Example: localhost/a -> /a; data/a -> /data/a
+    """
     first, _, rest = path.partition("/")
     if first == "localhost":
         return f"/{rest}"

@@ -1,7 +1,7 @@
-"""Start and watch a term's actors that play rollouts, and replace dead or frozen ones.
+"""Start the actors that play a term's rollouts, watch them, and replace dead or frozen ones.
 
-Invariant: a dead actor's rollouts are returned to the queue before its successor starts, so that
-none is lost and none is counted twice.
+Invariant: a dead actor's rollouts are returned to the queue before a new actor takes its slot, so
+that no rollout is lost and none is counted twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PING_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An actor of a pool."""
+    """One actor of a pool, with the actor's id."""
 
     actor_id: str
     actor: ActorHandle
@@ -46,19 +46,22 @@ class Member:
 class ActorPool:
     """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The actors start with the pool, and play while `watch` runs; a term awaits `watch`. A subclass
-    sets the names of its kind of actors for ids and messages.
+    The constructor starts the actors; they play rollouts while `watch` runs. A subclass sets the
+    names that ids and messages use for its kind of actor.
     """
 
     part: Part
     kind: str
-    """Name of the kind in messages."""
+    """Name of this kind of actor in messages, such as `gateway`."""
     id_prefix: str
     """Beginning of an actor's id, before the term and a number: `gateway` in gateway-2-0."""
     resumption: str
-    """Words in the message about a dead actor, between `7 rollouts` and the new actor's id."""
+    """Words in the message about a dead actor, between `7 rollouts` and the new actor's id.
+
+    Example: `are played again by`
+    """
     why_blocked: str
-    """The likely reason why an actor's event loop does not answer, for messages."""
+    """The likely reason, for messages, why the event loop of such an actor does not answer."""
 
     def __init__(
         self,
@@ -74,9 +77,9 @@ class ActorPool:
         """Start the actors.
 
         Args: start_actor: function that starts the actor with the given id. term: number of the
-        term, part of each id, so that ids never repeat. frozen_after_s: seconds without an answer
-        after which an actor is replaced. show_answering: function that is called with the number of
-        answering actors whenever this number changes.
+        term; it is a part of each actor's id, so that later terms never repeat an id.
+        frozen_after_s: seconds without an answer after which an actor is replaced. show_answering:
+        function that is called with the number of answering actors whenever this number changes.
         """
         self._start_actor = start_actor
         self._term = term
@@ -86,12 +89,12 @@ class ActorPool:
         self._show_answering = show_answering
         self._numbers = itertools.count()
         self._answering: set[str] = set()
-        """Ids of the actors that have answered and not died since."""
+        """Ids of the living actors that have answered at least once."""
         self._members = [self._new_member() for _ in range(num_actors)]
 
     @property
     def actors(self) -> tuple[ActorHandle, ...]:
-        """The current actors, by slot; an actor may be starting, or dead and not yet replaced."""
+        """The current actor of each slot; it may be starting, or be dead and not yet replaced."""
         return tuple(member.actor for member in self._members)
 
     async def watch(self) -> None:
@@ -190,7 +193,7 @@ class ActorPool:
         """Process an actor's answer to `ping` or `stop`. Subclasses may override this method."""
 
     def _ended(self, member: Member) -> None:
-        """Process the end of an actor. Subclasses may override this method."""
+        """React to the end of an actor. Subclasses may override this method."""
 
     def _new_member(self) -> Member:
         actor_id = f"{self.id_prefix}-{self._term}-{next(self._numbers)}"
@@ -198,7 +201,7 @@ class ActorPool:
 
 
 class GatewayPool(ActorPool):
-    """The pool of a run's gateway."""
+    """The pool of the gateway, the one actor of a run that serves the sessions of clients."""
 
     part = Part.GATEWAY
     kind = "gateway"

@@ -30,7 +30,7 @@ CLOSE_LIMIT_S = 600.0
 
 
 class CheckpointUploads:
-    """The thread that copies checkpoints.
+    """A thread that copies committed checkpoints to `run.checkpoint_url`.
 
     Call `begin_term` first, `wake` after each commit, and `close` last.
     """
@@ -45,14 +45,17 @@ class CheckpointUploads:
         self._newest_id = 0
         """Number of the newest commit that this process has copied."""
         self.uploading = ""
-        """Name of the checkpoint whose files are being read; empty if there is none."""
+        """Name of the checkpoint that is being copied; empty while none is."""
         self._waiting: list[float] = []
         """Commit times of the checkpoints without a copy, in seconds since 1970, oldest first."""
         self._waiting_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
 
     def begin_term(self, notice: Callable[[str], None]) -> None:
-        """Begin a term. notice: shows a notice to the user; the thread calls it."""
+        """Wake the thread at the beginning of a term; the first call starts it.
+
+        notice: function that shows a notice to the user; the thread calls it.
+        """
         self._notice = notice
         if self._thread.ident is None:
             self._thread.start()
@@ -68,8 +71,8 @@ class CheckpointUploads:
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Copy the committed checkpoints, then end the thread; block for at most `limit_s` seconds.
 
-        writes_rest: whether to copy the checkpoints that have not been copied; False if another
-        process has taken over the run.
+        writes_rest: whether to copy the checkpoints that have no copy yet; False if another process
+        has taken over the run.
         """
         if not writes_rest:
             self._is_lost.set()
@@ -112,7 +115,7 @@ class CheckpointUploads:
                 self._ending.wait(delay_s * random.uniform(1.0, 1.5))
 
     def _upload(self) -> bool:
-        """Copy one checkpoint; return False if no checkpoint had to be copied."""
+        """Copy the newest checkpoint without a copy; return False if each has been copied."""
         began, num_waiting = time.monotonic(), len(self._waiting)
         try:
             done = upload_next(
@@ -156,7 +159,7 @@ class CheckpointUploads:
 
 
 def uploads_of(config: Config, run_dir: RunDir, *, metrics: Metrics) -> CheckpointUploads | None:
-    """Return the uploads of a run; None if `run.checkpoint_url` is null."""
+    """Return the thread that copies a run's checkpoints; None if `run.checkpoint_url` is null."""
     if config.run.checkpoint_url is None:
         return None
     return CheckpointUploads(run_dir, config.run, metrics=metrics)

@@ -1,8 +1,10 @@
 """Write a term's checkpoints, and commit each with the queue's state after the same step.
 
-A checkpoint is written during the next step. While a service waits for a step, the newest
-checkpoint is committed again with the queue's newer state, so that evictions become durable. Each
-loop has one `CheckpointWriter`, and only the loop calls it.
+To commit a checkpoint is to store its name in the run's database, so that a later term can continue
+from it. A checkpoint's files are written during the next step. While a run with tasks of clients
+waits for a step, the newest checkpoint is committed again with the queue's newer state, so that
+evictions of rollouts become durable. Each loop has one `CheckpointWriter`, and only the loop calls
+it.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: calls the trainer; if the trainer was replaced and has other weights,
-        publishes those weights first.
+        call_trainer: function that makes a call of the trainer. If the trainer's restarted ranks
+        have other weights, it publishes these weights before the call.
         """
         self._handles, self._settings, self._call_trainer = handles, settings, call_trainer
         self.newest = Commit(
@@ -59,18 +61,20 @@ class CheckpointWriter:
         )
         self._committed_at = self._begun_at = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
-        """The task that commits the last checkpoint once it is written; None if there is no such
-        task."""
+        """The task that commits the last checkpoint once the ranks have written it.
+
+        None before the first checkpoint, and after `join`.
+        """
         self._requests: dict[asyncio.Future[Commit], int] = {}
-        """The requests without an answer, each with the step that was the newest finished one at
-        the time of the request.
-        A checkpoint of that step or of a later one answers the request.
+        """The unanswered requests for a checkpoint, each with the step that was finished last then.
+
+        A checkpoint of this step or of a later one answers the request.
         """
         self._is_over = False
 
     @property
     def is_written(self) -> bool:
-        """Whether the ranks have written the last checkpoint, but it is not committed yet."""
+        """Whether the last checkpoint is committed or lost, and `join` is still to be called."""
         return self._writing is not None and self._writing.done()
 
     @property
@@ -79,7 +83,7 @@ class CheckpointWriter:
         return bool(self._requests) and (self._writing is None or self._writing.done())
 
     async def request(self, done: int) -> Commit:
-        """Request a checkpoint of step `done` or a later one; return its commit.
+        """Request a checkpoint of step `done` or a later step; return once it is committed.
 
         Raises: ActorLost if the term ends first.
         """
@@ -90,7 +94,10 @@ class CheckpointWriter:
         return await answer
 
     async def save_requested(self, done: int) -> None:
-        """Begin a requested checkpoint of step `done`, unless that step is committed already."""
+        """Begin a checkpoint of step `done` if one is requested.
+
+        If step `done` is committed already, answer the requests with its commit instead.
+        """
         await self.join()
         if self._is_committed(done):
             self._answer_requests()
@@ -98,11 +105,11 @@ class CheckpointWriter:
             await self._save(done)
 
     def is_due(self, done: int, begun_at: float) -> bool:
-        """Return whether a waiting service must commit its evictions now.
+        """Return whether the loop must commit evicted rollouts now, while it waits for a step.
 
-        Clients may submit any number of rollouts that are evicted, so a service commits them after
-        a number of evictions or after a time. Other runs need no such commit, because the failure
-        limits end them. begun_at: time at which the loop began to wait.
+        Only a run with tasks of clients needs such commits, after a number of evictions or after a
+        time: clients may submit any number of rollouts that are evicted. Other runs fail after a
+        limited number of failed groups. begun_at: time at which the loop began to wait.
         """
         if self._writing is not None or not self._settings.has_clients:
             return False
@@ -114,9 +121,10 @@ class CheckpointWriter:
         return num_evicted >= factor * self._settings.max_uncommitted
 
     async def commit_evicted(self, done: int) -> None:
-        """Commit the last finished step, or step 0, with the queue's current state.
+        """Commit the queue's current state, which has the newest evictions, with step `done`.
 
-        Pruning can then remove the evicted rollouts.
+        done: the last finished step; 0 before the first. If step `done` has no checkpoint yet,
+        begin one. Pruning can then remove the evicted rollouts from the database.
         """
         if self._is_committed(done):
             await self._commit(self.newest, await self._handles.queue.cut())
@@ -125,17 +133,17 @@ class CheckpointWriter:
             await self._save(done)
 
     async def begin(self, step: int) -> None:
-        """Wait until the previous checkpoint is committed, then have the ranks copy their state."""
+        """Begin a checkpoint: await the previous commit, then have the ranks copy their state."""
         await self.join()
         self._begun_at = time.monotonic()
         begin_save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
         await self._call_trainer(begin_save)
 
     async def commit_when_written(self, step: int) -> None:
-        """Take the queue's state after the step; commit it with the checkpoint in the next step.
+        """Copy the queue's state now; start a task that commits it once the checkpoint is written.
 
-        Events after this state have higher numbers than the events in it, so that they may be
-        stored before the commit.
+        The task runs during the next step. The queue's later events have higher numbers than the
+        events in the copied state, so that they may be stored before the commit.
         """
         version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
         self._writing = asyncio.create_task(
@@ -149,7 +157,11 @@ class CheckpointWriter:
             await writing
 
     async def finish(self, done: int, *, is_complete: bool) -> None:
-        """Commit the last finished step. is_complete: whether the run is at its end."""
+        """Commit step `done`, the last finished one, at the end of the loop.
+
+        is_complete: whether the run has ended; then the queue's final state is committed even if
+        step `done` is committed already.
+        """
         await self.join()
         if is_complete and self._is_committed(done):
             await self._commit(self.newest, await self._handles.queue.cut())
@@ -159,7 +171,7 @@ class CheckpointWriter:
             await self.join()
 
     async def end(self) -> None:
-        """Give up the checkpoint that is being written, and fail the requests."""
+        """Abandon the checkpoint that is being written; unanswered requests raise ActorLost."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
@@ -208,7 +220,7 @@ class CheckpointWriter:
         self._answer_requests()
 
     def _answer_requests(self) -> None:
-        """Answer the checkpoint requests that the newest checkpoint satisfies."""
+        """Answer the requests for a checkpoint of the newest committed step or an earlier one."""
         served = [each for each, step in self._requests.items() if step <= self.newest.step]
         for answer in served:
             del self._requests[answer]

@@ -68,7 +68,7 @@ Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
 
 
 class Control(ControlPort):
-    """The calls that an operator can make; used only in the supervisor's event loop.
+    """The calls with which an operator controls a run, made only in the supervisor's event loop.
 
     `term` is the running term, or None between two terms.
     """
@@ -83,7 +83,7 @@ class Control(ControlPort):
         checkpoints: Path,
         read_queue: Callable[[], QueueStats | None],
     ) -> None:
-        """Start without pauses; `begin_term` restores them.
+        """Start without pauses; `begin_term` restores the stored ones.
 
         checkpoints: directory of the checkpoints. read_queue: function that returns the queue's
         latest known state.
@@ -116,8 +116,10 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin the term of a new lease: complete a requested return and restore the pauses.
+        """Begin the term of a new lease.
 
+        If an operator requested the return to a checkpoint, complete that operation. In the first
+        term, restore the stored pauses.
         Raises: StoreError.
         """
         asked, self._return = self._return, None
@@ -155,7 +157,7 @@ class Control(ControlPort):
         )
 
     async def pause(self, part: Pausable, reason: str) -> ControlAnswer:
-        """Pause a part, unless it is paused already, and return the state of the pauses.
+        """Pause a part of the run, unless it is paused; return what is paused and in flight.
 
         Raises: ControlRefused, LeaseLost, StoreError.
         """
@@ -176,9 +178,9 @@ class Control(ControlPort):
         return await self.view()
 
     async def resume(self, part: Pausable) -> ControlAnswer:
-        """Resume a part if it is paused, and return the state of the pauses.
+        """Resume a part of the run if it is paused; return what is still paused and in flight.
 
-        Raises the same errors as `pause`.
+        Raises: ControlRefused, LeaseLost, StoreError.
         """
         self._check_is_running()
         async with self._changing:
@@ -191,7 +193,8 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses, and apply a changed pause of generation to the running term."""
+        """Show the pauses in status and metrics; if `changed` is generation, apply it to the
+        term."""
         recorder = self._recorder
         if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
             recorder.training(str(self.pauses))
@@ -224,7 +227,7 @@ class Control(ControlPort):
     # -- checkpoints ----------------------------------------------------------------------------
 
     async def checkpoints(self) -> list[CheckpointAnswer]:
-        """Return the checkpoints, newest first. Raises: StoreError."""
+        """Return all checkpoints of the run, newest first, also pruned ones. Raises: StoreError."""
         return await asyncio.to_thread(self._read_checkpoints)
 
     def _read_checkpoints(self) -> list[CheckpointAnswer]:
@@ -252,9 +255,9 @@ class Control(ControlPort):
         )
 
     async def checkpoint(self) -> OperationAnswer:
-        """Begin a checkpoint of the last finished step, and return the operation.
+        """Begin a checkpoint of the last finished step; return the operation, which shows progress.
 
-        Raises: ControlRefused.
+        Raises: ControlRefused if no term is training.
         """
         term = self._training_term("a checkpoint")
 
@@ -266,9 +269,11 @@ class Control(ControlPort):
         return self._begin("checkpoint", work, detail="after the current step")
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer:
-        """End the term, have the next term continue from a checkpoint, and return the operation.
+        """End the term, and have the next term continue from a checkpoint.
 
-        checkpoint_id: the checkpoint's id or its step. Raises: ControlRefused, StoreError.
+        checkpoint_id: the checkpoint's id or its step.
+        Returns: the operation, which shows progress.
+        Raises: ControlRefused, StoreError.
         """
         self._check_is_running()
         views = [
@@ -302,7 +307,7 @@ class Control(ControlPort):
     async def evaluate(
         self, sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
     ) -> OperationAnswer:
-        """Begin to play held-out tasks during training, and return the operation.
+        """Begin to play held-out tasks during training; return the operation, which shows progress.
 
         Args: num_tasks, task_ids: see `chosen_tasks`. Raises: ControlRefused.
         """
@@ -374,7 +379,10 @@ class Control(ControlPort):
     # -- operations -----------------------------------------------------------------------------
 
     async def operation(self, operation_id: str) -> OperationAnswer:
-        """Return an operation. Raises: ControlRefused if the operation is unknown."""
+        """Return the state of an operation, such as a requested checkpoint.
+
+        Raises: ControlRefused if the operation is unknown.
+        """
         if (found := self._operations.get(operation_id)) is None:
             raise ControlRefused(
                 RefusalCode.UNKNOWN,
@@ -438,7 +446,10 @@ class Control(ControlPort):
     # -- policies and calls ---------------------------------------------------------------------
 
     async def policies(self) -> PoliciesAnswer:
-        """Return the policy versions in use and the places that use them. Raises: StoreError."""
+        """Return the policy versions that the trainer, an engine or a checkpoint has.
+
+        Raises: StoreError.
+        """
         term, status = self.term, await self._board_status()
         by_version: dict[int, list[str]] = {}
         for each in await self.checkpoints():
@@ -455,7 +466,7 @@ class Control(ControlPort):
         )
 
     async def note_call(self, call: CallAnswer) -> None:
-        """Record an operator's call. Raises: LeaseLost, StoreError."""
+        """Store an operator's call in the database, and log it. Raises: LeaseLost, StoreError."""
         log.info(
             "admin call: caller=%r call=%r status=%d body=%r answer=%r",
             call.caller,
@@ -467,7 +478,7 @@ class Control(ControlPort):
         await self._thread.call(self._store.add_call, call, term=self._recorder.term)
 
     async def calls(self, limit: int) -> Sequence[CallAnswer]:
-        """Return the recorded calls of operators, newest first. Raises: StoreError."""
+        """Return the newest `limit` stored calls of operators, newest first. Raises: StoreError."""
         return await asyncio.to_thread(self._store.calls, limit=limit)
 
     async def _board_status(self) -> BoardStatus | None:
@@ -490,7 +501,11 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Return the term if it is training. Raises: ControlRefused if no term is training."""
+        """Return the running term.
+
+        what: name of the requested work, for the error.
+        Raises: ControlRefused if no term is training.
+        """
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
@@ -504,10 +519,10 @@ class Control(ControlPort):
 def chosen_tasks(
     held_out: Sequence[Task], sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
 ) -> list[Task]:
-    """Return the tasks to evaluate.
+    """Return the tasks to evaluate: those in `task_ids`, or else the first `num_tasks` held-out
+    ones.
 
-    Args: num_tasks: number of tasks, from the first on; None: all. task_ids: ids of the tasks to
-    play, instead of the first `num_tasks`.
+    num_tasks: None takes all held-out tasks.
     Raises: ControlRefused if a requested task is not held out, or if there are too many tasks.
     """
     if not held_out:
@@ -555,7 +570,10 @@ def policies_view(
 ) -> PoliciesAnswer:
     """Return the policy versions that the trainer, an engine or a checkpoint has.
 
-    checkpoints: the ids of checkpoints by version. now: seconds since 1970.
+    status: the weight board's status; None if the board does not answer. trained_version: version
+    of the trainer's weights; None if there are none. republished: versions that were published
+    again for the same step, because restarted ranks had other weights. checkpoints: ids of the
+    checkpoints of each version. now: seconds since 1970.
     """
     replicas = () if status is None else status.replicas
     # After a return, versions of different terms may have the same number but different weights.
@@ -592,7 +610,10 @@ def policies_view(
 
 
 def _size_of(directory: Path) -> int | None:
-    """Return the bytes of a directory's files; None if it is missing or is being removed."""
+    """Return the total size in bytes of a directory's files.
+
+    Returns: None if the directory is missing, empty or being removed.
+    """
     try:
         found = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     except OSError:

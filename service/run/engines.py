@@ -1,10 +1,11 @@
-"""Start a run's weight board and inference engines, and publish weights to them.
+"""Start a run's inference engines and weight board, and publish weights to the engines.
 
-Board and engines outlive the run's terms: after a return to a checkpoint, the engines load the
-older weights with the newer term's number. Board and engines also outlive a supervisor if another
-one replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If
-the board dies, the engines wait for the same time for a new board with the same name. The engines
-are restarted only if their settings change.
+The weight board is the actor through which engines receive new weights. Board and engines outlive
+the run's terms: after a return to a checkpoint, the engines load the checkpoint's older weights,
+published under the newer term's number. Board and engines also outlive a supervisor if another one
+replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If the
+board dies, the engines wait for the same time for a new board with the same name. The engines are
+restarted only if their settings change.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ LOADED_CHECK_S = 10.0
 
 
 class Engines:
-    """The engines of a run.
+    """The inference engines of a run, and the weight board from which they load weights.
 
-    `open_term` starts the engines or takes them over; they are ready after a publication.
+    `open_term` starts the engines or takes over running ones; an engine is ready once it has loaded
+    published weights.
     """
 
     def __init__(
@@ -114,13 +116,16 @@ class Engines:
 
     @property
     def make_policy(self) -> PolicyFactory:
-        """The function that creates a client of the deployment, in any process."""
+        """A function that creates a client of the engines' Serve deployment; any process may call
+        it."""
         return partial(ServePolicyClient, self.app_name)
 
     async def open_term(self, term: int, *, resources: Mapping[str, float]) -> None:
-        """Make the board refuse older terms; start board and deployment if they are missing.
+        """Begin a term: make the weight board refuse older terms; start board and engines if
+        missing.
 
-        resources: an engine's Ray resources other than CPUs and GPUs. Raises: StaleTerm.
+        resources: an engine's Ray resources other than CPUs and GPUs.
+        Raises: StaleTerm if the board knows a newer term.
         """
         self._term, self._resources = term, resources
         if not await self._take_over():
@@ -147,14 +152,18 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Have all engines, later ones too, hold their turns or resume them. Raises: ActorLost."""
+        """Have all engines freeze their turns, or continue them if `is_held` is False.
+
+        Engines that start later do the same. Raises: ActorLost.
+        """
         if self._board is not None:
             await self._board_handle().hold(is_held)
 
     async def stop(self) -> None:
-        """End the deployment and the board within a time limit; this also works during their start.
+        """End the engines and the board within a time limit; this also works while they start.
 
-        If a newer term has taken over the deployment and the board, leave both running.
+        If a newer term has taken over the engines and the board, leave both running. If the run has
+        an API that outlives the supervisor, leave the board running.
         """
         if self._board is None:
             return
@@ -180,7 +189,11 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Take over the board and engines of an earlier term; return whether there are any."""
+        """Take over the board and engines of an earlier term; return whether both could be taken
+        over.
+
+        If the board does not answer, or the engines have other settings, end it.
+        """
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
@@ -205,7 +218,7 @@ class Engines:
         return False
 
     async def _deploy(self) -> None:
-        """Start the deployment, or change its number of engines."""
+        """Start the engines' deployment; if it is running, change its number of engines."""
         self._deploying = _in_thread(
             deploy_inference,
             self.settings,
@@ -248,7 +261,7 @@ class Engines:
 async def watch_board(board: ActorHandle) -> None:
     """Watch the board forever, and raise ActorLost once it has died.
 
-    A board that is only slow, frozen or unreachable is waited for. Without this check, a loop that
+    A board that is only slow, frozen or unreachable does not raise. Without this check, a loop that
     waits for rollouts would not notice that the board, and the engines with it, have ended.
     """
     while True:
@@ -274,16 +287,16 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """The publisher of the trainer's weights.
+    """The publisher of the trainer's weights, which also compares trainer and engines.
 
-    It also compares the log-probabilities that trainer and engines compute.
-
-    The first publication of a term runs the full check (`check_start`): the trainer scores the text
-    by itself and packed with other rows, and then scores the engines' continuations. Each later
-    publication checks the end of the text; every `check_every`-th one checks the whole text. These
-    later checks may take at most COST_SHARE of the time since the start: if a check of the text
-    would take longer, the publication checks only the beginning of the text, or nothing. If a check
-    exceeds its bound, the next publication checks the same text again, regardless of the cost.
+    After a publication, the trainer and the engines compute log-probabilities of the same text, the
+    check text. The first publication of a term runs the full check (`check_start`): the trainer
+    scores the text by itself and packed with other rows, and then scores the tokens that the
+    engines sampled after the text. Each later publication checks the end of the text; every
+    `check_every`-th one checks the whole text. These later checks may take at most COST_SHARE of
+    the time since the start. If a check would take longer, the publication checks only the
+    beginning of the text, or nothing. If the log-probabilities differ by more than a bound, the
+    next publication checks the same text again, whatever time that takes.
     """
 
     def __init__(
@@ -303,12 +316,12 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        Args: quiet_limit_s: seconds that the engines may be without any progress in starting or
-        loading. measure: context manager for each phase of a publication. text: text of the first
-        check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
-        prompt tokens. check_every: interval, in publications, at which a check of the whole text
-        is due; 0: never. dtype, is_quantised: select the bounds of the checks. clock: returns
-        seconds.
+        Args: quiet_limit_s: seconds after which the term ends if no engine makes progress with its
+        start or load. measure: returns a context manager that measures a phase of a publication.
+        text: text of the first check; None uses a fixed text of 17 tokens in all checks.
+        most_tokens: an engine's limit for prompt tokens. check_every: interval, in publications, at
+        which a check of the whole text is due; 0: never. dtype, is_quantised: select the bounds of
+        the checks. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -318,12 +331,13 @@ class Publisher:
         self._text = text
         self._is_start = text is not None
         self._is_text_sent = False
-        """Whether the board has this term's text; before that it may have the text of an earlier
-        term.
-        """
+        """Whether the board has the current text, `_text`; if not, it may have an earlier one."""
         self._later_text: CheckText | None = None
-        """The text of the checks after publications: the first text with the tokens that continue
-        it. None before `check_start`, or if there is no text."""
+        """The text of the checks after `check_start`: the first text, continued with sampled
+        tokens.
+
+        None before `check_start`, or if the first check had no text.
+        """
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
         self._is_quantised = is_quantised
         self._clock = clock
@@ -331,7 +345,7 @@ class Publisher:
         self._spent_s = self._spent_short_s = 0.0
         """Total seconds of all checks after publications, and total seconds of the short checks."""
         self._long_s = self._short_s = 0.0
-        """Seconds of the last long check (at first, of `check_start`), and of the last short
+        """Seconds that the last long check took (at first, `check_start`), and the last short
         one."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
@@ -340,12 +354,13 @@ class Publisher:
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
-        """Result of the first check; None once it has been joined with the check of a step."""
+        """Result of `check_start`, until it is joined with the next check's result; otherwise
+        None."""
 
     async def publish(self, version: int) -> None:
-        """Put the trainer's weights on the board as `version`; do not wait for the engines.
+        """Send the trainer's weights to the board as `version`; do not wait for the engines.
 
-        The trainer then scores the check's text, unless this publication checks nothing.
+        The trainer then scores the check text, unless this publication checks nothing.
 
         Raises: WeightsMoved if the trainer's weights now have another version; ActorLost.
         """
@@ -373,7 +388,11 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """Return the longest text that the current publication has time to check."""
+        """Return the part of the check text that the current publication has time to check.
+
+        Returns: the whole text if it is due, else its end; its beginning, or NO_TEXT, if there is
+        less time. If the last check exceeded its bound, the same part again.
+        """
         self._num_published += 1
         if self._was_beyond and self._text is not None:
             return self._text
@@ -388,11 +407,11 @@ class Publisher:
         return text if is_all_due else far_end(text)
 
     async def check_start(self, version: int) -> LogprobCheck | None:
-        """Wait as `wait_until_loaded` does, and run the full check.
+        """Wait until the engines have loaded `version`, then run the term's full check.
 
-        The result of the next check includes this comparison.
+        The next result of `wait_until_loaded` includes this check's result.
 
-        Returns: the comparison; None if no engine answered.
+        Returns: the comparison of trainer and engines; None if no engine answered.
         Raises: the errors of `wait_until_loaded`.
         """
         with self._measure("load"):
@@ -418,14 +437,13 @@ class Publisher:
         return check
 
     async def wait_until_loaded(self, version: int) -> LogprobCheck | None:
-        """Wait until at least one engine is live and all live engines have the published version.
+        """Wait until at least one engine is live and all live engines have loaded `version`.
 
         Engines that join, leave or are replaced meanwhile do not end the term: a new engine loads
         the version before it is ready. If no engine is live, wait for a new one.
 
         Returns: the comparison of the scores of trainer and engines; None if no engine answered or
-        nothing was checked. The first comparison after `check_start` is joined with that of
-        `check_start`.
+        nothing was checked. The first result after `check_start` includes that of `check_start`.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure("load"):
@@ -444,9 +462,10 @@ class Publisher:
         return check.after(earlier)
 
     def _compared(self, scores: Sequence[EngineScores]) -> LogprobCheck | None:
-        """Return the comparison of the engines' scores of the text with the trainer's scores.
+        """Compare the engines' scores of the check text with the trainer's scores.
 
         In the first check the trainer scores the text twice: by itself, and packed with other rows.
+        Returns: None if no engine answered or nothing was checked.
         """
         if not scores or self._text is NO_TEXT:
             return None
@@ -466,7 +485,7 @@ class Publisher:
         )
 
     async def _until_loaded(self, version: int) -> BoardStatus:
-        """Return the board's status once the version is loaded.
+        """Wait until the live engines have loaded `version`; return the weight board's status.
 
         Raises: the errors of `wait_until_loaded`.
         """
@@ -494,9 +513,10 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Return the comparisons of both sides' scores of sampled tokens, one for each sample.
+    """Compare the scores of the tokens that engines sampled: one comparison for each sample.
 
-    own: the trainer's scores of all samples, in the order of the samples.
+    own: the trainer's scores of all samples, in the order of the samples. A sample has the engine's
+    scores.
     """
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [
@@ -506,7 +526,10 @@ def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comp
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:
-    """Return the future of a blocking call in a thread; its error is logged if no one awaits it."""
+    """Make a blocking call in a thread, and return the future of its result.
+
+    An error of the call is also logged.
+    """
     work = asyncio.ensure_future(asyncio.to_thread(call, *arguments, **named))
     work.add_done_callback(_log_error)
     return work
