@@ -519,8 +519,7 @@ class Control(ControlPort):
 def chosen_tasks(
     held_out: Sequence[Task], sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
 ) -> list[Task]:
-    """Return the tasks to evaluate: those in `task_ids`, or else the first `num_tasks` held-out
-    ones.
+    """Return the tasks to evaluate: those of `task_ids`, else the first `num_tasks` held-out ones.
 
     num_tasks: None takes all held-out tasks.
     Raises: ControlRefused if a requested task is not held out, or if there are too many tasks.

@@ -116,13 +116,11 @@ class Engines:
 
     @property
     def make_policy(self) -> PolicyFactory:
-        """A function that creates a client of the engines' Serve deployment; any process may call
-        it."""
+        """A function that creates a client of the engines' deployment; any process may call it."""
         return partial(ServePolicyClient, self.app_name)
 
     async def open_term(self, term: int, *, resources: Mapping[str, float]) -> None:
-        """Begin a term: make the weight board refuse older terms; start board and engines if
-        missing.
+        """Begin a term: start board and engines if they are missing; the board refuses older terms.
 
         resources: an engine's Ray resources other than CPUs and GPUs.
         Raises: StaleTerm if the board knows a newer term.
@@ -189,10 +187,10 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Take over the board and engines of an earlier term; return whether both could be taken
-        over.
+        """Take over the board and engines of an earlier term; return whether this succeeded.
 
-        If the board does not answer, or the engines have other settings, end it.
+        A board that does not answer is killed; if the engines have other settings, they and the
+        board are ended.
         """
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
@@ -333,8 +331,7 @@ class Publisher:
         self._is_text_sent = False
         """Whether the board has the current text, `_text`; if not, it may have an earlier one."""
         self._later_text: CheckText | None = None
-        """The text of the checks after `check_start`: the first text, continued with sampled
-        tokens.
+        """The text of later checks: that of the first check, continued with sampled tokens.
 
         None before `check_start`, or if the first check had no text.
         """

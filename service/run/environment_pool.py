@@ -1,9 +1,10 @@
 """The environment actors of one term: a pool that plays rollouts and evaluations.
 
 If an actor dies, the rollouts that it was to play are missing from the evaluation; they are not
-played again. The file of an evaluation is meant for people: if it cannot be written, the user gets
-one notice and the run continues. Lines are read one after another from the object store, so that
-memory holds only one line. `rayloom evaluate` uses `play` without a pool.
+played again. The rollouts of an evaluation are also written to a file for people: if the file
+cannot be written, the user gets one notice and the run continues. The file's lines are read one
+after another from the object store, so that memory holds only one line. `rayloom evaluate` uses
+`play` without a pool.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ async def play(
     notice: Callable[[str], None],
     slots_share: float = 1.0,
 ) -> list[Played]:
-    """Divide the plays among the actors, play them, and return the results.
+    """Divide an evaluation's rollouts among the actors, and return their results.
 
-    idle_s: seconds without an ended rollout after which a share is abandoned. notice: called for
-    each lost share. slots_share: share of rollouts.slots_per_actor that each actor plays at once.
+    plays: a task and sample number for each rollout. idle_s: seconds without an ended rollout after
+    which an actor's rollouts are abandoned. keeps_tokens: whether a result has the rollout's line
+    for the evaluation's file. notice: called with a message if an actor's rollouts are lost.
+    slots_share: the part of rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
 
-    Returns: a result for each play, in the order of the plays; the plays of lost shares are left
-    out.
+    Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
     """
     size = len(members)
     shares = [range(index, len(plays), size) for index in range(size)]
@@ -87,8 +89,9 @@ async def play(
 
 
 async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played]:
-    """Return the results of the share that an actor plays.
+    """Return the results of the evaluation's rollouts that one actor plays.
 
+    playing: Ray reference of the call of the actor's `evaluate`.
     Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
     """
     answer = asyncio.ensure_future(playing)
@@ -111,7 +114,8 @@ async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played
 
 
 class EvaluationFiles:
-    """The newest evaluations of a run, each in a file of JSON lines."""
+    """The files with the newest evaluations of a run: one file of JSON lines for each
+    evaluation."""
 
     def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
         """Store the settings, without writing a file.
@@ -125,7 +129,10 @@ class EvaluationFiles:
         self._has_failed = False
 
     async def write(self, name: str, played: Sequence[Played]) -> None:
-        """Write the lines to a file, and remove the oldest files."""
+        """Write an evaluation's rollouts to the file `name`.jsonl, and remove the oldest files.
+
+        If the file cannot be written, give a notice the first time.
+        """
         try:
             await asyncio.to_thread(self._write, name, played)
         except (OSError, RayError) as error:
@@ -147,10 +154,10 @@ class EvaluationFiles:
 
 
 def write_lines(path: Path, played: Sequence[Played]) -> int:
-    """Write the lines to a temporary file, rename it, and return the number of lines.
+    """Write the results' lines to a temporary file, rename it to `path`, and return their number.
 
-    Raises: OSError; RayError if the actor that owns a line has died. After an error no file is
-    left.
+    Raises: OSError; RayError if the actor that owns a line has died. After an error the temporary
+    file is removed.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     lines = [each.line for each in played if each.line is not None]
@@ -191,7 +198,7 @@ class EnvironmentPool(ActorPool):
         evaluation_idle_s: float,
         files: EvaluationFiles,
     ) -> None:
-        """Start the actors, as ActorPool does.
+        """Start the actors; `ActorPool.__init__` explains the other arguments.
 
         evaluation_idle_s: seconds without an ended rollout after which an evaluation is abandoned.
         files: stores the rollouts of evaluations.
@@ -216,7 +223,10 @@ class EnvironmentPool(ActorPool):
         file: str,
         slots_share: float = 1.0,
     ) -> list[TrajectorySummary]:
-        """Play tasks as `play` does, store their rollouts as `file`, and return summaries."""
+        """Play each task as `play` does, store the rollouts in a file, and return their summaries.
+
+        file: name of the file without its suffix. slots_share: see `play`.
+        """
         keeps_tokens = self._files.keep > 0
         played = await play(
             list(self._members),
@@ -241,7 +251,10 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Return what one actor's `opening_prompts` returns; () if the actor does not answer."""
+        """Have one actor render the first prompts of tasks, up to `num_tokens` tokens in all.
+
+        Returns: the token ids of each prompt; () if the actor does not answer.
+        """
         for actor in self.actors[:1]:
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S

@@ -1,8 +1,9 @@
-"""Check each stored step's journal for patterns of reward hacking, in a thread.
+"""Check the journal file of each stored step for patterns of reward hacking, in a thread.
 
-Nothing waits for this thread, and its failures do not end the run: each kind of failure causes one
-notice. A shadow verifier is the user's code: it runs in a separate process with the lowest
-priority, and skips steps if it is slower than the run. The recorder owns the thread.
+A step's journal file has the tokens of its trajectories. Nothing waits for this thread, and its
+failures do not end the run: each kind of failure causes one notice. A shadow verifier is the user's
+second verifier, which gives no reward. It is the user's code: it runs in a separate process with
+the lowest priority, and skips steps if it is slower than the run. The recorder owns the thread.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ SHADOW_START_S = 120.0
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
 Ask = Callable[[str], Verdicts]
-"""A function that returns the verdicts on the journal file with the given path.
+"""A function that has the shadow verifier check the journal file with the given path.
 
 Raises: RayError, ConfigError.
 """
 
 
 class HackingWatch:
-    """The audit for reward hacking; no method but `close` blocks.
+    """The audit of a run for reward hacking, in a thread; no method but `close` blocks.
 
     Call `begin_term` first, `stored` after each step, and `close` last.
     """
 
     def __init__(self, run_dir: RunDir, *, ask: Ask | None = None) -> None:
-        """Prepare the thread.
+        """Prepare the thread; the first `begin_term` starts it.
 
         ask: function that calls the shadow verifier; None if there is no shadow verifier.
         """
@@ -66,16 +67,20 @@ class HackingWatch:
         self._detector = Detector()
         self._findings: tuple[Finding, ...] = ()
         self._problems: set[str] = set()
-        """The kinds of failures for which the user has had a notice."""
+        """The kinds of failures of the audit for which the user has had a notice."""
         self._thread = threading.Thread(target=self._run, name="hacking", daemon=True)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings in the surviving steps, in the order of their discovery."""
+        """The findings of the audit, in order, except in steps that a return to a checkpoint
+        undid."""
         return self._findings
 
     def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
-        """Begin a term. notice: shows a notice to the user; the thread calls it."""
+        """Have the thread begin a term.
+
+        notice: function that shows a notice to the user; the thread calls it.
+        """
         self._notice = notice
         self._todo.put((term, None))
         if self._thread.ident is None:
@@ -85,7 +90,7 @@ class HackingWatch:
         self._todo.put((term, step))
 
     def close(self, *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Check the steps that are stored, then end the thread.
+        """Check the steps that wait for the audit, then end the thread.
 
         Block for at most `limit_s` seconds.
         """
@@ -107,7 +112,10 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read the surviving steps of earlier terms and their findings again."""
+        """Read the findings and the newest steps of earlier terms again.
+
+        Steps that a return to a checkpoint undid are left out.
+        """
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):
             return
@@ -168,7 +176,7 @@ def _examples(finding: Finding) -> str:
 
 
 class _Shadow:
-    """The actor that runs the shadow verifier."""
+    """The Ray actor that runs the user's shadow verifier with the lowest priority."""
 
     def __init__(self, config: Config, model: str, name: str) -> None:
         os.nice(LOWEST_PRIORITY)
@@ -181,9 +189,9 @@ class _Shadow:
 
 
 def asking_apart(config: Config, *, model: str) -> Ask | None:
-    """Return a function that calls the run's shadow verifier; None if there is no shadow verifier.
+    """Return a function that calls the run's shadow verifier in its own actor.
 
-    The function's first call starts the verifier's actor.
+    The function's first call starts the actor. Returns: None if there is no shadow verifier.
     """
     name = config.audit.shadow
     if name is None:

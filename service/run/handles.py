@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """The loop's settings, and the point from which this term continues."""
+    """The settings of a term's loop, and the step and checkpoint from which the term continues."""
 
     term: int
 
     config: Config
     first_step: int
-    """First step of this term: the checkpoint's step + 1, or 1."""
+    """First step of this term: the checkpoint's step + 1, or 1 without a checkpoint."""
     has_clients: bool = False
     """Whether clients submit the tasks; then groups that cannot be trained do not end the run."""
     checkpoint: str = ""
     """Name of the checkpoint from which this term continues; empty for a fresh start."""
     max_uncommitted: int = 1000
-    """Number of evicted rollouts after which a waiting service commits the evictions.
+    """Number of evicted rollouts after which a loop that waits for a step commits the evictions.
 
-    The service also commits them after `commit_after_s`. If files must be written, both limits are
-    multiplied by FILES_FACTOR.
+    Only a run with clients does this; it also commits them after `commit_after_s` seconds. If the
+    commit must write a checkpoint's files, both limits are multiplied by FILES_FACTOR.
     """
     commit_after_s: float = 60.0
 
@@ -62,4 +62,7 @@ class Handles:
     """Function that removes the oldest checkpoints; called after a newer one is committed."""
 
     curriculum: Curriculum | None = None
-    """The curriculum of `tasks`; it learns from each step, and each checkpoint stores it."""
+    """The curriculum of `tasks`; it learns from each step, and each checkpoint stores it.
+
+    None if tasks are not chosen by a curriculum.
+    """

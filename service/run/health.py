@@ -1,8 +1,9 @@
 """The status and the readiness of a run, and the rules that decide whether it has failed. Pure.
 
 The supervisor and its loop use this module. The command line reads a RunStatus twice a second for
-its display. Records, evaluations and notices are lists that only grow. A RunStatus has only those
-items after the caller's cursor that are still kept.
+its display. Records, evaluations, notices and stages are lists that only grow; a caller passes a
+cursor, the number of items that it has read, and a RunStatus has only later items. Items that are
+too old are no longer kept, and are missing.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ OTHER_REMEDY = "check the rules of rollouts.outcomes, and algorithm.min_group_si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """The number of items of each growing list that a caller has read."""
+    """The number of items that a caller has read of each list in a RunStatus."""
 
     steps: int = 0
     evaluations: int = 0
@@ -90,12 +91,12 @@ class Cursor:
 
 
 class Tail(Generic[Item]):
-    """The newest items of a list that only grows."""
+    """The newest items of a list that only grows; older items are dropped."""
 
     def __init__(self, *, limit: int) -> None:
         self._items: deque[Item] = deque(maxlen=limit)
         self.length = 0
-        """Length of the whole list."""
+        """Length of the whole list, with the dropped items."""
 
     def append(self, item: Item) -> None:
         self._items.append(item)
@@ -106,14 +107,14 @@ class Tail(Generic[Item]):
         return self._items[-1] if self._items else None
 
     def since(self, position: int) -> tuple[Item, ...]:
-        """Return the kept items from this position of the whole list onwards."""
+        """Return the items from index `position` of the whole list on, without the dropped ones."""
         num_left_out = len(self._items) - (self.length - position)
         return tuple(islice(self._items, max(num_left_out, 0), None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The state of a run."""
+    """The state of a run for its display; lists have only the items after the caller's cursor."""
 
     name: str
     phase: Phase
@@ -130,34 +131,37 @@ class RunStatus:
     policy_version: int = 0
 
     phase_detail: str = ""
-    """A few words, such as "starting 2 engines"."""
+    """A few words on the phase, such as "starting 2 engines"."""
 
     records: tuple[StepRecord, ...] = ()
-    """New records, in order; if a recovery repeats a step, the later record of the step counts."""
+    """Records of steps after the cursor, in order.
+
+    If a recovery repeats a step, the later record of the step counts.
+    """
 
     evaluations: tuple[EvaluationRecord, ...] = ()
-    """New evaluations, in order."""
+    """Evaluations after the cursor, in order."""
 
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     queue_items: int = 0
     queue_bytes: int = 0
 
     rollouts_done: int = 0
-    """Number of trajectories that ended in this process."""
+    """Number of trajectories that ended since this supervisor started."""
 
     sampled_tokens: int = 0
-    """Number of sampled tokens in the trajectories that ended in this process."""
+    """Number of sampled tokens in the trajectories that ended since this supervisor started."""
 
     engines_ready: int = 0
 
     notices: tuple[str, ...] = ()
-    """New notices, in order."""
+    """Notices after the cursor, in order."""
 
     stages: tuple[str, ...] = ()
-    """The stages of a start that have ended since the cursor, in order, one line each."""
+    """Stages of a start that ended after the cursor, in order, one line each."""
 
     cursor: Cursor = Cursor()
-    """The cursor for the next call."""
+    """The cursor to pass in the next call."""
 
     checkpoint_step: int = 0
     """Step of the newest committed checkpoint."""
@@ -166,7 +170,7 @@ class RunStatus:
     """URL of the metrics; None if no server listens."""
 
     supervisor: str = ""
-    """HOST:PID of the supervisor, as its lease has it."""
+    """HOST:PID of the supervisor, as stored in its lease of the run."""
 
     run_dir: str = ""
 
@@ -185,7 +189,7 @@ class Ending:
     was_stopped: bool = False
     """Whether a stop was requested."""
     peak_memory_bytes: int | None = None
-    """Peak memory in bytes; the summary has the same number."""
+    """Peak memory of the run's processes in bytes, as in the run's summary; None if unknown."""
 
 
 def readiness(
@@ -199,12 +203,12 @@ def readiness(
     publish_limit_s: float,
     store_away_s: float,
 ) -> ReadyAnswer:
-    """Return whether the run is ready to serve, with the reason if it is not.
+    """Return whether the run is ready to serve, with the reasons if it is not.
 
-    behind_s: seconds for which an engine has lacked the current version. A publication may take
-    some time, so these seconds count only if they exceed `publish_limit_s`, and only while the run
-    trains; other phases have their own reasons. store_away_s: seconds since the database last
-    answered; 0 if it answers.
+    behind_s: seconds since all expected engines last had the current version. A publication may
+    take some time, so these seconds count only if they exceed `publish_limit_s`, and only while the
+    run trains; in another phase, the phase itself is the reason. store_away_s: seconds since the
+    database last answered; 0 if it answers.
     """
     reasons = []
     if store_away_s:
@@ -231,22 +235,23 @@ def readiness(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChange:
-    """The changes among the engines since the last check."""
+    """The engines that were lost or came back since the last check."""
 
     num_lost: int = 0
-    """Number of lost engines."""
+    """Number of engines that were lost since the last check."""
     text: str = ""
     """A sentence for the user; empty if nothing changed."""
 
 
 class EngineWatch:
-    """A counter of lost and new engines.
+    """A counter of engines that are lost and that come back.
 
-    It also measures how long an engine has lacked the current version. An engine counts from the
-    time at which it first has the current version. It is not lost if it lacks a version that was
-    just published, or if it was stopped because fewer engines were requested. A new replica never
-    has the name of a dead one. num_expected: initially the requested number of engines; it rises
-    when more engines appear, and falls when engines are stopped on request.
+    It also measures for how long fewer engines than expected have had the current version. An
+    engine counts from the time at which it first has the current version. An engine is not lost
+    while it loads a newer version, or if it was stopped because fewer engines were requested. A
+    restarted engine has another name. num_expected: the expected number of engines, at first the
+    requested number; it rises when more engines appear, and falls when engines are stopped on
+    request.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -257,7 +262,7 @@ class EngineWatch:
         self.num_current = 0
 
     def check(self, status: BoardStatus | None, *, now: float) -> EngineChange:
-        """Return the changes since the last check.
+        """Return the engines lost or back since the last check.
 
         status: the board's status; None while the board does not answer. now: monotonic seconds.
         """
@@ -287,7 +292,7 @@ class EngineWatch:
         return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
 
     def behind_s(self, now: float) -> float:
-        """Return for how many seconds some engine has lacked the current version."""
+        """Return for how many seconds fewer engines than expected have had the current version."""
         return 0.0 if self._behind_since is None else now - self._behind_since
 
 
@@ -296,7 +301,10 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 class WeightsMoved(Exception):
-    """Raised if restarted ranks have other weights; publish `version` before any other call."""
+    """Raised if the trainer's ranks were restarted and their weights are not the earlier ones.
+
+    Before any other call of the trainer, the caller must publish the weights as `version`.
+    """
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
@@ -310,14 +318,14 @@ class WeightsMoved(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot continue; the message says what failed, how often, and the remedy."""
+    """Raised to end the run; the message says what failed, how often, and the remedy."""
 
 
 class FaultCount:
-    """A count of the faults since the run last made progress, without faults older than a day.
+    """A count of the faults since the run last made progress; faults older than a day are left out.
 
-    A run that waits for submissions makes no progress, and its faults may be weeks apart; older
-    faults must not count there.
+    A run that waits for submissions makes no progress, and its faults may be weeks apart; without
+    this rule they would add up.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -343,25 +351,27 @@ class FailureWatch:
     """The checks that end a run that makes no progress.
 
     The loop of each term makes these checks while it waits for a step and after each step. A run
-    with submissions makes them only after each step, because untrainable groups of clients are not
-    a failure of the run. A run fails in three cases. First, the last `max_failed_groups` groups in
-    a row could not be trained, and this has lasted for `failed_groups_grace_s`, so that a short
-    outage of a server does not end the run; failures while no engine is ready do not count, because
-    the environment did not cause them. Second, no update was finite in `max_skipped_steps` steps in
-    a row. Third, the merge actor refused every trajectory in `max_skipped_steps` steps in a row.
+    fails in three cases. First, the last `max_failed_groups` groups in a row could not be trained,
+    and this has lasted for `failed_groups_grace_s`, so that a short outage of a server does not end
+    the run; failures while no engine is ready do not count, because the environment did not cause
+    them. A run with submissions does not make this check, because untrainable groups of clients are
+    not a failure of the run. Second, no update was finite in `max_skipped_steps` steps in a row.
+    Third, the merge actor refused every trajectory in `max_skipped_steps` steps in a row. The
+    log-probability checks can also end a run (`check_logprobs`).
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._streak: int | None = None
-        """The value of `FailedGroups.num_usable_before` for the counted failures; None without
-        failures.
+        """The current series of failed groups, identified by `FailedGroups.num_usable_before`.
+
+        None if no group has failed since the last usable one.
         """
         self._failing_since = 0.0
         self._num_uncounted = 0
-        """Number of failed groups when an engine was last missing; these groups do not count."""
+        """Number of the series' groups that failed until an engine was ready again; not counted."""
         self._away_since: float | None = None
-        """Time since which no engine has been ready."""
+        """Time since which no engine has been ready; None if an engine is ready."""
         self._num_skipped = 0
         self._num_misaligned = 0
         self._num_constant = 0
@@ -373,7 +383,8 @@ class FailureWatch:
     def untrained_tokens(self, step: int, report: StepReport) -> str | None:
         """Return a notice if less than LOW_SHARE of the last steps' sampled tokens was trained.
 
-        The notice is returned at most once in SHARE_STEPS steps.
+        The last SHARE_STEPS steps count. The notice is not repeated while the share remains low.
+        Returns: None if there is no notice.
         """
         self._tokens.append(report.tokens)
         if len(self._tokens) < SHARE_STEPS:
@@ -392,10 +403,10 @@ class FailureWatch:
         )
 
     def constant_reward(self, step: int, report: StepReport) -> str | None:
-        """Return a notice if all groups of the last CONSTANT_STEPS steps had equal returns.
+        """Return a notice if in each group of the last CONSTANT_STEPS steps all returns were equal.
 
         With equal returns all advantages are 0. The notice is returned once for each series of such
-        steps.
+        steps. Returns: None if there is no notice.
         """
         is_constant = 0 < report.num_groups <= report.num_zero_variance_groups
         self._num_constant = self._num_constant + 1 if is_constant else 0
@@ -410,9 +421,10 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Count a check that exceeds its bound, and return a notice; empty if the scores agree.
+        """Count the publications in a row whose log-probability check exceeded its bound.
 
         check: the check after the step's publication; None if no engine answered.
+        Returns: a notice if this check exceeded its bound; otherwise an empty text.
         """
         if check is None:
             return ""
@@ -421,7 +433,7 @@ class FailureWatch:
         return self._last_unequal
 
     def check_logprobs(self) -> None:
-        """Raise RunFailed if too many checks exceeded the bound.
+        """Raise RunFailed if too many log-probability checks in a row exceeded their bound.
 
         The loop calls this between two steps.
         """
@@ -434,9 +446,10 @@ class FailureWatch:
             )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
-        """Raise RunFailed if too many steps in a row had only misaligned trajectories.
+        """Raise RunFailed if the merge actor refused all trajectories of too many steps in a row.
 
-        Args: notices: the merge actor's notices; the error quotes the first.
+        It refuses misaligned trajectories. notices: the merge actor's notices; the error quotes the
+        first.
         """
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
@@ -450,9 +463,9 @@ class FailureWatch:
             )
 
     def check_step(self, step: int, *, was_trained: bool) -> None:
-        """Raise RunFailed after too many skipped steps.
+        """Raise RunFailed if no update was applied in too many steps in a row.
 
-        was_trained: whether an update was finite.
+        was_trained: whether an update of this step was finite, so that it was applied.
         """
         self._num_skipped = 0 if was_trained else self._num_skipped + 1
         if self._num_skipped >= self._config.trainer.max_skipped_steps:
@@ -467,8 +480,10 @@ class FailureWatch:
     def check_groups(
         self, failed: FailedGroups | None, *, num_engines_ready: int, now: float
     ) -> None:
-        """Raise RunFailed if too many groups have failed. now: monotonic seconds.
+        """Raise RunFailed if too many groups in a row have failed.
 
+        failed: the groups that failed since the last usable one; None if none has. now: monotonic
+        seconds.
         Raises: ActorLost if no engine has been ready for too long.
         """
         if failed is None:

@@ -7,9 +7,9 @@ weights. If rollouts may lag, the engines load a version while the next step is 
 trained. A checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a
 version is published only after the engines have loaded the version before it. A version has the
 number of its step, except for versions that a restarted trainer published again
-(`RestartableTrainer`). Each term has one loop. If an operator pauses a part (`service.run.pauses`),
-the two loops wait at their gates: between two admissions, and between two steps. Every call of a
-handle may raise `ActorLost`.
+(`RestartableTrainer`). Each term has one loop. If an operator pauses admission or training
+(`service.run.pauses`), the loops wait for the end of the pause: `_admit` between two admissions,
+and `_train` between two steps. Every call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class TrainedStep:
     stats: StepStats
 
     stages: StageSeconds
-    """Seconds that the loop waited at each stage; work that overlaps the next step is left out."""
+    """Seconds that the loop waited in each stage of the step.
+
+    Work on this step during the next step is left out.
+    """
 
 
 class Stopwatch:
@@ -79,7 +82,10 @@ class Stopwatch:
 
 
 class Loop:
-    """The loop of one term. At its start, live engines have the weights of step first_step - 1."""
+    """The training loop of one term.
+
+    When it starts, the live engines must have the weights of step first_step - 1.
+    """
 
     def __init__(self, handles: Handles, settings: LoopSettings) -> None:
         self._handles = handles
@@ -89,15 +95,17 @@ class Loop:
         self._checkpoints = CheckpointWriter(handles, settings, call_trainer=self._with_published)
         self._failures = FailureWatch(settings.config)
         self._loading: asyncio.Task[None] | None = None
-        """The task that records a step once the engines have its version; None if there is no such
-        task."""
+        """The task that waits until the engines have a step's weights, and then records the step.
+
+        None if no such task runs.
+        """
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
         self._step_in_hand: int | None = None
         self._paused_s = 0.0
-        """Seconds for which training was paused while the loop waited for this step."""
+        """Seconds for which training was paused while the loop waited for the current step."""
 
     @property
     def step_in_hand(self) -> int | None:
@@ -106,7 +114,7 @@ class Loop:
 
     @property
     def is_solved(self) -> bool:
-        """Whether the last steps' mean return has reached stop_at_reward."""
+        """Whether the mean return of the last steps has reached `run.stop_at_reward`."""
         goal = self._run_settings.stop_at_reward
         if goal is None or len(self._rewards) < AVERAGED_STEPS:
             return False
@@ -117,28 +125,28 @@ class Loop:
         return self._step <= self._run_settings.steps and not self.is_solved
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Finish the current step, write a checkpoint, and return from `run`.
+        """Have `run` finish the current step, write a checkpoint, and return.
 
-        grace_s: seconds after which an untrained step is abandoned; its rollouts stay in the queue
-        and are used after a resume. None sets no limit.
+        grace_s: seconds after which a step without an applied update is abandoned; its rollouts
+        stay in the queue and are used after a resume. None sets no limit.
         """
         self._is_stopping.set()
         if grace_s is not None:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def checkpoint(self) -> Commit:
-        """Have the loop write a checkpoint after the current step; await and return the commit.
+        """Have the loop write a checkpoint after the current step; return it once it is committed.
 
-        The checkpoint is of the last finished step; if that step is committed already, nothing is
-        written. If another checkpoint is being written, it is finished first. If a checkpoint fails
-        because a rank is lost, it is written again. Raises: ActorLost if the term ends first.
+        The checkpoint is of the last finished step. If that step is committed already, nothing is
+        written. If a checkpoint fails because a rank is lost, it is written again. Raises:
+        ActorLost if the term ends first.
         """
         return await self._checkpoints.request(self._step - 1)
 
     async def run(self) -> None:
-        """Train until the last step or `stop`; leave a checkpoint and no unfinished work.
+        """Train until the last step or `stop`; then commit a checkpoint and end unfinished work.
 
-        Raises: RunFailed, after a checkpoint was written as in a stop; ActorLost.
+        Raises: RunFailed, after the last finished step is committed; ActorLost.
         """
         try:
             await self._run()
@@ -167,7 +175,7 @@ class Loop:
             raise failure
 
     async def _admit(self) -> None:
-        """Assign tasks to the slots that the queue opens, until a stop or the last step."""
+        """Assign tasks to the group numbers that the queue opens, until a stop or the last step."""
         handles, gate = self._handles, self._handles.pauses.gate(Pausable.ADMISSION)
         while not self._is_stopping.is_set() and self._has_more:
             await gate.until_open()
@@ -228,7 +236,7 @@ class Loop:
     async def _take_step(self) -> StepInput | None:
         """Wait up to POLL_S for a step's closed groups and return them; return None if none came.
 
-        While training is paused, wait for its resume and return None.
+        While training is paused, wait up to POLL_S for the end of the pause, and return None.
         """
         gate = self._handles.pauses.gate(Pausable.TRAINING)
         with gate.passing() as is_open:
@@ -242,8 +250,9 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Build a step, and return it with the seconds of the trainer's scoring.
+        """Have the merge actor build a step; return it with the seconds of the trainer's scoring.
 
+        The seconds are 0 if the algorithm needs no scores before the step is built.
         Raises: PayloadsLost.
         """
         merge, trainer = self._handles.merge, self._handles.trainer
@@ -262,7 +271,10 @@ class Loop:
         raise ActorLost(f"step {step_input.step}: its scores were lost {MAX_SCORINGS} times")
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
-        """Raise RunFailed if too many groups have failed in a row."""
+        """Raise RunFailed if too many groups have failed in a row.
+
+        failed: see `FailureWatch.check_groups`. If clients submit the tasks, do nothing.
+        """
         if self._settings.has_clients:
             return
         # The number of ready engines matters only if groups have failed.
@@ -270,10 +282,11 @@ class Loop:
         self._failures.check_groups(failed, num_engines_ready=num_ready, now=time.monotonic())
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
-        """Train a built step, publish its weights and finalise its rollouts in the queue.
+        """Train a built step, publish its weights, and report its rollouts' outcomes to the queue.
 
-        The step is recorded once the engines have its weights: here if training is synchronous, or
-        if an evaluation or a checkpoint is due; otherwise while the next step runs (`_loading`).
+        The step is recorded once the engines have loaded its weights: in this call if training is
+        synchronous, or if an evaluation or a checkpoint is due; otherwise while the next step runs
+        (`_loading`).
         """
         handles, step, watch = self._handles, self._step, Stopwatch()
         giving_up = asyncio.create_task(self._give_up_after_grace())
@@ -309,9 +322,9 @@ class Loop:
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return the answer of a call, which may be abandoned before it is finished.
+        """Return the answer of a call, unless the grace period of a stop ends before the answer.
 
-        Raises: StepAbandoned if the grace period of a stop ends first.
+        Raises: StepAbandoned if the grace period ends first.
         """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
@@ -322,9 +335,9 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Wait for the end of the grace period, then make the ranks abandon their step.
+        """Wait for the end of a stop's grace period, then make the ranks abandon their step.
 
-        They finish a step in which an update was applied already.
+        Ranks that have applied an update of the step finish it instead.
         """
         await self._is_grace_over.wait()
         while True:
@@ -332,9 +345,10 @@ class Loop:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the trainer's answer to a call.
+        """Make a call of the trainer, and return its answer.
 
-        If the trainer was replaced and has other weights, publish these first.
+        If the trainer's ranks were restarted and have other weights, publish these and repeat the
+        call.
         """
         while True:
             try:
@@ -353,24 +367,28 @@ class Loop:
                 return version
 
     def _is_any_due(self, step: int) -> bool:
-        """Return whether an evaluation or a checkpoint needs exactly this step's version."""
+        """Return whether an evaluation or a checkpoint is due after this step."""
         return self._is_evaluation_due(step) or step % self._run_settings.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:
         return step % self._run_settings.evaluate_every == 0 or step == self._run_settings.steps
 
     async def _join_loading(self) -> None:
-        """Wait until the engines have the newest published version and that step is recorded."""
+        """Wait until the engines have the last published version, and its step is recorded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             await loading
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
-        """Record a step once the engines have the step's version; the next step runs meanwhile."""
+        """Wait until the engines have a step's weights, then record the step, during the next
+        one."""
         await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
-        """Evaluate and save if due, and record the step, after the engines have its version."""
+        """Wait until the engines have loaded a step's weights; evaluate if due; record the step.
+
+        If a checkpoint is due, begin it before the record.
+        """
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         check = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())
@@ -386,9 +404,10 @@ class Loop:
             await self._checkpoints.commit_when_written(step)
 
     async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
-        """Wait until every engine has a step's version, then report the version to the queue.
+        """Wait until every engine has a step's version, then report this to the queue.
 
-        Returns: the result of `Publisher.wait_until_loaded`.
+        Returns: the comparison of the log-probabilities of trainer and engines; None if there was
+        none.
         """
         check = await self._handles.publisher.wait_until_loaded(trained.version)
         # The window counts steps: a version that was published again does not move it.
@@ -435,7 +454,10 @@ class Loop:
                 await self._handles.recorder.evaluation(record)
 
     async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> list[TrajectorySummary]:
-        """Play and record an evaluation set; return its summaries. Raises: StepAbandoned."""
+        """Play an evaluation set, record the result, and return a summary of each rollout.
+
+        Raises: StepAbandoned if the grace period of a stop ends first.
+        """
         version, name = self._handles.trainer.version, found.name
         what = f"term-{self._settings.term:04d}{f'-{name}' if name else ''}"
         summaries = await self._unless_grace_is_over(
@@ -450,9 +472,10 @@ class Loop:
         return summaries
 
     async def _finish(self) -> None:
-        """Commit the last finished step.
+        """Commit the last finished step at the end of the loop.
 
-        At the run's end, cancel the rollouts in flight; after a stop, keep them for the resume.
+        If the run is complete, first cancel the rollouts in flight; after a stop, keep them for the
+        resume.
         """
         done = self._step - 1
         is_complete = not self._has_more

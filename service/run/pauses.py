@@ -1,9 +1,9 @@
-"""The parts of a run that an operator has paused, and the gates at which the loop waits for them.
+"""The parts of a run that an operator has paused, and the gates at which the loop waits meanwhile.
 
 A pause belongs to the run: it is stored, and lasts until the operator resumes the part, in every
-later term and with any supervisor. The supervisor owns the `Pauses`; the loop waits at the gates of
-admission and training, and the term applies a pause of generation to the queue and the weight
-board.
+later term and with any supervisor. The supervisor owns the `Pauses`. The loop waits at the gates of
+admission and training; a pause of generation has no gate in the loop: the term has the queue and
+the weight board stop and resume generation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from service.store.tables import Pausable
 
 
 class Gate:
-    """An open or closed gate; closing it does not interrupt code that has passed it."""
+    """A point that code may pass only while the gate is open.
+
+    Closing the gate does not interrupt code that has passed it.
+    """
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
@@ -35,7 +38,10 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[bool]:
-        """Yield whether the gate is open; if so, `until_passed` waits until this block ends."""
+        """Yield whether the gate is open; if it is, the block counts as passing until its end.
+
+        `until_passed` waits for such blocks.
+        """
         if not self.is_open:
             yield False
             return
@@ -56,12 +62,13 @@ class Gate:
         self._opened.clear()
 
     async def until_passed(self) -> None:
-        """Wait until all blocks that have passed the gate end."""
+        """Wait until all blocks that are passing the gate (see `passing`) have ended."""
         await self._passed.wait()
 
 
 class Pauses:
-    """The paused parts, and a gate for each part."""
+    """The paused parts of a run, and a gate for each part that is closed while the part is
+    paused."""
 
     def __init__(self) -> None:
         self._paused: dict[Pausable, PauseAnswer] = {}
@@ -75,7 +82,7 @@ class Pauses:
 
     @property
     def paused(self) -> tuple[PauseAnswer, ...]:
-        """The pauses, in the order of `Pausable`."""
+        """The current pauses, in the order of `Pausable`."""
         return tuple(self._paused[part] for part in Pausable if part in self._paused)
 
     @property
@@ -83,7 +90,7 @@ class Pauses:
         return Pausable.GENERATION in self._paused
 
     def restore(self, pauses: Sequence[PauseAnswer]) -> None:
-        """Add the stored pauses."""
+        """Add the pauses that are stored in the database, when a supervisor starts."""
         for pause in pauses:
             self.add(pause)
 
@@ -96,7 +103,7 @@ class Pauses:
         self._gates[part].open()
 
     def __str__(self) -> str:
-        """Return the pauses as text. Example: admission (the disk is full), training"""
+        """Return the paused parts with reasons. Example: admission (the disk is full), training"""
         return ", ".join(
             f"{pause.part} ({pause.reason})" if pause.reason else pause.part.value
             for pause in self.paused

@@ -71,12 +71,12 @@ FAULTS = frozenset(
 
 
 class RunRecorder:
-    """The recorder for all terms of a process; call `begin_term` first.
+    """The recorder of the loop's events, for all terms of a process; call `begin_term` first.
 
-    `events` and `rollouts` update metrics, traces and submissions at once; the next `step` or
-    `checkpoint` stores what they were given, in its own transaction. The asynchronous calls use the
-    store in its thread, and complete even if the caller is cancelled. If a newer term has fenced
-    off the recorder's term, a write raises LeaseLost.
+    `events` and `rollouts` update metrics, traces and submissions at once, and keep what must be
+    stored; the next call of `step` or `checkpoint` stores it in the same transaction as the step or
+    checkpoint. The asynchronous calls use the store in its thread, and complete even if the caller
+    is cancelled. If a newer term exists, a write raises LeaseLost.
     """
 
     def __init__(
@@ -92,12 +92,13 @@ class RunRecorder:
         hacking: HackingWatch | None = None,
         uploads: CheckpointUploads | None = None,
     ) -> None:
-        """Start with the stored totals.
+        """Start with the totals that the database has of earlier steps.
 
-        Args: submissions: receives the results of rollouts that clients submitted. traces: writer
-        of the rollouts' traces; None disables tracing. trackers: the experiment trackers; None if
-        there are none. hacking: the audit for reward hacking; None disables it. uploads: thread
-        that copies checkpoints to an address; None if there is no address.
+        Args: submissions: receives the results of rollouts that clients submitted; None if the run
+        has no clients. traces: writer of the rollouts' traces; None disables tracing. trackers: the
+        experiment trackers; None if there are none. hacking: the audit for reward hacking; None
+        disables it. uploads: thread that copies checkpoints to an address; None if there is no
+        address.
         """
         self._store = store
         self._thread = thread
@@ -123,7 +124,7 @@ class RunRecorder:
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
         self.stages = Tail[str](limit=KEPT_NOTICES)
-        """The ended stages of starts, one line each."""
+        """A line for each ended stage of a start, with its seconds."""
         self._started_engines: set[str] = set()
         self.current_phase, self.phase_detail = Phase.STARTING, ""
         metrics.run.phase_time.set(time.time())
@@ -134,12 +135,12 @@ class RunRecorder:
         self._faults_noticed: set[Outcome] = set()
         self.user_calls = UserCalls(metrics, self.notice)
         self._blocked_s: Mapping[Side, float] = {}
-        """Seconds for which each side of the term's queue was blocked, as last read from it."""
+        """For each side of the queue, the seconds for which it was blocked, as read last."""
 
     async def begin_term(self, lease: Lease) -> None:
         """Begin to write under `lease`, with the submissions, traces, trackers, audit and uploads.
 
-        Everything that an older term has not stored yet is dropped. Raises: StoreError.
+        What an older term has not stored yet is dropped. Raises: StoreError.
         """
         self.term = lease.term
         self._pending, self._pending_results = [], []
@@ -183,22 +184,29 @@ class RunRecorder:
         self.current_phase, self.phase_detail = phase, detail
 
     def training(self, paused: str) -> None:
-        """Set the phase of training. paused: the parts that are paused; empty without a pause."""
+        """Set the phase to training, or to paused if parts are paused.
+
+        paused: the paused parts as text; empty if no part is paused.
+        """
         self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
 
     def paused(self, pauses: Sequence[PauseAnswer]) -> None:
-        """Record the operator's pauses."""
+        """Set the metrics of the paused parts of the run."""
         paused = {pause.part for pause in pauses}
         self._metrics.run.paused.show({part.value: float(part in paused) for part in Pausable})
 
     def starting(self, detail: str) -> None:
-        """Set the phase of a start; if it follows a fault, set the phase of a recovery."""
+        """Set the phase to starting; if the start follows a fault, set it to recovering.
+
+        detail: a few words on the phase, such as "starting 2 engines".
+        """
         is_recovery = self.current_phase is Phase.RECOVERING
         self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the code in this block as a stage of a start, unless the block fails."""
+        """Measure this block as a stage of a start, and record its seconds unless the block
+        fails."""
         began = time.monotonic()
         yield
         self.stage_ended(name, time.monotonic() - began)
@@ -209,7 +217,7 @@ class RunRecorder:
         self.stages.append(line)
 
     def engine_started(self, replica_id: str, stages: StartStages) -> None:
-        """Record the stages of an engine's start, once for each engine."""
+        """Record the stages of an engine's start, with their seconds; once for each engine."""
         if replica_id not in self._started_engines:
             self._started_engines.add(replica_id)
             for name, seconds in stages:
@@ -228,7 +236,10 @@ class RunRecorder:
             log.warning("%s", text)
 
     def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
-        """Record that a part died or froze and was replaced, with a hint if memory is short."""
+        """Count `count` replacements of a part that died or froze, and give a notice.
+
+        text: the notice; if memory is short, a hint is added.
+        """
         self._metrics.parts.replacements.labels(part=part.value).inc(count)
         self.notice("; ".join(filter(None, (text, memory_shortage()))))
 
@@ -265,7 +276,7 @@ class RunRecorder:
 
     @property
     def num_evicted(self) -> int:
-        """Number of rollouts whose eviction is not stored yet."""
+        """Number of rollouts whose eviction is not stored in the database yet."""
         return sum(event.kind is LedgerEventKind.EVICTED for event in self._pending)
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
@@ -300,7 +311,7 @@ class RunRecorder:
 
     @property
     def collapsed_since(self) -> int | None:
-        """First step of a collapse of the mean return that has not recovered, or None."""
+        """First step of the current collapse of the mean return; None if there is no collapse."""
         drop = self._rewards.drop
         return None if drop is None else drop.since
 
@@ -327,7 +338,7 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def close_trackers(self, *, is_taken_over: bool) -> None:
-        """Have the trackers write the stored records within a time limit.
+        """Have the experiment trackers write the stored records and end, within a time limit.
 
         is_taken_over: whether another process has taken over the run, and writes the records
         instead.
@@ -337,11 +348,12 @@ class RunRecorder:
 
     @property
     def uploading(self) -> str:
-        """Name of the checkpoint that is being copied to an address; empty if there is none."""
+        """Name of the checkpoint that is being copied to `run.checkpoint_url`; empty while none
+        is."""
         return "" if self._uploads is None else self._uploads.uploading
 
     async def close_uploads(self, *, is_taken_over: bool) -> None:
-        """Copy the newest checkpoints within a time limit.
+        """Have the uploads copy the newest checkpoints and end, within a time limit.
 
         is_taken_over: whether another process has taken over the run, and copies the checkpoints
         instead.
@@ -355,7 +367,7 @@ class RunRecorder:
         return () if self._hacking is None else self._hacking.findings
 
     async def close_audit(self) -> None:
-        """Have the audit check the stored steps within a time limit."""
+        """Have the audit for reward hacking check the stored steps and end, within a time limit."""
         if self._hacking is not None:
             await asyncio.to_thread(self._hacking.close)
 
@@ -405,7 +417,10 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
-        """Record that all ranks have written their files. seconds: the duration of the write."""
+        """Set the metrics of a written checkpoint: its size, its duration and the free disk space.
+
+        seconds: the duration of the write.
+        """
         num_bytes = await asyncio.to_thread(_size_of, path)
         volume = await asyncio.to_thread(shutil.disk_usage, path)
         self._metrics.run.checkpoint_bytes.set(num_bytes)
@@ -417,7 +432,8 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Count the seconds of this block as a phase of a publication, or count its failure."""
+        """Measure this block as a phase of a publication of weights; count ActorLost as a
+        failure."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield
@@ -434,7 +450,8 @@ class RunRecorder:
         journal_steps: int,
         max_policy_age: int,
     ) -> None:
-        """Remove the rows that nothing needs any more. Args: see `retention.forget`."""
+        """Remove the rows of the database that the run no longer needs, as `retention.forget`
+        does."""
         if self._submissions is not None:
             # Do this before the events are removed, which say how the submissions' rollouts ended.
             await self._submissions.archive(
@@ -453,9 +470,10 @@ class RunRecorder:
     def engines(
         self, num_ready: int | None, *, num_expected: int, versions: Mapping[str, int]
     ) -> None:
-        """Set the gauges of engines.
+        """Set the metrics of the engines.
 
-        num_ready: number of ready engines; None if unknown. versions: policy versions by replica.
+        num_ready: number of ready engines; None if unknown. versions: policy version of each
+        replica.
         """
         parts = self._metrics.parts
         with self._metrics.together():
@@ -467,9 +485,9 @@ class RunRecorder:
         self._metrics.parts.environment_actors.set(num_alive)
 
     def ranks(self, peak_bytes: Sequence[int]) -> None:
-        """Set the gauges of ranks.
+        """Set the metrics of the trainer's ranks.
 
-        peak_bytes: peak memory by rank; empty if the group is lost or not started.
+        peak_bytes: peak memory of each rank; empty if the ranks are lost or not started.
         """
         with self._metrics.together():
             self._metrics.parts.ranks.set(len(peak_bytes))
@@ -480,7 +498,7 @@ class RunRecorder:
         self._metrics.run.database_away.set(away_s)
 
     def queue(self, stats: QueueStats) -> None:
-        """Set the gauges of the queue's current state."""
+        """Set the metrics of the trajectory queue's current state."""
         metrics, ledger = self._metrics.ledger, stats.ledger
         with self._metrics.together():
             metrics.admitted.set(ledger.admitted)
@@ -500,7 +518,10 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
-        """Count blocked seconds. blocked_s: the queue's totals; a restarted queue begins at 0."""
+        """Add the seconds for which each side of the queue was blocked since the last call.
+
+        blocked_s: the total of each side since the queue's start; a restarted queue begins at 0.
+        """
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)
             gained_s = seconds - counted_s if seconds >= counted_s else seconds

@@ -47,10 +47,10 @@ Actor = TypeVar("Actor")
 async def in_another_process(
     function: Callable[..., Answer], *arguments: Any, name: str, deadline_s: float
 ) -> Answer:
-    """Return the result of a function that runs in another process on this node.
+    """Run a function in another process on this node, and return its result.
 
-    The function's own errors are raised unchanged. name: name of the function in errors. Raises:
-    ActorLost if the process dies or exceeds the deadline.
+    The function's own errors are raised unchanged. name: name of the function in errors.
+    Raises: ActorLost if the process dies or exceeds the deadline.
     """
     task = ray.remote(function).options(
         num_cpus=0, max_retries=0, scheduling_strategy=on_this_node()
@@ -61,8 +61,8 @@ async def in_another_process(
 def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_s: float) -> Actor:
     """Return an object with the actor's methods; each call is awaited with a deadline.
 
-    kind: the actor's class or a Protocol. name: name of the actor in errors. deadline_s: limit for
-    each call.
+    kind: the actor's class, or a Protocol with the same methods. name: name of the actor in errors.
+    deadline_s: limit for each call.
     """
 
     async def ask(method: str, *arguments: Any, **named: Any) -> Any:
@@ -73,7 +73,7 @@ def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_
 
 
 class _Calls:
-    """An object whose every method calls `ask` with the method's name."""
+    """An object on which a call of any method becomes a call of `ask` with the method's name."""
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
         self._ask = ask
@@ -86,7 +86,10 @@ class _Calls:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Raise RunUnavailable if the supervisor is gone or cannot write."""
+    """Raise RunUnavailable in place of an error of the block that says that the run cannot answer.
+
+    Such errors are the supervisor's loss, the loss of its lease, and an error of the database.
+    """
     try:
         yield
     except (LeaseLost, StoreError) as error:
@@ -96,15 +99,16 @@ def _as_unavailable() -> Iterator[None]:
 
 
 def run_client(run_id: str, *, host: Any = None) -> RunPort:
-    """Return a client of the run for any process; it finds the supervisor by the run's id.
+    """Return a client of a run's supervisor; it works in any process of the cluster.
 
-    host: handle of the run's `service.serve.serve_host.RunHost`, if there is one.
+    The client finds the supervisor by the run's id. host: handle of the run's
+    `service.serve.serve_host.RunHost`; None if Ray Serve does not run the run.
     """
     return cast(RunPort, _SupervisorClient(run_id, host=host))
 
 
 class _SupervisorClient(_Calls):
-    """A client with all methods of the supervisor; the methods defined here do more.
+    """A client that passes calls to the supervisor; the methods defined here change call or answer.
 
     Submissions that arrive while others are being sent wait for the next call, in order.
     """
@@ -136,7 +140,8 @@ class _SupervisorClient(_Calls):
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send the waiting offers, one call after another."""
+        """Send the waiting submissions to the supervisor, one call after another, until none
+        waits."""
         try:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
@@ -155,7 +160,7 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the offers to send in the next call, by the future of each offer's reply."""
+        """Return the packed submissions to send in the next call, by the future of each reply."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:
@@ -191,7 +196,10 @@ class _SupervisorClient(_Calls):
                 raise
 
     async def _find(self) -> Any:
-        """Return the supervisor after it has answered. Raises: RunUnavailable if it is starting."""
+        """Return the handle of the supervisor; the first time, check that the supervisor answers.
+
+        Raises: RunUnavailable if the supervisor is starting, has died or does not exist.
+        """
         if self._actor is not None:
             return self._actor
         try:
@@ -208,7 +216,8 @@ class _SupervisorClient(_Calls):
         return actor
 
     async def _why_down(self) -> str:
-        """Return the host's reason why the run is down; empty if unknown."""
+        """Return the reason that the host on Ray Serve gives why the run is down; empty if
+        unknown."""
         if self._host is None:
             return ""
         try:

@@ -1,9 +1,9 @@
 """A merge actor that is replaced in place: if it dies during a call, a new actor repeats the call.
 
 Plans and batches depend only on the arguments of the call, so no state must be transferred.
-Invariant: the result of a call outlives the actor that made it. Ray frees the objects that a dead
-process owned, so this process puts the shards into the object store again and is then their owner.
-Each term's loop uses one such actor.
+Invariant: the result of a call outlives the actor that made it. Ray frees the objects of the object
+store that a dead process owned, so this process puts the shards into the object store again and is
+then their owner. Each term's loop uses one such actor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from actors.trajectory_queue.messages import StepInput
 from service.remote_calls import await_reply, reason_of
 from service.run.remote_handles import MERGE_DEADLINE_S
 
-# Longest time of one call, in seconds.
+# Number of actors that try a call before its error is raised.
 MAX_ATTEMPTS = 3
+# Limit for fetching the built shards, in order to store them again.
 FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """The merge actor's calls; a lost actor is replaced.
+    """A handle of the merge actor, which starts a new actor if the actor dies.
 
     The calls raise PayloadsLost, and ActorLost after MAX_ATTEMPTS; `build` also raises ScoresLost.
     """
@@ -37,13 +38,14 @@ class RestartableMerge:
     def __init__(
         self, start_actor: Callable[[], ActorHandle], *, on_restart: Callable[[str], None]
     ) -> None:
-        """Start the actor. on_restart: called with a sentence each time an actor is replaced."""
+        """Start the actor. on_restart: called with a sentence each time the actor is replaced."""
         self._start_actor = start_actor
         self._on_restart = on_restart
         self._actor = start_actor()
 
     async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
-        """Return the plans of a step, as `MergeActor.plan` does."""
+        """Return the shards with the rows that the trainer must score, as `MergeActor.plan`
+        does."""
 
         async def plan() -> tuple[Any, ...]:
             return await _own(await self._ask("plan", step_input, version))
@@ -57,7 +59,7 @@ class RestartableMerge:
         scores: Sequence[Any],
         republished: Sequence[int],
     ) -> BuiltStep:
-        """Build and return a step, as `MergeActor.build` does."""
+        """Build the batch of a step, and return it, as `MergeActor.build` does."""
 
         async def build() -> BuiltStep:
             built = await self._ask("build", step_input, version, scores, republished)
@@ -86,7 +88,7 @@ class RestartableMerge:
 
 
 async def _own(references: Sequence[Any]) -> tuple[Any, ...]:
-    """Return copies of objects that this process owns.
+    """Copy objects of the object store, so that this process owns the copies; return references.
 
     Raises: ActorLost if the owner of an object has died.
     """

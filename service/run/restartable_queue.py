@@ -1,13 +1,14 @@
 """The trajectory queue as the supervisor calls it; a queue that died is replaced during the call.
 
-Ray restarts the queue's process under the same handles; this class opens the queue from the newest
-cut that it has processed, and repeats the lost calls. (A `QueueCut` is the queue's state, with the
-events since the last cut.) Invariants: cuts are processed in order, and their events and summaries
-are passed to the recorder; a call returns only after its own cut is processed. The recorder and the
-next queue therefore agree about everything that the loop knows. Rollouts that ended after the
-newest cut, or whose trajectories were in the queue, are played again. The step that the loop has
-taken is not given out again. This class keeps the tasks in flight as they were admitted, because
-cuts do not contain the data of tasks.
+Ray restarts the queue's process under the same handles, without its state. A `QueueCut` is the
+queue's state, with the events since the last cut; the answer to a call that changes the queue has
+one. This class opens the restarted queue from the newest cut that it has processed, and repeats the
+lost calls. Invariants: cuts are processed in order, and their events and summaries are passed to
+the recorder; a call returns only after its own cut is processed. The recorder and the next queue
+therefore agree about everything that the loop knows. Rollouts that ended after the newest cut, or
+whose trajectories were in the queue, are played again. A step that the loop has taken is not taken
+a second time. This class keeps the tasks of the groups in flight, because cuts do not contain the
+data of tasks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NAME = "trajectory queue"
 
 
 class RestartableQueue:
-    """The calls of a queue that is restarted if it dies.
+    """A handle of the trajectory queue; if the queue dies, its calls are repeated with a new queue.
 
     Call `open` first; every call may raise ActorLost.
     """
@@ -64,16 +65,20 @@ class RestartableQueue:
         """Start the queue's process.
 
         Args: snapshot: the state from which the term continues; None starts with an empty queue.
-        recorder: receives events and summaries. strategy: Ray's scheduling strategy for the queue.
+        recorder: receives the queue's events and the summaries of ended rollouts. strategy: Ray's
+        scheduling strategy for the queue.
         """
         self.actor: ActorHandle = start_queue(settings, strategy=strategy)
         self.failed_groups: FailedGroups | None = None
-        """The groups that failed since the last usable group, as of the newest cut."""
+        """The groups that failed since the last usable group, as of the newest cut.
+
+        None if no group has failed since.
+        """
         self._recorder = recorder
         self._snapshot = snapshot
         groups = snapshot.groups if snapshot else ()
         self._tasks: dict[int, Task] = {group.number: group.task for group in groups}
-        """Tasks of the snapshot's groups by group number."""
+        """The task of each group of the snapshot, by group number."""
         self._is_held = False
         self._cuts = CutsInOrder(self._keep)
         self._reopening = asyncio.Lock()
@@ -81,11 +86,11 @@ class RestartableQueue:
         self._deaths = FaultCount(limit=MAX_DEATHS)
 
     async def open(self) -> None:
-        """Open the first queue of the term."""
+        """Give the term's first queue its initial state, so that it answers the other calls."""
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
-        """Return the open slots, and process the cut.
+        """Wait up to `timeout_s` for group numbers that have no task, and return them.
 
         This method and those after it call the queue actor's method of the same name.
         """
@@ -118,14 +123,18 @@ class RestartableQueue:
         await self._change("cancel_all")
 
     async def cut(self) -> QueueSnapshot:
-        """Process all events up to now; return the queue's state with the tasks."""
+        """Fetch and record all events up to now; return the queue's state with the groups'
+        tasks."""
         await self._change("cut")
         snapshot = self._whole_snapshot()
         assert snapshot is not None, "the first cut of a queue has a snapshot"
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Stop handing out rollouts, or resume; a queue that is restarted keeps this state."""
+        """Have the queue stop giving rollouts to actors, or resume if `is_held` is False.
+
+        A restarted queue keeps this state.
+        """
         self._is_held = is_held
         await self._ask("hold", is_held)
 
@@ -148,10 +157,10 @@ class RestartableQueue:
     async def _change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
     ) -> Any:
-        """Make a call whose answer has a cut; process the cut, and return the answer's value.
+        """Make a call that changes the queue; record the answer's events, and return its value.
 
-        The call completes even if the caller is cancelled, because every later cut waits for this
-        one. admitted: groups that this call adds to the queue.
+        The call completes even if the caller is cancelled, because the cuts of later calls wait for
+        its cut. admitted: groups that this call adds to the queue.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
         call.add_done_callback(_read_error)
@@ -167,7 +176,7 @@ class RestartableQueue:
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Return the answer to a call, which is repeated for each new queue if queues die."""
+        """Make a call of the queue, and return the answer; if the queue dies, repeat the call."""
         while True:
             opening = self._cuts.opening
             try:
@@ -180,7 +189,7 @@ class RestartableQueue:
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
-        """Keep the newest snapshot and the tasks of its groups, and record the events."""
+        """Keep a cut's state and the tasks of its groups, and pass its events to the recorder."""
         if cut.snapshot is not None:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}
             self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
@@ -192,6 +201,7 @@ class RestartableQueue:
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
         """Open the queue that Ray starts in place of a dead one, unless another call has done so.
 
+        loss: the error of the call. opening: number of the opening in which the call was made.
         Raises: ActorLost if queues die repeatedly, or Ray starts no new queue.
         """
         async with self._reopening:
@@ -238,37 +248,36 @@ class _Arrival:
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
-    Each restart of the queue begins a new opening; cuts of an earlier opening are refused.
+    The queue's process is opened again after each restart; cuts of an earlier opening are refused.
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Accept the cuts of opening 0.
+        """Accept the cuts of the queue's first opening, which has number 0.
 
-        keep: called with each cut, after all earlier cuts, and with the groups that the cut's call
-        admitted.
+        keep: called with each cut, in order, and with the groups that the cut's call admitted.
         """
         self._keep = keep
         self._opening = 0
         self._num_kept = 0
         self._waiting: dict[int, _Arrival] = {}
-        """The cuts that wait for an earlier cut, by number."""
+        """The cuts that arrived before an earlier cut, by their numbers."""
         self._news = asyncio.Condition()
 
     @property
     def opening(self) -> int:
-        """The number of the current opening of the queue; only its cuts are accepted."""
+        """The number of the queue's current opening; only cuts of this opening are accepted."""
         return self._opening
 
     @property
     def num_kept(self) -> int:
-        """The number of cuts that were kept since the current opening of the queue began."""
+        """The number of cuts of the current opening that were passed to `keep`."""
         return self._num_kept
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
-        """Wait until the cut and all earlier cuts are kept.
+        """Wait until this cut and all cuts before it are passed to `keep`.
 
-        Returns: True if the cut is kept; False if it is from a queue that has died, so that its
-        call had no effect.
+        Returns: False if the cut is from a queue that has died, so that the cut's call had no
+        effect.
         """
         arrival = _Arrival(cut=cut, admitted=admitted)
         async with self._news:
@@ -283,7 +292,7 @@ class CutsInOrder:
             return arrival.is_kept
 
     async def begin_next(self) -> None:
-        """Accept the cuts of a dead queue's successor, from number 0 on."""
+        """Begin the next opening: accept only the cuts of the restarted queue, from number 0 on."""
         async with self._news:
             self._opening += 1
             self._num_kept = 0

@@ -1,13 +1,13 @@
 """A trainer that outlives its ranks: it has the calls of `TrainerGroup`, but can replace the group.
 
-If a rank is lost, a new group loads the newest committed checkpoint and trains again, in order, on
-the kept shards of the later steps. Then the interrupted call is repeated. The caller waits during
-this time: nothing is published and no rollout is played again. Invariants: a step is finished when
-all ranks have answered with its statistics and a fingerprint of their state; the weights of a
-version never change once an engine may have the version. If the new ranks have another fingerprint
-(which can happen on CUDA, or with another number of threads), their weights become the next
-version, and every call except `publish` raises `WeightsMoved` until they are published. Each term's
-loop uses one such trainer.
+If a rank is lost, a new group loads the newest committed checkpoint, and trains the later steps
+again, in order, on their kept shards. Then the interrupted call is repeated. The caller waits
+during this time: nothing is published and no rollout is played again. Invariants: a step is
+finished when all ranks have answered with its statistics and a fingerprint of their state; the
+weights of a version never change once an engine may have the version. If the new ranks have another
+fingerprint (which can happen on CUDA, or with another number of threads), their weights become the
+next version, and every call except `publish` raises `WeightsMoved` until the weights are published.
+Each term's loop uses one such trainer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeptStep:
-    """A step since the newest committed checkpoint."""
+    """A step since the newest committed checkpoint, kept to train it again if a rank is lost."""
 
     step: int
     version: int
@@ -50,9 +50,9 @@ class _KeptStep:
 class RestartableTrainer:
     """The trainer of a whole term; call `start` first and `stop` last.
 
-    version: version of the weights. republished: versions of this term that belong to the same step
-    as the version before them. shape: shape of the model; None before the start. is_restarting:
-    whether a new group is starting.
+    version: version of the weights. republished: versions that were published again for the same
+    step, because restarted ranks had other weights. shape: shape of the model; None before the
+    start. is_restarting: whether a new group is starting.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class RestartableTrainer:
 
         Args: make_group: makes a group without starting it. parent: checkpoint to begin with; None
         to begin with the base model. first_step: the step after the parent. max_kept_bytes: limit
-        for the kept shards of steps after the newest checkpoint. If the shards exceed it, the
-        oldest are dropped, and a lost rank then ends the term. on_restart: called with a sentence
-        for each replaced group. on_check: called at each check of `watch` with the peak memory of
-        each rank in bytes, or with an empty sequence if a rank is lost.
+        for the kept shards of steps after the newest checkpoint. If the shards exceed the limit,
+        the oldest are dropped, and a lost rank then ends the term. on_restart: called with a
+        sentence for each replaced group. on_check: called at each check of `watch` with the peak
+        memory of each rank in bytes, or with an empty sequence if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -88,14 +88,14 @@ class RestartableTrainer:
         self._restarts = FaultCount(limit=MAX_RESTARTS)
         self._fingerprint: tuple[int, ...] = ()
         self._logprobs: Float32s | None = None
-        """The result of `check_logprobs` for `version`; None before the call."""
+        """The last result of `check_logprobs`; None if it was not called for `version`."""
         self._scored_rows: Sequence[MicroBatch] = ()
-        """The rows that `check_logprobs` scored."""
+        """The rows of the last call of `check_logprobs`."""
         self._is_given_out = False
-        """Whether an engine may have `version`."""
+        """Whether `version` was sent to the weight board, so that an engine may have it."""
         self._must_publish = False
         self._published: tuple[Any, int] | None = None
-        """Board and term of the last publication."""
+        """The weight board and the term of the last publication; None before the first."""
         self.version = 0
         self.republished: tuple[int, ...] = ()
         self.is_restarting = False
@@ -118,7 +118,7 @@ class RestartableTrainer:
         self._fingerprint = await self._group.fingerprint()
 
     async def watch(self) -> None:
-        """Replace the group soon after a rank has died, even between calls.
+        """Check the ranks regularly, and replace the group soon after a rank has died.
 
         Raises: the errors of `step`.
         """
@@ -136,7 +136,7 @@ class RestartableTrainer:
                         await self._restart(loss)
 
     async def score(self, shards: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the scores of shards, as `TrainerGroup.score` does.
+        """Return references to the scores of each rank's shard, as `TrainerGroup.score` does.
 
         Raises: the errors of `step`.
         """
@@ -148,7 +148,7 @@ class RestartableTrainer:
 
         num_bytes: total size of the shards.
         Raises: WeightsMoved; ActorLost if no new group starts or a shard is gone;
-            TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned from the group.
+        TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned from the group.
         """
 
         async def train(group: TrainerGroup) -> tuple[StepStats, tuple[int, ...]]:
@@ -196,9 +196,10 @@ class RestartableTrainer:
             self._must_publish = False
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Return the result of `TrainerGroup.check_logprobs` after a publication.
+        """Return the log-probabilities of `rows`, as `TrainerGroup.check_logprobs` does.
 
-        Raises the errors of `step`.
+        rows: if empty, a fixed text is scored.
+        Raises: the errors of `step`.
         """
 
         async def check(group: TrainerGroup) -> Float32s:
@@ -216,8 +217,9 @@ class RestartableTrainer:
             self._saving = self._group
 
     async def finish_save(self) -> Path | None:
-        """Wait for the checkpoint that was begun last; return None if a rank was lost meanwhile.
+        """Wait for the checkpoint that was begun last, and return its directory.
 
+        Returns: None if a rank was lost meanwhile.
         Raises: CheckpointError.
         """
         assert self._saving is not None, "call begin_save first"
@@ -227,7 +229,10 @@ class RestartableTrainer:
             return None
 
     async def committed(self, step: int, path: Path) -> None:
-        """Drop the shards of a committed checkpoint's step and of all earlier steps."""
+        """Drop the kept shards of step `step` and earlier steps, because a checkpoint is committed.
+
+        path: directory of the checkpoint of `step`, which a new group loads.
+        """
         async with self._lock:
             self._checkpoint = path
             self._kept = [kept for kept in self._kept if kept.step > step]
@@ -241,7 +246,10 @@ class RestartableTrainer:
     async def _ask(
         self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
     ) -> _Result:
-        """Return a group's answer to a call; repeat it with a new group if a rank is lost."""
+        """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
+
+        is_publish: whether the call is allowed before changed weights are published.
+        """
         while True:
             if self._must_publish and not is_publish:
                 raise WeightsMoved(self.version)
@@ -253,7 +261,7 @@ class RestartableTrainer:
                 await self._restart(loss)
 
     async def _restart(self, loss: TrainerRankLost) -> None:
-        """Start a new group and bring it to the state of the lost one."""
+        """Start a new group in place of a lost one, and bring it to the lost group's state."""
         self.is_restarting = True
         try:
             await self._replace_group(loss)
@@ -309,13 +317,17 @@ class RestartableTrainer:
     async def _renumber(self, version: int) -> None:
         """Give the ranks' weights the number `version`.
 
-        This version may have been published already.
+        `version` may have been published already, before the ranks were lost.
         """
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks with the lost ones; if the weights differ, increase the version."""
+        """Compare the new ranks' state with that of the lost ranks.
+
+        If the weights differ, give them the next version, unless no engine can have the current
+        one.
+        """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:

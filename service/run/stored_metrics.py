@@ -1,4 +1,4 @@
-"""The metrics of a run's stored rows."""
+"""The metrics that are computed from a run's stored steps, events and evaluations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from service.telemetry.totals import RunTotals
 
 
 class StoredMetrics:
-    """The metrics of stored rows; counters and sums include every row that was ever stored.
+    """The metrics that are computed from the rows of the run's database.
 
-    Counters and histograms never decrease: they also count rows that the run later undid or
-    removed, and a resumed run continues from the stored totals. The gauges show the newest
-    surviving step and evaluation. All metrics of a row change together, between two scrapes, after
-    the row is stored.
+    Counters and histograms include every row that was ever stored, and never decrease: they also
+    count rows that the run later undid or removed, and a resumed run continues from the stored
+    totals. The gauges show the newest surviving step and evaluation. All metrics of a row change
+    together, between two scrapes, after the row is stored.
     """
 
     def __init__(self, metrics: Metrics, store: RunStore) -> None:
@@ -38,13 +38,17 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the step and the evaluation from which the run continues, unless they are None."""
+        """Show the step and the evaluation from which a term continues; None shows no value."""
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)
 
     def step(self, record: StepRecord, events: Iterable[LedgerEvent], totals: RunTotals) -> None:
-        """Count and show a step. totals: totals of all steps ever stored, including this step."""
+        """Add a stored step to the counters, and show it in the gauges.
+
+        events: the events stored with the step. totals: totals of all steps ever stored, with this
+        one.
+        """
         steps = self._metrics.steps
         with self._metrics.together():
             self.events(events)
@@ -106,5 +110,5 @@ class StoredMetrics:
 
 
 def tokens_of(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step's tokens by kind."""
+    """Return the numbers of a step's tokens, under the names "sampled" and "trained"."""
     return {"sampled": record.num_sampled_tokens, "trained": record.num_trained_tokens}

@@ -1,10 +1,11 @@
 """The supervisor: an actor that runs a run's terms (`term`), one after another.
 
-The command line and the Ray Serve entry point both start this actor and show its status. Each term
-takes a lease of the run's database. The loss of an actor ends the term, and the next term continues
-from the newest checkpoint; a newer lease of another process ends the supervisor. All actors of the
-run are its children, so that they end with it. `run_view` has the data that the supervisor shows.
-`configure_logging` opens the run's log file.
+The command line and the Ray Serve entry point both start this actor and show its status. A term is
+the time under one lease of the run's database, which only one process can have. The loss of an
+actor ends the term, and the next term continues from the newest checkpoint; a newer lease of
+another process ends the supervisor. All actors of the run are children of the supervisor, so that
+they end with it. `run_view` has the data that the supervisor shows. `configure_logging` opens the
+run's log file.
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
 WhenHeld = Literal["refuse", "wait", "take over"]
-"""The behaviour of a start if a live process already owns the run.
+"""What a new supervisor does if a live process already owns the run.
 
-wait: wait without a term until the owner shows no more signs of life.
+refuse: it raises LeaseHeld. wait: it waits until the owner shows no more signs of life. take over:
+it takes the run from the owner.
 """
 
 
 class GoingBack(Exception):
-    """An operator requested a return, so that the next term continues from a checkpoint."""
+    """Raised to end a term if an operator requested the return to a checkpoint.
+
+    The next term continues from this checkpoint.
+    """
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__(checkpoint)
@@ -77,7 +82,7 @@ class GoingBack(Exception):
 
 
 class Supervisor:
-    """The Ray actor that runs the terms; `status` and `stop` may be called at any time."""
+    """The Ray actor that runs the terms of a run; `status` and `stop` may be called at any time."""
 
     def __init__(
         self,
@@ -94,15 +99,15 @@ class Supervisor:
         notice: str = "",
         root_process: int | None = None,
     ) -> None:
-        """Open the run's database and prepare its parts.
+        """Open the run's database and prepare the supervisor's parts.
 
-        Args: endpoint: the actor of the run's metrics. is_service: whether to train on submissions
-        of clients instead of the configuration's tasks. when_held: what to do if a live process
-        owns the run. replaces: HOST:PID of the owner that this process is known to replace; empty
-        if there is none. returns_to: directory of the checkpoint to return to first; empty for the
-        newest. notice: first notice of the run; empty for none. root_process: the process that
-        started the run's own Ray; the memory of it and its descendants is measured. None if the run
-        uses a cluster.
+        Args: endpoint: the actor that serves the run's metrics. is_service: whether to train on
+        submissions of clients instead of the configuration's tasks. when_held: what to do if a live
+        process owns the run. replaces: HOST:PID of the owner that this process is known to replace;
+        empty if there is none. returns_to: directory of the checkpoint from which the first term
+        continues; empty for the newest. notice: first notice of the run; empty for none.
+        root_process: the process that started the run's own Ray, whose memory is measured together
+        with that of its descendants. None if the run uses a cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -121,7 +126,10 @@ class Supervisor:
         self._leasing = asyncio.Lock()
         """Held while a lease is taken or renewed."""
         self._lost: LeaseLost | None = None
-        """Set when another process has taken over the run; every later call then raises it."""
+        """The error that every later call raises, because another process has taken over the run.
+
+        None while this process owns the run.
+        """
         self._submissions: SubmissionQueue | None = None
         if is_service:
             self._submissions = SubmissionQueue(
@@ -176,19 +184,22 @@ class Supervisor:
         )
         self._roles_offered: frozenset[Role] = frozenset()
         self._unreadable: dict[str, str] = {}
-        """The reason why a checkpoint cannot be loaded, by its directory; no term continues from
-        it."""
+        """For each checkpoint that cannot be loaded, by its directory, the reason.
+
+        No term continues from such a checkpoint.
+        """
         self._is_stopping = self._is_over = False
         if notice:
             self._recorder.notice(notice)
         log.info("run directory %s", run_dir.path)
 
     async def run(self) -> Ending:
-        """Run terms until the run ends, write the report, and return the end.
+        """Run terms until the run ends, and write the report.
 
+        Returns: how the run ended.
         Raises: RunFailed if the run makes no progress; TrainerStartFailed; ActorLost after too many
-            recoveries; LeaseLost; StoreError if no checkpoint is left or the database cannot be
-            written; CheckpointError if a checkpoint cannot be written; any error that a bug causes.
+        recoveries; LeaseLost; StoreError if no checkpoint is left or the database cannot be
+        written; CheckpointError if a checkpoint cannot be written; any error that a bug causes.
         """
         helpers = TaskSet()
         helpers.begin(self._view.observe_forever())
@@ -233,7 +244,7 @@ class Supervisor:
             self._is_over = True
 
     async def is_over(self) -> bool:
-        """Return whether the run has ended, and released its engines and its database."""
+        """Return whether the run has ended and its engines and its database are released."""
         return self._is_over
 
     def _leave_store(self) -> None:
@@ -244,8 +255,8 @@ class Supervisor:
     async def stop(self, grace_s: float | None = None) -> None:
         """End the run after the current step and its checkpoint, or at once during the start.
 
-        grace_s: seconds after which an untrained step is abandoned; None sets no limit. If `stop`
-        is called again, the shorter grace counts. After the run's end, do nothing.
+        grace_s: seconds after which a step without an applied update is abandoned; None sets no
+        limit. If `stop` is called again, the shorter grace counts. After the run's end, do nothing.
         """
         if self._view.exit_reason is not None:
             return
@@ -260,33 +271,38 @@ class Supervisor:
             term.request_stop(grace_s=grace_s)
 
     async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
-        """Accept submissions and return the replies, as `SubmissionQueue.submit_packed` does.
+        """Accept submissions of clients, and return a reply or an error for each.
 
-        Raises: LeaseLost.
+        offers: packed submissions, as for `SubmissionQueue.submit_packed`. Raises: LeaseLost.
         """
         return await self._own_submissions.submit_packed(offers)
 
     async def submission(
         self, submission_id: str, sees: str | None = None
     ) -> SubmissionView | None:
-        """Return a submission.
+        """Return the state of a submission; None if it is unknown or not visible.
 
-        sees: see `SubmissionQueue.view`. Raises: LeaseLost, StoreError.
+        sees: the tenant whose submissions are visible; None makes those of all tenants visible.
+        Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.view(submission_id, sees=sees)
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Return a page of submitted tasks. Raises: LeaseLost, StoreError."""
+        """Return a page of the tasks that clients submitted. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.page(wanted, after=after, limit=limit)
 
     async def sessions(
         self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage:
-        """Return a page of sessions. Raises: LeaseLost, StoreError."""
+        """Return a page of the list of sessions. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.sessions(wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return a page of results. Raises: LeaseLost, StoreError."""
+        """Return a page of the results of submitted rollouts.
+
+        after: number of the last entry that the caller has read. sees: the tenant whose results are
+        visible; None makes those of all tenants visible. Raises: LeaseLost, StoreError.
+        """
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
     async def status(self, cursor: Cursor) -> RunStatus:
@@ -296,47 +312,61 @@ class Supervisor:
         return self._view.readiness()
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the result of `RunView.picture`. Raises: LeaseLost, StoreError."""
+        """Return the data of the run's page, as `RunView.picture` does.
+
+        Raises: LeaseLost, StoreError.
+        """
         self._check_owned()
         return await self._view.picture(term=term, after=after)
 
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer:
-        """Return a page of the journal. Raises: StoreError for a damaged file; ActorLost."""
+        """Return a page of the trajectories in the journal, the stored tokens of the newest steps.
+
+        Raises: StoreError for a damaged file; ActorLost.
+        """
         return await self._view.read_journal(journal_page, wanted, after)
 
     async def trajectory(self, name: str) -> bytes | None:
-        """Return a trajectory as JSON. Raises: StoreError for a damaged file; ActorLost."""
+        """Return a trajectory of the journal as JSON; None if the journal does not have it.
+
+        Raises: StoreError for a damaged file; ActorLost.
+        """
         return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission unless a step has taken it, and return its state.
+        """Cancel a submission unless a step has taken it.
 
+        sees: the tenant whose submissions are visible; None makes those of all tenants visible.
+        Returns: the submission's state; None if it is unknown or not visible.
         Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
 
     async def keys(self) -> tuple[NamedKey, ...]:
-        """Return the named keys of the run's API, also revoked ones. Raises: StoreError."""
+        """Return the named keys of the run's API, with the revoked ones. Raises: StoreError."""
         return await self._thread.call(read_keys, self._store)
 
     async def add_key(self, key: NamedKey) -> bool:
-        """Add a key; return False if name or digest is taken, or there are too many keys.
+        """Add a named key to the run's API.
 
+        Returns: False if the name or the digest is taken, or if there are too many keys.
         Raises: StoreError.
         """
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a key permanently; return it, or None if it is unknown. Raises: StoreError."""
+        """Revoke a named key permanently; return it, or None if it is unknown. Raises:
+        StoreError."""
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
-        """Return the handle of the actor that plays sessions; None while there is none."""
+        """Return the handle of the gateway, the actor that serves sessions; None if there is
+        none."""
         term = self._control.term
         return None if term is None else term.gateway
 
     async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of `Control` by its name, and return its answer.
+        """Call the method `call` of `Control`, and return its answer.
 
         Raises: ControlRefused, LeaseLost, StoreError.
         """
@@ -344,10 +374,10 @@ class Supervisor:
         return await getattr(self._control, call)(*arguments, **named)
 
     async def _evict(self, group_id: str) -> bool:
-        """Cancel a group in the queue; return False if a step has taken it.
+        """Cancel a group of rollouts in the queue; return False if a step has taken it.
 
-        The result is also True if there is no term, or if its queue is lost, because the next term
-        cancels the group at its start.
+        Without a term, or if its queue is lost, return True: the next term cancels the group at its
+        start.
         """
         with suppress(ActorLost):
             term = self._control.term
@@ -361,7 +391,10 @@ class Supervisor:
         return self._submissions
 
     def _check_owned(self) -> None:
-        """Raise LeaseLost if the run has a new owner, whose newer state this process may lack."""
+        """Raise LeaseLost if another process has taken over the run.
+
+        This process may then lack the run's newer state.
+        """
         if self._lost is not None:
             raise LeaseLost(str(self._lost))
 
@@ -403,7 +436,7 @@ class Supervisor:
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_term(self) -> str:
-        """Take a lease, and run its term to the end; return why the run has ended.
+        """Take a lease, and run the lease's term to its end; return why the run has ended.
 
         Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; else as `run`.
         """
@@ -453,9 +486,9 @@ class Supervisor:
         return f"stopped after step {done} of {self._config.run.steps}"
 
     async def _unless_going_back(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await a term's work; cancel it if a return to a checkpoint is requested.
+        """Await a term's work; cancel it if an operator requests the return to a checkpoint.
 
-        Raises: GoingBack; the work's errors.
+        Raises: GoingBack after such a request; otherwise the work's errors.
         """
         async with race(work, self._control.returning.wait()) as (working, asked):
             if asked.done():
@@ -463,9 +496,11 @@ class Supervisor:
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Take and return the lease; None if a stop was requested before the run was free.
+        """Take the lease of the run, and return it.
 
-        Raises: LeaseHeld, unless `when_held` is "wait"; LeaseLost; StoreError.
+        If another process owns the run and `when_held` is "wait", wait until the run is free.
+        Returns: None if a stop was requested during the wait.
+        Raises: LeaseHeld if another process owns the run; LeaseLost; StoreError.
         """
         while True:
             try:
@@ -483,8 +518,9 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take a lease that continues from the newest readable checkpoint, and show its ledger.
+        """Take a lease that continues from the newest readable checkpoint, and return it.
 
+        Also show the rollout counts of the checkpoint.
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
         lease, commits = await self._thread.call(self._take_readable)
@@ -497,7 +533,7 @@ class Supervisor:
         return lease
 
     async def _notice_parent(self, parent: Checkpoint) -> None:
-        """Give a notice about the checkpoint from which this supervisor resumes first."""
+        """Give notices about the checkpoint from which this supervisor's first term continues."""
         if parent.directory == self._returns_to:
             self._recorder.notice(f"going back to {parent.directory}, as --checkpoint requests")
         with suppress(CheckpointError):
@@ -510,10 +546,11 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take a lease from the newest intact checkpoint; return the lease and all checkpoints.
+        """Take a lease that continues from the newest intact checkpoint, or the one to return to.
 
-        Under its first lease the supervisor also writes the run's configuration, because only the
-        owner of the run may.
+        With its first lease the supervisor also writes the run's configuration, because only the
+        owner of the run may write it.
+        Returns: the lease, and all checkpoints.
         """
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._unreadable]
@@ -535,7 +572,8 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease. Raises: LeaseLost; StoreError if the store remains unavailable."""
+        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database stays
+        unavailable."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another
@@ -545,7 +583,10 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the end, accept no more calls, and return whether the report was written."""
+        """Show the run's end, write the report, and accept no more calls.
+
+        Returns: whether the report was written.
+        """
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:
@@ -558,7 +599,7 @@ LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 
 
 def configure_logging(path: str) -> None:
-    """Write Rayloom's log to a file, one line for each event, with its time in UTC.
+    """Write Rayloom's log to a file, one line for each event, with the event's time in UTC.
 
     A full file is renamed to run.log.1, older files to run.log.2 and so on; the oldest is removed.
     Nothing is written to stdout, because Ray would store each line again in the node's logs.

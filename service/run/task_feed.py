@@ -1,6 +1,6 @@
-"""The loop's source of tasks for a configuration's own tasks, and the curriculum.
+"""The tasks for a run's groups, if clients submit none: the configuration's tasks and a curriculum.
 
-For submissions it is `service.backlog.queue`.
+If clients submit tasks, `service.backlog.queue` gives the loop the tasks instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in rang
 
 
 def task_index(slot: OpenSlot) -> int:
-    """Return the index of an open slot's task, which is the same after every restart."""
+    """Return the index, in the source of tasks, of the task for an open slot.
+
+    The index is the same after every restart.
+    """
     return slot.group_number + slot.replacement * SLOTS
 
 
 class Curriculum:
-    """A chooser of tasks, which keeps the results of each task's newest groups.
+    """A chooser of tasks, by the share of passed samples in each task's newest groups.
 
     Each task that the run can play more than once has its own results; tasks made from seeds share
     the results of their environment. Choices depend on earlier training, so a run that continues
@@ -40,18 +43,26 @@ class Curriculum:
         *,
         results: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Start with stored results. results: an earlier value of the property `results`."""
+        """Start with stored results.
+
+        results: the property `results` at an earlier time, such as that of a checkpoint; None: no
+        results.
+        """
         self._settings = settings
         self._source = source
         self._results = {key: tuple(passed) for key, passed in (results or {}).items()}
 
     @property
     def results(self) -> dict[str, tuple[float, ...]]:
-        """Shares of passed samples in the newest groups, by key, oldest first."""
+        """For each task or environment, the share of passed samples in each newest group, oldest
+        first.
+
+        The key is the task's id, or the environment's name for tasks made from seeds.
+        """
         return dict(self._results)
 
     def task(self, slot: OpenSlot) -> Task:
-        """Return the task chosen for an open slot."""
+        """Choose the task that the group of an open slot plays."""
         index = task_index(slot)
         choices = (self._source.task(index + other) for other in _OTHERS)
         return choose(
@@ -59,7 +70,7 @@ class Curriculum:
         )
 
     def learn(self, groups: Sequence[GroupReturns]) -> None:
-        """Add the results of a step's groups."""
+        """Add the share of passed samples of each group of a step to the results."""
         settings = self._settings
         for group in groups:
             if not group.returns:
@@ -126,13 +137,13 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first task that does not rest, or that rests but is drawn by chance.
+    """Return the first task that does not rest, or that rests and is drawn by chance nevertheless.
 
-    If there is no such task, return the first of `choices`.
+    A task rests while `is_resting` is true. If no task is found, return the first of `choices`.
 
-    Args: choices: one or more tasks, each with the key of its results. results: shares of passed
-    samples in the newest groups, by key, oldest first. slot: a number from which, with the key, the
-    chance is drawn.
+    Args: choices: one or more tasks, each with its key in `results`. results: for each key, the
+    share of passed samples in each newest group, oldest first. slot: seed of the chance, together
+    with the key.
     """
     first: Task | None = None
     for task, key in choices:
@@ -145,11 +156,11 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Return whether a task rests, because the mean of `passed` in its newest groups is too high or
-    low.
+    """Return whether a task rests: the last groups' mean of `passed` is too high or too low.
 
-    The result is False if there are too few groups. Example: with window 2 the task rests for
-    [1, 1] and [0, 0], but not for [0.5, 0] or [1].
+    passed: for each group, the share of samples that passed. The last `window` groups count; with
+    fewer groups, the task does not rest. Example: with window 2 the task rests for [1, 1] and [0,
+    0], but not for [0.5, 0] or [1].
     """
     newest = passed[-settings.window :]
     if len(newest) < settings.window:

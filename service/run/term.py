@@ -1,8 +1,9 @@
 """One term of a run: start the actors, with or without a checkpoint, run the loop, end the actors.
 
-A term is the time under one lease. It ends when the run ends, when it is stopped, or when an actor
-is lost that cannot be replaced in place; the supervisor then starts the next term from the newest
-committed checkpoint. A run that resumes and a run that recovers start in the same way.
+A term is the time under one lease of the run's database. It ends when the run ends, when it is
+stopped, or when an actor is lost that cannot be replaced in place; the supervisor then starts the
+next term from the newest committed checkpoint. A run that resumes and a run that recovers start in
+the same way.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ MAX_HELD_REQUESTS = 20_000
 
 
 class ParentUnusable(Exception):
-    """The checkpoint from which the term continues (the lease's parent) cannot be loaded."""
+    """Raised if the checkpoint from which the term continues (the lease's parent) cannot be
+    loaded."""
 
     def __init__(self, directory: str, reason: str) -> None:
         """Create the error. directory: name of the checkpoint's directory."""
@@ -85,7 +87,10 @@ class ParentUnusable(Exception):
 
 
 class Term:
-    """The term of one lease; call `run`, then `stop`, even after an error."""
+    """One term of a run: the actors, and the loop that trains; call `run`, then `stop`.
+
+    Call `stop` also after an error of `run`.
+    """
 
     def __init__(
         self,
@@ -104,12 +109,13 @@ class Term:
     ) -> None:
         """Start the queue's process, and prepare everything else.
 
-        Args: model: path or name of the model. submissions: the source of tasks; None uses the
-        tasks of the configuration. roles_before: roles that nodes offered in earlier terms.
+        Args: model: path or hub name of the model. submissions: the source of tasks; None uses the
+        tasks of the configuration. roles_before: the roles that the cluster's nodes offered in
+        earlier terms; this term waits for nodes with these roles.
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text
-        """Whether the engines read text, which structured outputs need."""
+        """Whether the engines have a tokenizer, which structured outputs need."""
         self._run_dir = run_dir
         self._model = model
         self._run_id = run_id
@@ -152,27 +158,27 @@ class Term:
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
         self._gateways: GatewayPool | None = None
-        """The pool of the one gateway; None if the run has no clients."""
+        """The pool with the run's one gateway; None if the run has no clients."""
         self._is_queue_open = False
         self._num_ahead = 0
-        """Number by which versions exceeded steps when the term began."""
+        """Version of the weights minus number of the step when the term began."""
         self._loop: Loop | None = None
         self.evaluation_tasks: Sequence[Task] = ()
-        """The held-out tasks; empty before the term trains."""
+        """The held-out tasks of the run; empty until training begins."""
         self._evaluation_sets: Sequence[EvaluationSet] = ()
         self._stop_asked = asyncio.Event()
         self._opening_tasks: asyncio.Task[TaskSource] | None = None
         self._notices: list[str] = []
-        """Notices about the tasks."""
+        """Notices for the user that were made while the tasks were opened."""
 
     @property
     def is_training(self) -> bool:
-        """Whether the start has ended, so that there is a current step."""
+        """Whether the start has ended, so that the loop runs or has run."""
         return self._loop is not None
 
     @property
     def is_solved(self) -> bool:
-        """Whether the run ended before its last step because its reward was high enough."""
+        """Whether training ended before the last step, because the reward reached its goal."""
         return self._loop is not None and self._loop.is_solved
 
     @property
@@ -181,32 +187,38 @@ class Term:
 
     @property
     def step_in_hand(self) -> int | None:
-        """The step that is being trained; None while no step is."""
+        """Number of the step that is being trained; None while no step is."""
         return self._loop.step_in_hand if self._loop is not None else None
 
     @property
     def trained_version(self) -> int | None:
-        """Version of the trainer's weights; None before the trainer has loaded weights."""
+        """Version of the trainer's weights; None before training begins."""
         return self._trainer.version if self.is_training else None
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions that have the same weights as the version before."""
+        """The versions that were published again for a step, because restarted ranks had other
+        weights."""
         return self._trainer.republished
 
     @property
     def gateway(self) -> ActorHandle | None:
-        """The actor that currently plays sessions; None if there is none."""
+        """The handle of the gateway, the actor that serves sessions; None if there is none."""
         return self._gateways.actors[0] if self._gateways is not None else None
 
     def request_stop(self, *, grace_s: float | None = None) -> None:
-        """Abort the start, or end after the current step. grace_s: see `Loop.stop`."""
+        """Abort the start, or end the term after the current step.
+
+        grace_s: seconds after which a step without an applied update is abandoned; None sets no
+        limit.
+        """
         self._stop_asked.set()
         if self._loop is not None:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Commit:
-        """Commit a checkpoint, and return the commit, as `Loop.checkpoint` does.
+        """Have the loop write a checkpoint; return it once it is committed, as `Loop.checkpoint`
+        does.
 
         The term must be training.
         """
@@ -216,7 +228,7 @@ class Term:
     async def evaluate(
         self, tasks: Sequence[Task], sampling: Sampling, *, file: str, slots_share: float
     ) -> list[TrajectorySummary]:
-        """Play tasks, and return summaries, as `EnvironmentPool.evaluate` does.
+        """Play tasks, and return a summary of each rollout, as `EnvironmentPool.evaluate` does.
 
         The term must be training.
         """
@@ -224,9 +236,10 @@ class Term:
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
     async def apply_generation_pause(self) -> None:
-        """Stop the work of queue and engines if generation is paused, otherwise resume it.
+        """Have queue and engines stop if generation is paused, or resume if it is not.
 
-        A queue that is not open yet receives this state when it is opened. Raises: ActorLost.
+        If the queue is not open yet, `_start` calls this method again once it is. Raises:
+        ActorLost.
         """
         is_held = self._pauses.holds_generation
         await self._engines.hold(is_held)
@@ -262,10 +275,10 @@ class Term:
         )
 
     async def stop(self, *, is_orderly: bool) -> None:
-        """End this term's actors; the engines keep running.
+        """End this term's actors; the engines keep running for the next term.
 
-        is_orderly: whether no actor was lost. If this is true and training has begun, the actors
-        first send their work to the queue.
+        is_orderly: whether no actor was lost. If no actor was lost and training has begun, the
+        actors first send their rollouts to the queue.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
@@ -365,7 +378,10 @@ class Term:
         return publisher
 
     async def _opening_prompts(self) -> Sequence[TokenIds]:
-        """Return the first prompts of the run's own tasks, for the log-probability check."""
+        """Have an environment actor render the first tasks' prompts, for the log-probability check.
+
+        Returns: () if the check is off, or if there is no answer.
+        """
         assert self._pool is not None
         if self._config.trainer.logprob_check_tokens == 0 or not self._pool.actors:
             return ()
@@ -388,7 +404,11 @@ class Term:
         )
 
     def _heed_check(self, check: LogprobCheck | None) -> None:
-        """Raise RunFailed if trainer and engines compute different log-probabilities."""
+        """Raise RunFailed if the start's check found that trainer and engines compute different
+        log-probabilities.
+
+        check: None if no engine answered in time; this causes only a notice.
+        """
         if check is None:
             self._recorder.notice(
                 "trainer and engines were not compared: no engine has scored the text in time; "
@@ -404,7 +424,8 @@ class Term:
             )
 
     async def _open_tasks(self) -> TaskSource:
-        """Return the run's tasks, which the first call opens for all callers."""
+        """Return the run's tasks. The first call opens them; later calls wait for the same
+        result."""
         if self._opening_tasks is None:
             self._opening_tasks = asyncio.create_task(
                 asyncio.to_thread(
@@ -414,9 +435,9 @@ class Term:
         return await asyncio.shield(self._opening_tasks)
 
     async def _claim_checkpoints(self) -> None:
-        """Claim the checkpoints' directory for this term.
+        """Claim the directory of checkpoints for this term, so that older terms cannot write there.
 
-        Raises: CheckpointError if a newer term has claimed it, or the disk stays full.
+        Raises: CheckpointError if a newer term has claimed the directory, or the disk stays full.
         """
         directory = self._run_dir.checkpoints
 
@@ -439,9 +460,9 @@ class Term:
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:
-        """Start a gateway and return its handle.
+        """Start a gateway, the actor that serves sessions, and return its handle.
 
-        It is placed on this node, because the run's database may be a file.
+        The gateway is placed on this node, because the run's database may be a file.
         """
         config = self._config
         actor_class = ray.remote(Gateway).options(
@@ -485,7 +506,7 @@ class Term:
         return actor
 
     def _journal(self) -> Journal | None:
-        """Return the writer of the run's journal; None if the run has none."""
+        """Return the writer of the run's journal; None if the configuration keeps no journal."""
         config = self._config
         if config.run.journal_steps == 0:
             return None
@@ -499,7 +520,7 @@ class Term:
         )
 
     async def _cancel_again(self) -> None:
-        """Cancel again the groups that were cancelled after the restored checkpoint was written."""
+        """Cancel the groups that clients cancelled after the restored checkpoint was written."""
         for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
@@ -539,7 +560,8 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the rows that only outdated checkpoints need, and then these checkpoints."""
+        """Remove the rows that only outdated checkpoints need, and then the outdated
+        checkpoints."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,
