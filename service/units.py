@@ -2,8 +2,8 @@
 
 The log line, the live display and the report all use these functions. An unknown value is shown as
 an en dash, never as zero. Text of models and environments may contain control characters that move
-a terminal's cursor, or may be invalid UTF-8: all code that writes to a terminal or a page escapes
-every unprintable character with `visible_text` or `visible_lines`.
+a terminal's cursor, or may be invalid UTF-8: all code that writes such text to a terminal or a page
+escapes every unprintable character with `visible_text` or `visible_lines`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as text with colons, rounded down.
+    """Return seconds as text with colons, rounded down to whole seconds.
 
     Example: 252.4 -> '4:12'; 3700 -> '1:01:40'.
     """
@@ -63,7 +63,7 @@ def gibibytes(num_bytes: int | None) -> str:
 def significant(value: float | None, *, digits: int = 3) -> str:
     """Return a number as text, its decimals rounded to `digits` significant digits.
 
-    A number whose size is below 1e-4, or is 1e6 or more, has an exponent and at most two digits.
+    A number with absolute value below 1e-4, or 1e6 or more, has an exponent and at most two digits.
     Example: 0.98765 -> '0.988'; 123456.7 -> '123457'; 2e-9 -> '2e-9'.
     """
     if value is None or not math.isfinite(value):
@@ -85,9 +85,10 @@ def reward(value: float | None) -> str:
 
 
 def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
-    """Return a number below a million with `decimals` decimals, and a greater one with an exponent.
+    """Return a number as text with `decimals` decimals, or with an exponent from a million on.
 
-    sign: '+' to begin numbers that are not negative with a plus sign.
+    sign: '+' to begin numbers that are not negative with a plus sign. Example: 0.5 with two
+    decimals -> '0.50'
     """
     if value is None or not math.isfinite(value):
         return UNKNOWN
@@ -131,10 +132,16 @@ def _shown(character: str) -> str:
 
 
 def visible_text(text: str) -> str:
-    """Return a string as `visible` does, with lone surrogates, which cannot be encoded, escaped."""
+    """Return text on one line, with newlines and control characters shown as in `visible`.
+
+    Lone surrogates, which cannot be encoded, are escaped too.
+    """
     return "".join(_shown(character) for character in text)
 
 
 def visible_lines(text: str) -> str:
-    """Return a string of several lines, each escaped as `visible_text` does it, tabs included."""
+    """Return text of several lines, each with control characters escaped as in `visible_text`.
+
+    Tabs are escaped too.
+    """
     return "\n".join(map(visible_text, text.split("\n")))

@@ -44,7 +44,7 @@ _NAME = re.compile(r"step-(\d+)-t(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftStep:
-    """The record of a step, as `metrics.jsonl` has it."""
+    """A step's record, one line of `metrics.jsonl`."""
 
     step: int
     epoch: int
@@ -53,14 +53,14 @@ class SftStep:
     num_tokens: int
     """Number of trained tokens."""
     num_packed: int
-    """Number of tokens of the packed rows, after sharing prefixes."""
+    """Number of tokens in the rows that were trained, in which shared prefixes count once."""
     learning_rate: float
     grad_norm: float | None
-    """Global norm before clipping; None if the update was skipped."""
+    """Global norm of the gradient before clipping; None if the update was skipped."""
     seconds: float
 
     def line(self, *, num_steps: int) -> str:
-        """Return the step as one line for a person."""
+        """Return the step as one line of text for the display."""
         return (
             f"step {self.step}/{num_steps}  epoch {self.epoch}  loss {units.significant(self.loss)}"
             f"  tokens {units.full_count(self.num_tokens)}"
@@ -70,12 +70,12 @@ class SftStep:
 
 
 def num_steps_of(config: SftConfig, num_chats: int) -> int:
-    """Return the number of steps in all epochs."""
+    """Return the number of steps in all epochs of a training."""
     return steps_per_epoch(num_chats, config.sft.chats_per_step) * config.sft.epochs
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints whose manifest can be read, the newest first."""
+    """Return the directories of checkpoints whose manifest can be read, the newest first."""
     found = []
     for path in directory.glob("step-*-t*"):
         if (name := _NAME.fullmatch(path.name)) is None:
@@ -89,7 +89,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 class SftRun:
-    """One start of a supervised training, new or resumed."""
+    """One process of a supervised training, which starts it or resumes it."""
 
     def __init__(
         self,
@@ -104,8 +104,9 @@ class SftRun:
     ) -> None:
         """Prepare a training.
 
-        Args: model: directory or hub name. is_stop_asked: whether to end after the current step.
-        tell: called with each line to show. on_start: called when the ranks have started.
+        Args: chats: the samples of each chat. model: directory or hub name. is_stop_asked: returns
+        whether to end after the current step. tell: called with each line to show. on_start: called
+        when the ranks have started.
         """
         self._config = config
         self._chats = chats
@@ -131,7 +132,7 @@ class SftRun:
     async def run(self) -> Path | None:
         """Train until the last step, and return its checkpoint; None if a stop was requested.
 
-        At a stop, a checkpoint of the last finished step is written. Raises: ActorLost,
+        After a stop, write a checkpoint of the last finished step. Raises: ActorLost,
         TrainerStartFailed, CheckpointError, RunFailed.
         """
         claim(self._run_dir.checkpoints, self._term)
@@ -149,9 +150,10 @@ class SftRun:
             await asyncio.sleep(_LOOK_S)
 
     async def _start(self) -> tuple[RestartableTrainer, int, Path | None]:
-        """Start the ranks from the newest checkpoint that can be loaded.
+        """Start the ranks from the newest checkpoint that can be loaded, or from the model.
 
-        Returns: the trainer, the number of finished steps, and the checkpoint.
+        Returns: the trainer, the number of finished steps, and the checkpoint; None without a
+        checkpoint.
         """
         stored = complete_checkpoints(self._run_dir.checkpoints)
         for number, path in enumerate([*stored, None]):
@@ -247,7 +249,7 @@ class SftRun:
         return path
 
     def _keep_metrics(self, done: int) -> None:
-        """Remove the records of steps that are trained again."""
+        """Remove the records of steps after `done` from `metrics.jsonl`; they are trained again."""
         if not self._metrics.exists():
             return
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -258,7 +260,10 @@ class SftRun:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a stored record; infinity if the line is damaged and is to be removed."""
+    """Return the step's number in a line of `metrics.jsonl`.
+
+    Returns: infinity if the line is damaged, so that the line is removed.
+    """
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -280,6 +285,9 @@ def _record(stats: StepStats, *, epoch: int, seconds: float) -> SftStep:
 
 
 def _newest_term(directory: Path) -> int:
-    """Return the newest term that has claimed a directory of checkpoints; 0 if none has."""
+    """Return the number of the newest term that has claimed a directory of checkpoints; 0 if none.
+
+    Each start of a training claims the directory under the next number.
+    """
     file = directory / CLAIM
     return int(file.read_text() or 0) if file.is_file() else 0

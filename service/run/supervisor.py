@@ -572,8 +572,8 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database stays
-        unavailable."""
+        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database is away for
+        long."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another

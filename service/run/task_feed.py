@@ -54,10 +54,10 @@ class Curriculum:
 
     @property
     def results(self) -> dict[str, tuple[float, ...]]:
-        """For each task or environment, the share of passed samples in each newest group, oldest
-        first.
+        """Shares of passed samples, by task or environment: one share for each newest group.
 
-        The key is the task's id, or the environment's name for tasks made from seeds.
+        The oldest group is first. The key is the task's id, or the environment's name for tasks
+        made from seeds.
         """
         return dict(self._results)
 

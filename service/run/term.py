@@ -110,12 +110,12 @@ class Term:
         """Start the queue's process, and prepare everything else.
 
         Args: model: path or hub name of the model. submissions: the source of tasks; None uses the
-        tasks of the configuration. roles_before: the roles that the cluster's nodes offered in
-        earlier terms; this term waits for nodes with these roles.
+        tasks of the configuration. roles_before: the roles that nodes offered in earlier terms; an
+        actor whose role is among them waits for a node that offers the role.
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text
-        """Whether the engines have a tokenizer, which structured outputs need."""
+        """Whether the engines read text besides tokens, which structured outputs need."""
         self._run_dir = run_dir
         self._model = model
         self._run_id = run_id
@@ -197,8 +197,7 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions that were published again for a step, because restarted ranks had other
-        weights."""
+        """The versions that were published again for a step; restarted ranks had other weights."""
         return self._trainer.republished
 
     @property
@@ -217,8 +216,7 @@ class Term:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Commit:
-        """Have the loop write a checkpoint; return it once it is committed, as `Loop.checkpoint`
-        does.
+        """Have the loop write a checkpoint, as `Loop.checkpoint` does; return it once committed.
 
         The term must be training.
         """
@@ -404,10 +402,10 @@ class Term:
         )
 
     def _heed_check(self, check: LogprobCheck | None) -> None:
-        """Raise RunFailed if the start's check found that trainer and engines compute different
-        log-probabilities.
+        """Raise RunFailed if the check at the start found differing log-probabilities.
 
-        check: None if no engine answered in time; this causes only a notice.
+        check: result of the comparison of trainer and engines; None if no engine answered in time,
+        which causes only a notice.
         """
         if check is None:
             self._recorder.notice(

@@ -1,11 +1,11 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-Only the supervisor writes a trace, when the rollout leaves the ledger. The supervisor uses events
-that it receives in any case, so actors pass no trace context. The times of a rollout are exact to
-one poll of the queue. The stages of the rollout's step follow each other without a gap, and the
-last stage ends when the rollout leaves. A thread sends the traces over OTLP; traces that a
-collector does not accept in time are dropped. If a supervisor dies, the traces of the rollouts in
-flight begin when its successor starts. `RunRecorder` calls this module.
+Only the supervisor writes a trace, when the rollout leaves the ledger, trained or evicted. The
+supervisor uses events that it receives in any case, so actors pass no trace context. The times of a
+rollout are exact to one poll of the queue. The stages of the rollout's step follow each other
+without a gap, and the last stage ends when the rollout leaves the ledger. A thread sends the traces
+over OTLP; traces that a collector does not accept in time are dropped. If a supervisor dies, the
+traces of the rollouts in flight begin when its successor starts. `RunRecorder` calls this module.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ FLUSH_LIMIT_MS = 5000
 
 @dataclass(slots=True, kw_only=True)
 class _Rollout:
-    """The times of a rollout in flight, in seconds since 1970."""
+    """The times of a rollout for its trace, in seconds since 1970."""
 
     accepted_at: float | None
     """Time at which the HTTP API accepted the rollout; None for the run's own tasks, or if unknown.
     """
     admitted_at: float
     attempts: list[tuple[float, TrajectorySummary]] = field(default_factory=list)
-    """Each ended attempt, with the time of its end."""
+    """Each ended attempt to play the rollout: the time of its end, and its summary."""
     left_at: float = 0.0
 
 
 class RolloutTraces:
-    """The rollouts in flight, with a writer of the spans of each rollout that leaves the ledger."""
+    """A writer of a trace for each rollout that leaves the ledger, with the rollouts in flight."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class RolloutTraces:
     ) -> None:
         """Start a tracer.
 
-        run: name of the run. accepted_at: function that returns the time at which a group was
-        submitted.
+        run: name of the run. accepted_at: function that returns the time at which a client
+        submitted the group with the given id; None if it is unknown.
         """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -75,11 +75,13 @@ class RolloutTraces:
         self._accepted_at = accepted_at
         self._in_flight: dict[str, _Rollout] = {}
         self._evicted: dict[str, tuple[_Rollout, str]] = {}
-        """Evicted rollouts with their reasons, until `attempts` reports their last attempts, which
-        are in the same cut as the eviction.
+        """Evicted rollouts with the reason of the eviction, until the next call of `attempts`.
+
+        That call reports their last attempts, which are in the same cut of the queue as the
+        eviction.
         """
         self._trained: dict[int, list[tuple[str, _Rollout]]] = {}
-        """Rollouts that were trained in a step that is not recorded yet, by step."""
+        """The trained rollouts of each step that is not recorded yet, by step."""
 
     def begin_term(self) -> None:
         """Forget the rollouts of older terms, because unrecorded rollouts are played again."""
@@ -88,7 +90,10 @@ class RolloutTraces:
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Add ended attempts from the same cut of the queue as the last call of `events`."""
+        """Add ended attempts, and write the traces of rollouts that the last `events` evicted.
+
+        summaries: of the same cut of the queue as the events. now: seconds since 1970.
+        """
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)
             rollout = evicted[0] if evicted else self._rollout(summary.rollout_id, now)
@@ -115,7 +120,7 @@ class RolloutTraces:
             self._write(rollout_id, rollout, reason="", record=record)
 
     def close(self) -> None:
-        """Send the waiting spans within a time limit, and block meanwhile."""
+        """Send the waiting spans; block until they are sent or a time limit has passed."""
         self._provider.force_flush(FLUSH_LIMIT_MS)
         self._provider.shutdown()
 
@@ -130,9 +135,10 @@ class RolloutTraces:
     def _write(
         self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
     ) -> None:
-        """Write a trace.
+        """Write the trace of a rollout that has left the ledger.
 
-        record: the step that trained on the rollout; None if the rollout was evicted.
+        reason: reason of the eviction. record: the step that trained on the rollout; None if the
+        rollout was evicted.
         """
         began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
         root = self._tracer.start_span("rollout", start_time=_ns(began))
@@ -200,7 +206,7 @@ class RolloutTraces:
 def traces_to(
     settings: TracingSettings, *, run: str, accepted_at: Callable[[str], float | None]
 ) -> RolloutTraces | None:
-    """Return the configured traces; None if tracing is off."""
+    """Return the writer of traces to the configured collector; None if tracing is off."""
     if not settings.endpoint:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -29,10 +29,14 @@ MAX_HELD_REQUESTS = 20_000
 
 @serve.ingress()
 class ApiIngress:
-    """A replica of the API. It has no state: any number of replicas may run, and any may die."""
+    """A replica of the HTTP API. It has no state: any number of replicas may run, and any may
+    die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
-        """Create a replica. host: the run's deployment, if Serve runs the run too."""
+        """Create a replica.
+
+        host: handle of the `RunHost` if Serve also runs the run; otherwise None.
+        """
         self._run_id = run_id
         self._host = host
         self._settings = settings
@@ -61,9 +65,10 @@ class ApiIngress:
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
-    """Return the API as an application for Ray's `serve.run`.
+    """Return the HTTP API as an application for Ray's `serve.run`.
 
-    Args: run_id: names the run's supervisor. host: the run's deployment, if Serve runs the run too.
+    Args: run_id: names the run's supervisor. host: the `RunHost` deployment if Serve also runs the
+    run; otherwise None.
     """
     deployment = serve.deployment(
         name="api",
@@ -77,7 +82,10 @@ def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None
 
 
 def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
-    """Deploy the API on the Serve of `start_serve`; the API answers some seconds later."""
+    """Deploy the HTTP API on Ray Serve after `start_serve`; it answers some seconds later.
+
+    route: prefix of the API's paths.
+    """
     target = serve.RunTarget(
         ingress_application(run_id, settings),
         name=api_application_name(run_id),
@@ -87,7 +95,7 @@ def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
 
 
 def start_serve(*, host: str, port: int) -> None:
-    """Start Serve with an HTTP proxy on the head node.
+    """Start Ray Serve with an HTTP proxy on the head node.
 
     Call it before `start_serve_for_engines`, which starts Serve without a proxy.
     """
@@ -99,11 +107,9 @@ def start_serve(*, host: str, port: int) -> None:
 
 
 def check_listens(*, host: str, port: int) -> None:
-    """Check that Serve listens at this address.
+    """Raise ConfigError if Ray Serve listens at another address than this one.
 
-    Serve keeps the address of its first start; a later start with another one is only logged.
-
-    Raises: ConfigError if Serve listens elsewhere.
+    Serve keeps the address of its first start; a later start with another address only logs this.
     """
     running = _get_global_client().http_config
     if (running.host, running.port) != (host, port):

@@ -1,10 +1,11 @@
-"""A run as a Ray Serve deployment, for clusters without a command line.
+"""A run as a Ray Serve deployment, for clusters on which nobody runs the command line.
 
-There is one replica. It starts the run's supervisor, and a new one if the supervisor dies. If the
-replica dies, Serve restarts it, and the run resumes from its newest checkpoint, as with `--resume`.
-The replica and the run's metrics stay available if the run ends: a refused start is tried again,
-because the cause may be external; a failed run is started again, a limited number of times and with
-growing pauses; a run that ended, or that another process took over, is not started again.
+The deployment has one replica. It starts the run's supervisor, and a new one if the supervisor
+dies. If the replica dies, Serve restarts it, and the run resumes from its newest checkpoint, as
+with `--resume`. The replica and the run's metrics stay available if the run ends: a refused start
+is tried again, because the cause may be external; a failed run is started again, a limited number
+of times and with growing pauses; a run that finished, or that another process took over, is not
+started again.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ class _Attempts:
         self._furthest_step = self._num_pauses = 0
 
     def refused(self) -> float:
-        """Count a refused start. Returns: seconds to wait."""
+        """Count a refused start, and return the seconds to wait before the next attempt."""
         self._num_pauses += 1
         return PAUSES_S[min(self._num_pauses, len(PAUSES_S)) - 1]
 
     def failed(self, watcher: SupervisorWatcher | None) -> float | None:
-        """Count a failed run. Returns: seconds to wait; None if the run has failed too often.
+        """Count a failed run, and return the seconds to wait before the next attempt.
 
-        Args: watcher: the watcher of the failed run.
+        watcher: the watcher of the failed run; None if the run did not start.
+        Returns: None if the run has failed too often.
         """
         step = watcher.last.checkpoint_step if watcher and watcher.last else 0
         if step > self._furthest_step:
@@ -75,9 +77,9 @@ class _Attempts:
 
 
 class RunHost:
-    """The host that starts the run and restarts it after failures.
+    """The Ray Serve replica that starts the run, and restarts it after failures.
 
-    Its health check concerns only the host; /readyz and /metrics show the run's state.
+    Serve's health check concerns only this replica; /readyz and /metrics show the run's state.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, store: StoreOptions) -> None:
@@ -91,7 +93,7 @@ class RunHost:
         self._keeping = ThreadPoolExecutor(max_workers=1).submit(self._keep)
 
     def check_health(self) -> None:
-        """Raise the unexpected error, if any, that ended the thread of `_keep`."""
+        """Raise the unexpected error, if any, that ended the thread that starts the run."""
         if self._keeping.done():
             self._keeping.result()
 
@@ -104,12 +106,14 @@ class RunHost:
         wait([self._keeping])
 
     def why_down(self) -> str:
-        """Return the reason why no supervisor answers, as a sentence."""
+        """Return a sentence: why the run's supervisor does not answer."""
         return self._why_down
 
     def _keep(self) -> None:
-        """Start the run, and start it again after failures, until it has ended or has failed too
-        often."""
+        """Start the run, and start it again after failures.
+
+        Return when the run has ended or has failed too often.
+        """
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
@@ -149,7 +153,10 @@ class RunHost:
         log.warning("%s", why)
 
     def _open_endpoint(self) -> None:
-        """Open the metrics endpoint, once. Raises: ConfigError if its address cannot be used."""
+        """Start the metrics endpoint if it is not started yet.
+
+        Raises: ConfigError if the endpoint's address cannot be used.
+        """
         if self._endpoint is not None:
             return
         config = self._config
@@ -167,7 +174,7 @@ class RunHost:
         self._endpoint = start_endpoint(config, run_id=self._run_id, place=place)
 
     def _show(self, phase: Phase) -> None:
-        """Show a phase in the metrics, until a supervisor reports its own."""
+        """Show a phase of the run in the metrics, until a supervisor reports a phase."""
         if self._endpoint is None:
             return
         values = phase_values(phase)
@@ -176,7 +183,10 @@ class RunHost:
             ray.get(self._endpoint.push.remote(push), timeout=ANSWER_LIMIT_S)
 
     def _start(self) -> SupervisorWatcher:
-        """Check the configuration and start the supervisor. Raises: ConfigError."""
+        """Check the configuration and start the supervisor; return the supervisor's watcher.
+
+        Raises: ConfigError.
+        """
         config, run_dir = self._config, self._run_dir
         self._open_endpoint()
         prepare_environment(config)
@@ -216,7 +226,10 @@ class RunHost:
 
 
 def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
-    """Return the bound deployment of the run's host, to which the API's deployment is bound."""
+    """Return the Ray Serve deployment of a run's `RunHost`, bound to its arguments.
+
+    The deployment of the API takes the result as its `host`.
+    """
     deployment = serve.deployment(
         name="run",
         num_replicas=1,

@@ -1,6 +1,6 @@
 """Watch a run's supervisor, and start a new one if it dies.
 
-Used by both ways to start a run: the command, and the host on Ray Serve.
+Both ways to start a run use this module: the command, and the host on Ray Serve.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STATUS_DEADLINE_S = 60.0
 
 
 class SupervisorWatcher:
-    """Polls the supervisor's status, shows it, and passes on a request to stop.
+    """A watcher that polls the supervisor's status, shows it, and passes on a request to stop.
 
-    A dead supervisor is replaced, at most `max_restarts` times in a row
-    (`service.run.health.FaultCount`); the count restarts after a later checkpoint.
+    A dead supervisor is replaced, at most `max_restarts` times in a row; the count starts again
+    when the run commits a checkpoint of a later step (`service.run.health.FaultCount`).
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class SupervisorWatcher:
     ) -> None:
         """Prepare to watch a supervisor.
 
-        Args: show: called with each status, in order. stop_grace_s: as for `Supervisor.stop`.
+        Args: restart: starts a supervisor in place of a dead one. show: called with each status, in
+        order. is_stop_asked: returns whether to stop the run. stop_grace_s: seconds after which a
+        stop abandons a step without an applied update; None sets no limit.
         """
         self._supervisor = supervisor
         self._restart = restart
@@ -52,7 +54,7 @@ class SupervisorWatcher:
         self.last: RunStatus | None = None
 
     def run(self, run_dir: RunDir) -> Ending:
-        """Watch until the run has ended, and return how it ended.
+        """Run the supervisor and watch it until the run has ended; return how the run ended.
 
         Raises: RayTaskError with the error that ended the run; one of ACTOR_DEATHS or LeaseLost if
         no supervisor is left; KeyboardInterrupt if a stop was requested before the supervisor
@@ -80,11 +82,14 @@ class SupervisorWatcher:
             self._cursor, self._question = Cursor(), None
 
     def kill(self) -> None:
-        """End the supervisor, and with it its actors."""
+        """Kill the supervisor, and with it the actors that it has started."""
         ray.kill(self._supervisor)
 
     def _follow(self, running: Any) -> None:
-        """Show statuses until `running` has ended."""
+        """Show statuses, and pass on a request to stop, until the call `running` has ended.
+
+        running: Ray reference of the call of the supervisor's `run`.
+        """
         is_stop_sent = False
         while True:
             if self._question is None:
