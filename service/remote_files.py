@@ -302,7 +302,7 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that a relative path in a local address probably means.
+    """Return the absolute path that was probably meant by a relative path after `file://`.
 
     Example: localhost/a -> /a; data/a -> /data/a
     """

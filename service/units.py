@@ -115,9 +115,10 @@ NEWLINE = "⏎"
 
 
 def visible(piece: bytes) -> str:
-    r"""Return text on one line, with a sign for each newline, and other control characters escaped.
+    r"""Return bytes as text on one line: newlines as a sign, other control characters escaped.
 
-    Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", the last two as four characters each.
+    Bytes that are not UTF-8 are escaped too. Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", in which
+    \xe4 and \x1b are four characters each.
     """
     text = piece.decode("utf-8", "backslashreplace")
     return "".join(_shown(character) for character in text)

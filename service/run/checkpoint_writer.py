@@ -66,15 +66,12 @@ class CheckpointWriter:
         None before the first checkpoint, and after `join`.
         """
         self._requests: dict[asyncio.Future[Commit], int] = {}
-        """The unanswered requests for a checkpoint, each with the step that was finished last then.
-
-        A checkpoint of this step or of a later one answers the request.
-        """
+        """The unanswered requests for a checkpoint, each with the earliest step that it accepts."""
         self._is_over = False
 
     @property
     def is_written(self) -> bool:
-        """Whether the last checkpoint is committed or lost, and `join` is still to be called."""
+        """Whether the last checkpoint is committed or lost, so that `join` returns at once."""
         return self._writing is not None and self._writing.done()
 
     @property

@@ -193,8 +193,10 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses in status and metrics; if `changed` is generation, apply it to the
-        term."""
+        """Show the pauses in status and metrics.
+
+        If `changed` is generation, also stop or resume generation in the running term.
+        """
         recorder = self._recorder
         if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
             recorder.training(str(self.pauses))

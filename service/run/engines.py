@@ -140,7 +140,7 @@ class Engines:
             self._beating = asyncio.create_task(self._beat_forever())
 
     async def wait_ready(self) -> None:
-        """Wait for the first engine. Raises: PolicyUnavailable if no engine becomes ready."""
+        """Wait until the first engine is ready. Raises: PolicyUnavailable if none becomes ready."""
         limit_s = self.settings.inference.start_deadline_s
         await wait_ready(self.app_name, self._board_handle().status, quiet_limit_s=limit_s)
         self._were_ready = True
@@ -150,7 +150,7 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Have all engines freeze their turns, or continue them if `is_held` is False.
+        """Have all engines freeze the turns that they sample, or continue if `is_held` is False.
 
         Engines that start later do the same. Raises: ActorLost.
         """
@@ -329,9 +329,9 @@ class Publisher:
         self._text = text
         self._is_start = text is not None
         self._is_text_sent = False
-        """Whether the board has the current text, `_text`; if not, it may have an earlier one."""
+        """Whether the board has the current check text; if not, it may have an earlier one."""
         self._later_text: CheckText | None = None
-        """The text of later checks: that of the first check, continued with sampled tokens.
+        """The check text of later publications: the first one, continued with sampled tokens.
 
         None before `check_start`, or if the first check had no text.
         """
@@ -342,17 +342,15 @@ class Publisher:
         self._spent_s = self._spent_short_s = 0.0
         """Total seconds of all checks after publications, and total seconds of the short checks."""
         self._long_s = self._short_s = 0.0
-        """Seconds that the last long check took (at first, `check_start`), and the last short
+        """Seconds of the last long check (at first, of `check_start`); those of the last short
         one."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
-        """Whether the next long check uses the whole text; whether the last check exceeded its
-        bound."""
+        """Whether the next long check uses the whole text; whether the last check failed."""
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
-        """Result of `check_start`, until it is joined with the next check's result; otherwise
-        None."""
+        """Result of `check_start` until the next check's result includes it; otherwise None."""
 
     async def publish(self, version: int) -> None:
         """Send the trainer's weights to the board as `version`; do not wait for the engines.
@@ -510,10 +508,9 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Compare the scores of the tokens that engines sampled: one comparison for each sample.
+    """Compare trainer and engines on the tokens that engines sampled, one sample at a time.
 
-    own: the trainer's scores of all samples, in the order of the samples. A sample has the engine's
-    scores.
+    own: the trainer's log-probabilities of all samples, in the order of `samples`.
     """
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [

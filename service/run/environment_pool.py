@@ -114,8 +114,7 @@ async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played
 
 
 class EvaluationFiles:
-    """The files with the newest evaluations of a run: one file of JSON lines for each
-    evaluation."""
+    """The files of a run's newest evaluations, one file of JSON lines for each evaluation."""
 
     def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
         """Store the settings, without writing a file.
@@ -154,8 +153,9 @@ class EvaluationFiles:
 
 
 def write_lines(path: Path, played: Sequence[Played]) -> int:
-    """Write the results' lines to a temporary file, rename it to `path`, and return their number.
+    """Write the results' lines to a temporary file, and rename it to `path`.
 
+    Returns: the number of lines.
     Raises: OSError; RayError if the actor that owns a line has died. After an error the temporary
     file is removed.
     """

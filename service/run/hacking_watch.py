@@ -72,12 +72,14 @@ class HackingWatch:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings of the audit, in order, except in steps that a return to a checkpoint
-        undid."""
+        """The findings of the audit, in the order of their discovery.
+
+        Findings in steps that a return to a checkpoint undid are left out.
+        """
         return self._findings
 
     def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
-        """Have the thread begin a term.
+        """Have the thread read what earlier terms have stored; the first call starts the thread.
 
         notice: function that shows a notice to the user; the thread calls it.
         """

@@ -1,4 +1,4 @@
-"""The settings of a loop, and the actors and objects that it calls."""
+"""The settings of the training loop, and the actors and objects that the loop calls."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ class Tail(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The state of a run for its display; lists have only the items after the caller's cursor."""
+    """The state of a run for its display; its lists have only items that the caller has not
+    read."""
 
     name: str
     phase: Phase
@@ -134,13 +135,13 @@ class RunStatus:
     """A few words on the phase, such as "starting 2 engines"."""
 
     records: tuple[StepRecord, ...] = ()
-    """Records of steps after the cursor, in order.
+    """Records of steps that the caller has not read, in order.
 
     If a recovery repeats a step, the later record of the step counts.
     """
 
     evaluations: tuple[EvaluationRecord, ...] = ()
-    """Evaluations after the cursor, in order."""
+    """Evaluations that the caller has not read, in order."""
 
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     queue_items: int = 0
@@ -155,13 +156,13 @@ class RunStatus:
     engines_ready: int = 0
 
     notices: tuple[str, ...] = ()
-    """Notices after the cursor, in order."""
+    """Notices that the caller has not read, in order."""
 
     stages: tuple[str, ...] = ()
-    """Stages of a start that ended after the cursor, in order, one line each."""
+    """Ended stages of a start that the caller has not read, one line each, in order."""
 
     cursor: Cursor = Cursor()
-    """The cursor to pass in the next call."""
+    """The cursor to pass in the next call, which counts these items as read."""
 
     checkpoint_step: int = 0
     """Step of the newest committed checkpoint."""
@@ -335,7 +336,7 @@ class FaultCount:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether there were more than `limit` faults at the last `count`."""
+        """Whether the last call of `count` counted more than `limit` faults."""
         return len(self._times) > self._limit
 
     def count(self) -> None:
@@ -448,8 +449,8 @@ class FailureWatch:
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
         """Raise RunFailed if the merge actor refused all trajectories of too many steps in a row.
 
-        It refuses misaligned trajectories. notices: the merge actor's notices; the error quotes the
-        first.
+        The merge actor refuses misaligned trajectories. notices: the merge actor's notices; the
+        error quotes the first.
         """
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
@@ -515,7 +516,7 @@ class FailureWatch:
 
 
 def _percent(share: float | None) -> str:
-    """Return a share as text with an ordinary space, because displays escape a non-breaking one."""
+    """Return a share in percent with an ordinary space; displays escape a non-breaking one."""
     return units.percent(share).replace("\u00a0", " ")
 
 

@@ -114,7 +114,10 @@ class Loop:
 
     @property
     def is_solved(self) -> bool:
-        """Whether the mean return of the last steps has reached `run.stop_at_reward`."""
+        """Whether the mean return of the last steps has reached `run.stop_at_reward`.
+
+        False if `run.stop_at_reward` is not set.
+        """
         goal = self._run_settings.stop_at_reward
         if goal is None or len(self._rewards) < AVERAGED_STEPS:
             return False
@@ -380,8 +383,10 @@ class Loop:
             await loading
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
-        """Wait until the engines have a step's weights, then record the step, during the next
-        one."""
+        """Wait until the engines have a step's weights, then record the step.
+
+        Meanwhile the next step is collected and trained.
+        """
         await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:

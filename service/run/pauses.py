@@ -67,8 +67,7 @@ class Gate:
 
 
 class Pauses:
-    """The paused parts of a run, and a gate for each part that is closed while the part is
-    paused."""
+    """The paused parts of a run, and a gate for each part, closed during the part's pause."""
 
     def __init__(self) -> None:
         self._paused: dict[Pausable, PauseAnswer] = {}

@@ -1,4 +1,5 @@
-"""Record the loop's events: durable rows, metrics, log lines, and the state of the display."""
+"""Record what happens in the training loop: in the database, the metrics, the log and the
+display."""
 
 from __future__ import annotations
 
@@ -205,8 +206,7 @@ class RunRecorder:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure this block as a stage of a start, and record its seconds unless the block
-        fails."""
+        """Measure this block as a stage of a start; record the seconds unless the block fails."""
         began = time.monotonic()
         yield
         self.stage_ended(name, time.monotonic() - began)
@@ -348,8 +348,7 @@ class RunRecorder:
 
     @property
     def uploading(self) -> str:
-        """Name of the checkpoint that is being copied to `run.checkpoint_url`; empty while none
-        is."""
+        """Name of the checkpoint that is being copied to `run.checkpoint_url`; empty if none is."""
         return "" if self._uploads is None else self._uploads.uploading
 
     async def close_uploads(self, *, is_taken_over: bool) -> None:
@@ -432,8 +431,7 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Measure this block as a phase of a publication of weights; count ActorLost as a
-        failure."""
+        """Measure this block as a phase of a publication; count ActorLost as its failure."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield
@@ -450,8 +448,7 @@ class RunRecorder:
         journal_steps: int,
         max_policy_age: int,
     ) -> None:
-        """Remove the rows of the database that the run no longer needs, as `retention.forget`
-        does."""
+        """Remove rows that the run no longer needs from the database; see `retention.forget`."""
         if self._submissions is not None:
             # Do this before the events are removed, which say how the submissions' rollouts ended.
             await self._submissions.archive(

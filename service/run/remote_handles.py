@@ -86,9 +86,9 @@ class _Calls:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Raise RunUnavailable in place of an error of the block that says that the run cannot answer.
+    """Raise RunUnavailable if this block raises ActorLost, LeaseLost or StoreError.
 
-    Such errors are the supervisor's loss, the loss of its lease, and an error of the database.
+    The supervisor has then died, no longer owns the run, or cannot use the database.
     """
     try:
         yield
@@ -108,9 +108,10 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 
 
 class _SupervisorClient(_Calls):
-    """A client that passes calls to the supervisor; the methods defined here change call or answer.
+    """A client with the methods of the supervisor; each call is passed to the supervisor.
 
-    Submissions that arrive while others are being sent wait for the next call, in order.
+    The methods that are defined here also change the call or its answer. Submissions that arrive
+    while others are being sent wait for the next call, in order.
     """
 
     def __init__(self, run_id: str, *, host: Any) -> None:
@@ -140,8 +141,7 @@ class _SupervisorClient(_Calls):
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send the waiting submissions to the supervisor, one call after another, until none
-        waits."""
+        """Send the waiting submissions to the supervisor in calls, until none waits."""
         try:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
@@ -216,7 +216,7 @@ class _SupervisorClient(_Calls):
         return actor
 
     async def _why_down(self) -> str:
-        """Return the reason that the host on Ray Serve gives why the run is down; empty if
+        """Ask the run's host on Ray Serve why the run is down; return the reason, empty if
         unknown."""
         if self._host is None:
             return ""

@@ -1,9 +1,9 @@
 """A merge actor that is replaced in place: if it dies during a call, a new actor repeats the call.
 
 Plans and batches depend only on the arguments of the call, so no state must be transferred.
-Invariant: the result of a call outlives the actor that made it. Ray frees the objects of the object
-store that a dead process owned, so this process puts the shards into the object store again and is
-then their owner. Each term's loop uses one such actor.
+Invariant: the result of a call outlives the actor that made it. Ray frees a dead process's objects
+in the object store, so this process stores the shards there again and becomes their owner. Each
+term's loop uses one such actor.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class RestartableMerge:
         self._actor = start_actor()
 
     async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
-        """Return the shards with the rows that the trainer must score, as `MergeActor.plan`
-        does."""
+        """Return the shards with the rows that the trainer must score; see `MergeActor.plan`."""
 
         async def plan() -> tuple[Any, ...]:
             return await _own(await self._ask("plan", step_input, version))

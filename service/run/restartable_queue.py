@@ -123,8 +123,7 @@ class RestartableQueue:
         await self._change("cancel_all")
 
     async def cut(self) -> QueueSnapshot:
-        """Fetch and record all events up to now; return the queue's state with the groups'
-        tasks."""
+        """Fetch and record all events up to now; return the queue's state, with the tasks."""
         await self._change("cut")
         snapshot = self._whole_snapshot()
         assert snapshot is not None, "the first cut of a queue has a snapshot"
@@ -248,7 +247,8 @@ class _Arrival:
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
-    The queue's process is opened again after each restart; cuts of an earlier opening are refused.
+    A cut is the queue's state with the events since the last cut. Each start of the queue's process
+    begins an opening; cuts of an earlier opening are refused.
     """
 
     def __init__(self, keep: Keep) -> None:
@@ -260,7 +260,7 @@ class CutsInOrder:
         self._opening = 0
         self._num_kept = 0
         self._waiting: dict[int, _Arrival] = {}
-        """The cuts that arrived before an earlier cut, by their numbers."""
+        """The cuts that wait until an earlier cut arrives, by number."""
         self._news = asyncio.Condition()
 
     @property

@@ -132,7 +132,7 @@ class RunView:
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read for how many seconds the run had run at a checkpoint under earlier supervisors.
+        """Read for how many seconds earlier supervisors ran the run, up to a checkpoint.
 
         parent: the checkpoint from which a lease continues; None for a new run. Raises: StoreError.
         """
@@ -179,7 +179,7 @@ class RunView:
     async def picture(self, *, term: int, after: int) -> RunPicture:
         """Return the data of the run's page, with the steps after step `after`.
 
-        term: the term in which the caller read its steps; if it is not the current one, return all
+        term: the term in which the caller read its earlier steps; if another term runs, return all
         steps.
         Raises: StoreError.
         """
@@ -209,8 +209,7 @@ class RunView:
         )
 
     async def _history_now(self) -> History:
-        """Return the history of the stored steps and evaluations; read it only if it has
-        changed."""
+        """Return the history of stored steps and evaluations; read it only if it has changed."""
         recorder = self._recorder
         known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:
@@ -247,8 +246,10 @@ class RunView:
         )
 
     async def observe_forever(self) -> None:
-        """Update metrics and status from queue and engines regularly, even if one does not
-        answer."""
+        """Update metrics and status from queue and engines, again and again.
+
+        If the queue or the engines do not answer, their values are updated later.
+        """
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
             self._recorder.database(self._store.away_s)

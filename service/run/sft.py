@@ -89,7 +89,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 class SftRun:
-    """One process of a supervised training, which starts it or resumes it."""
+    """A supervised training in this process, new or resumed."""
 
     def __init__(
         self,
@@ -152,8 +152,7 @@ class SftRun:
     async def _start(self) -> tuple[RestartableTrainer, int, Path | None]:
         """Start the ranks from the newest checkpoint that can be loaded, or from the model.
 
-        Returns: the trainer, the number of finished steps, and the checkpoint; None without a
-        checkpoint.
+        Returns: the trainer, the number of finished steps, and the checkpoint (None for the model).
         """
         stored = complete_checkpoints(self._run_dir.checkpoints)
         for number, path in enumerate([*stored, None]):

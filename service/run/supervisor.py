@@ -184,7 +184,7 @@ class Supervisor:
         )
         self._roles_offered: frozenset[Role] = frozenset()
         self._unreadable: dict[str, str] = {}
-        """For each checkpoint that cannot be loaded, by its directory, the reason.
+        """The reason why a checkpoint cannot be loaded, by the checkpoint's directory.
 
         No term continues from such a checkpoint.
         """
@@ -256,7 +256,8 @@ class Supervisor:
         """End the run after the current step and its checkpoint, or at once during the start.
 
         grace_s: seconds after which a step without an applied update is abandoned; None sets no
-        limit. If `stop` is called again, the shorter grace counts. After the run's end, do nothing.
+        limit. If `stop` is called again, the grace period that ends first counts. After the run's
+        end, do nothing.
         """
         if self._view.exit_reason is not None:
             return
@@ -355,13 +356,14 @@ class Supervisor:
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a named key permanently; return it, or None if it is unknown. Raises:
-        StoreError."""
+        """Revoke a named key permanently; return the key, or None if the name is unknown.
+
+        Raises: StoreError.
+        """
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
-        """Return the handle of the gateway, the actor that serves sessions; None if there is
-        none."""
+        """Return the handle of the gateway, the actor that serves sessions; None without one."""
         term = self._control.term
         return None if term is None else term.gateway
 
@@ -572,8 +574,10 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database is away for
-        long."""
+        """Renew the lease regularly.
+
+        Raises: LeaseLost; StoreError if the database is away for too long.
+        """
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another

@@ -21,7 +21,7 @@ _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in rang
 
 
 def task_index(slot: OpenSlot) -> int:
-    """Return the index, in the source of tasks, of the task for an open slot.
+    """Return the index of the task that an open slot, a group number without a task, plays.
 
     The index is the same after every restart.
     """
@@ -159,8 +159,8 @@ def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
     """Return whether a task rests: the last groups' mean of `passed` is too high or too low.
 
     passed: for each group, the share of samples that passed. The last `window` groups count; with
-    fewer groups, the task does not rest. Example: with window 2 the task rests for [1, 1] and [0,
-    0], but not for [0.5, 0] or [1].
+    fewer groups, the task does not rest. Example: with window 2 the task rests for [1, 1] or [0,
+    0], not for [0.5, 0] or [1].
     """
     newest = passed[-settings.window :]
     if len(newest) < settings.window:

@@ -74,8 +74,10 @@ MAX_HELD_REQUESTS = 20_000
 
 
 class ParentUnusable(Exception):
-    """Raised if the checkpoint from which the term continues (the lease's parent) cannot be
-    loaded."""
+    """Raised if the checkpoint from which the term continues cannot be loaded.
+
+    This checkpoint is the parent of the term's lease.
+    """
 
     def __init__(self, directory: str, reason: str) -> None:
         """Create the error. directory: name of the checkpoint's directory."""
@@ -422,8 +424,7 @@ class Term:
             )
 
     async def _open_tasks(self) -> TaskSource:
-        """Return the run's tasks. The first call opens them; later calls wait for the same
-        result."""
+        """Return the run's tasks; the first call opens them, and later calls wait for it."""
         if self._opening_tasks is None:
             self._opening_tasks = asyncio.create_task(
                 asyncio.to_thread(
@@ -558,8 +559,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the rows that only outdated checkpoints need, and then the outdated
-        checkpoints."""
+        """Remove the rows that only outdated checkpoints need, then the outdated checkpoints."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

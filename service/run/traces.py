@@ -46,7 +46,7 @@ class _Rollout:
 
 
 class RolloutTraces:
-    """A writer of a trace for each rollout that leaves the ledger, with the rollouts in flight."""
+    """A writer of traces: it follows the rollouts in flight, and writes a trace when one ends."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class RolloutTraces:
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
         """Add ended attempts, and write the traces of rollouts that the last `events` evicted.
 
-        summaries: of the same cut of the queue as the events. now: seconds since 1970.
+        summaries: from the same cut of the queue as these events. now: seconds since 1970.
         """
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)

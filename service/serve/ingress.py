@@ -29,8 +29,7 @@ MAX_HELD_REQUESTS = 20_000
 
 @serve.ingress()
 class ApiIngress:
-    """A replica of the HTTP API. It has no state: any number of replicas may run, and any may
-    die."""
+    """A replica of the HTTP API. It has no state: any number may run, and any may die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
         """Create a replica.

@@ -106,7 +106,7 @@ class RunHost:
         wait([self._keeping])
 
     def why_down(self) -> str:
-        """Return a sentence: why the run's supervisor does not answer."""
+        """Return the reason why the run's supervisor does not answer, as a sentence."""
         return self._why_down
 
     def _keep(self) -> None:
