@@ -117,8 +117,8 @@ NEWLINE = "⏎"
 def visible(piece: bytes) -> str:
     r"""Return bytes as text on one line: newlines as a sign, other control characters escaped.
 
-    Bytes that are not UTF-8 are escaped too. Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", in which
-    \xe4 and \x1b are four characters each.
+    Bytes that are not UTF-8 are escaped too.
+    Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", with four characters for \xe4 and for \x1b
     """
     text = piece.decode("utf-8", "backslashreplace")
     return "".join(_shown(character) for character in text)

@@ -51,7 +51,7 @@ class CheckpointWriter:
         """Start from the checkpoint from which the term continues.
 
         call_trainer: function that makes a call of the trainer. If the trainer's restarted ranks
-        have other weights, it publishes these weights before the call.
+        have other weights, the function publishes these weights before the call.
         """
         self._handles, self._settings, self._call_trainer = handles, settings, call_trainer
         self.newest = Commit(

@@ -311,7 +311,9 @@ class Control(ControlPort):
     ) -> OperationAnswer:
         """Begin to play held-out tasks during training; return the operation, which shows progress.
 
-        Args: num_tasks, task_ids: see `chosen_tasks`. Raises: ControlRefused.
+        Args: num_tasks: number of held-out tasks to play, from the first on; None plays all.
+        task_ids: ids of tasks to play instead; empty if `num_tasks` counts.
+        Raises: ControlRefused.
         """
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:

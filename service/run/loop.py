@@ -276,7 +276,8 @@ class Loop:
     async def _check_failures(self, failed: FailedGroups | None) -> None:
         """Raise RunFailed if too many groups have failed in a row.
 
-        failed: see `FailureWatch.check_groups`. If clients submit the tasks, do nothing.
+        failed: the groups that failed since the last usable one; None if none has. If clients
+        submit the tasks, do nothing.
         """
         if self._settings.has_clients:
             return
@@ -350,8 +351,8 @@ class Loop:
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Make a call of the trainer, and return its answer.
 
-        If the trainer's ranks were restarted and have other weights, publish these and repeat the
-        call.
+        If the trainer's ranks were restarted and have other weights, publish these weights and
+        repeat the call.
         """
         while True:
             try:
@@ -392,7 +393,7 @@ class Loop:
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
         """Wait until the engines have loaded a step's weights; evaluate if due; record the step.
 
-        If a checkpoint is due, begin it before the record.
+        If a checkpoint is due, it is begun before the step is recorded.
         """
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         check = await self._wait_until_loaded(trained)

@@ -188,7 +188,10 @@ class RestartableQueue:
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
-        """Keep a cut's state and the tasks of its groups, and pass its events to the recorder."""
+        """Keep the queue's state from a cut, with the groups' tasks; record the cut's events.
+
+        admitted: groups that the cut's call added to the queue.
+        """
         if cut.snapshot is not None:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}
             self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
@@ -200,7 +203,8 @@ class RestartableQueue:
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
         """Open the queue that Ray starts in place of a dead one, unless another call has done so.
 
-        loss: the error of the call. opening: number of the opening in which the call was made.
+        loss: the error of the call. opening: how often the queue had been restarted before the
+        call.
         Raises: ActorLost if queues die repeatedly, or Ray starts no new queue.
         """
         async with self._reopening:
@@ -248,11 +252,11 @@ class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
     A cut is the queue's state with the events since the last cut. Each start of the queue's process
-    begins an opening; cuts of an earlier opening are refused.
+    is an opening with a number; cuts of an earlier opening are refused.
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Accept the cuts of the queue's first opening, which has number 0.
+        """Expect the cuts of the queue's first process, which is opening number 0.
 
         keep: called with each cut, in order, and with the groups that the cut's call admitted.
         """
@@ -265,17 +269,19 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The number of the queue's current opening; only cuts of this opening are accepted."""
+        """The number of times that the queue was restarted; only cuts since the last restart
+        count."""
         return self._opening
 
     @property
     def num_kept(self) -> int:
-        """The number of cuts of the current opening that were passed to `keep`."""
+        """The number of cuts that were passed to `keep` since the queue's last restart."""
         return self._num_kept
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
-        """Wait until this cut and all cuts before it are passed to `keep`.
+        """Wait until this cut and all earlier cuts of the queue are passed to `keep`.
 
+        A cut is the queue's state with the events since the last cut.
         Returns: False if the cut is from a queue that has died, so that the cut's call had no
         effect.
         """
@@ -292,7 +298,7 @@ class CutsInOrder:
             return arrival.is_kept
 
     async def begin_next(self) -> None:
-        """Begin the next opening: accept only the cuts of the restarted queue, from number 0 on."""
+        """Accept only the cuts of the restarted queue from now on; their numbers begin at 0."""
         async with self._news:
             self._opening += 1
             self._num_kept = 0

@@ -50,7 +50,7 @@ class _KeptStep:
 class RestartableTrainer:
     """The trainer of a whole term; call `start` first and `stop` last.
 
-    version: version of the weights. republished: versions that were published again for the same
+    version: version of the weights. republished: versions that replace another version of the same
     step, because restarted ranks had other weights. shape: shape of the model; None before the
     start. is_restarting: whether a new group is starting.
     """
@@ -111,7 +111,8 @@ class RestartableTrainer:
     async def start(self) -> None:
         """Start the ranks.
 
-        Raises: CheckpointError if the parent cannot be loaded; TrainerStartFailed; ActorLost.
+        Raises: CheckpointError if the checkpoint to begin with cannot be loaded;
+        TrainerStartFailed; ActorLost.
         """
         await self._open_group()
         self.version = self._group.version
@@ -211,7 +212,10 @@ class RestartableTrainer:
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Begin a checkpoint, as `TrainerGroup.begin_save` does. Raises: the errors of `step`."""
+        """Have the ranks copy their state and begin to write a checkpoint of `step`.
+
+        Raises: the errors of `step`.
+        """
         async with self._lock:
             await self._ask(lambda group: group.begin_save(step, term=term))
             self._saving = self._group

@@ -177,7 +177,7 @@ class RunView:
         )
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the data of the run's page, with the steps after step `after`.
+        """Return the data of the run's web page, with the steps after step `after`.
 
         term: the term in which the caller read its earlier steps; if another term runs, return all
         steps.

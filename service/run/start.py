@@ -54,8 +54,8 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
 def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any:
     """Start and return the actor that serves the run's metrics.
 
-    It outlives supervisors, and ends with the calling process. place: Ray's scheduling options.
-    Raises: TimeoutError if the actor's name remains taken.
+    The actor outlives supervisors, and ends with the calling process. place: Ray's scheduling
+    options. Raises: TimeoutError if the actor's name remains taken.
     """
     actor_class = ray.remote(MetricsEndpoint).options(
         num_cpus=0,
@@ -72,7 +72,7 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
 
 
 def phase_values(phase: Phase) -> tuple[Metric, ...]:
-    """Return the metrics that show `phase`, for the time in which no supervisor shows a phase."""
+    """Return the metrics that show `phase`, for the time in which the run has no supervisor."""
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
     metrics.phase.show({each.value: float(each is phase) for each in Phase})
@@ -132,9 +132,10 @@ def start_supervisor(
     If `when_held` is "wait", this function waits instead until that actor ends.
 
     endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint from which to
-    continue; empty for the newest. root_process: see `Supervisor`. lost: this process's dead
-    supervisor, which the new one replaces; None at the first start. lost_name: HOST:PID of the dead
-    supervisor; empty if unknown.
+    continue; empty for the newest. root_process: the process whose memory is measured, with its
+    descendants; None if the run uses a cluster. lost: this process's dead supervisor, which the new
+    one replaces; None at the first start. lost_name: HOST:PID of the dead supervisor; empty if
+    unknown.
     Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
     # Do this here, because this process has already imported the tokenizer's packages, which takes

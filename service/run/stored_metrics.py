@@ -38,7 +38,10 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the step and the evaluation from which a term continues; None shows no value."""
+        """Show the step and evaluation from which a term continues in the gauges.
+
+        None shows no value.
+        """
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)

@@ -274,7 +274,7 @@ class Supervisor:
     async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
         """Accept submissions of clients, and return a reply or an error for each.
 
-        offers: packed submissions, as for `SubmissionQueue.submit_packed`. Raises: LeaseLost.
+        offers: the submissions, each packed with msgpack. Raises: LeaseLost.
         """
         return await self._own_submissions.submit_packed(offers)
 
@@ -313,7 +313,7 @@ class Supervisor:
         return self._view.readiness()
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the data of the run's page, as `RunView.picture` does.
+        """Return the data of the run's web page, as `RunView.picture` does.
 
         Raises: LeaseLost, StoreError.
         """
@@ -440,7 +440,8 @@ class Supervisor:
     async def _run_one_term(self) -> str:
         """Take a lease, and run the lease's term to its end; return why the run has ended.
 
-        Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; else as `run`.
+        Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; otherwise the
+        errors of `run`.
         """
         lease = await self._wait_for_lease()
         if lease is None:
@@ -548,7 +549,7 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take a lease that continues from the newest intact checkpoint, or the one to return to.
+        """Take a lease that continues from the newest intact checkpoint, or from a requested one.
 
         With its first lease the supervisor also writes the run's configuration, because only the
         owner of the run may write it.

@@ -199,7 +199,10 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions that were published again for a step; restarted ranks had other weights."""
+        """The versions that replace another version of the same step.
+
+        Such versions exist if restarted ranks had other weights.
+        """
         return self._trainer.republished
 
     @property
@@ -424,7 +427,7 @@ class Term:
             )
 
     async def _open_tasks(self) -> TaskSource:
-        """Return the run's tasks; the first call opens them, and later calls wait for it."""
+        """Return the run's tasks; the first call opens them, and later calls wait for the first."""
         if self._opening_tasks is None:
             self._opening_tasks = asyncio.create_task(
                 asyncio.to_thread(

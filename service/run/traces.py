@@ -90,9 +90,10 @@ class RolloutTraces:
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Add ended attempts, and write the traces of rollouts that the last `events` evicted.
+        """Add ended attempts to their rollouts, then write the traces of evicted rollouts.
 
-        summaries: from the same cut of the queue as these events. now: seconds since 1970.
+        Call `events` first, for the same cut of the queue: it learns which rollouts were evicted.
+        summaries: the ended attempts. now: seconds since 1970.
         """
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)

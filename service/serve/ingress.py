@@ -108,7 +108,7 @@ def start_serve(*, host: str, port: int) -> None:
 def check_listens(*, host: str, port: int) -> None:
     """Raise ConfigError if Ray Serve listens at another address than this one.
 
-    Serve keeps the address of its first start; a later start with another address only logs this.
+    Serve keeps the address of its first start: a later start with another address has no effect.
     """
     running = _get_global_client().http_config
     if (running.host, running.port) != (host, port):
