@@ -78,7 +78,7 @@ class RemoteDirectory:
                 f"got the address {url}, which names no bucket; expected {protocol}://BUCKET/"
                 f"DIRECTORY, such as {protocol}://{path.strip('/')}"
             )
-        # Without the caches, because other processes write to the same place.
+        # Use no caches, because other processes write to the same address.
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         try:
             self._files, root = url_to_fs(self.url, **options)
@@ -138,7 +138,7 @@ class RemoteDirectory:
         done = before or self._read(_PROGRESS) or Marker(files={})
         there = {name: entry for name, entry in done.files.items() if wanted.get(name) == entry}
         self._write(_PROGRESS, Marker(files=there, note=note))
-        # The marker and the files that change, in this order.
+        # Delete the marker first, then the files that change or are not wanted.
         self._delete(MARKER, *(done.files.keys() - there.keys()))
         num_sent = 0
         for name, (size, digest) in wanted.items():
@@ -233,7 +233,7 @@ class RemoteDirectory:
         return f"{self._root}/{name}"
 
     def _make_parent(self, name: str) -> None:
-        # An object store has no directories; there the call might make a bucket.
+        # Skip this for an object store: it has no directories, and the call might make a bucket.
         if not self._files.async_impl:
             parent = self._path(name).rpartition("/")[0]
             self._files.makedirs(parent, exist_ok=True)

@@ -55,7 +55,7 @@ from service.telemetry.records import EvaluationRecord
 log = logging.getLogger("rayloom.control")
 
 KEPT_OPERATIONS = 256
-# Seconds that an answer waits for an admission in progress, or for the engines to hold their turns.
+# Seconds that `pause` waits for an admission in progress, or until the engines hold their turns.
 PASSED_LIMIT_S = 10.0
 # Share of each environment actor's slots that an evaluation may use; training keeps the others.
 EVALUATION_SLOTS_SHARE = 0.25
@@ -281,7 +281,7 @@ class Control(ControlPort):
         views = [
             each for each in await self.checkpoints() if checkpoint_id in (each.id, str(each.step))
         ]
-        # If a step has several checkpoints, a return to an earlier one has undone all but one.
+        # If a step has several checkpoints, returns to earlier steps have undone all but one.
         found = next((each for each in views if not each.why_not), views[0] if views else None)
         if found is None:
             raise ControlRefused(

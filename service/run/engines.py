@@ -131,7 +131,7 @@ class Engines:
             await asyncio.to_thread(delete_leftovers, self._run_id, but=left)
             self.app_name = left or application_name(self._run_id, term=term)
             self._board = await self._start_board()
-            # Engines are slow to start, and until then need only the board's handle.
+            # Start the engines now: they start slowly, and at first need only the board's handle.
             await self._deploy()
             # The board may have to wait for a node, and then imports its packages.
             handle = board_handle(self._board, deadline_s=BOARD_START_S)

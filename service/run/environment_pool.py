@@ -144,7 +144,7 @@ class EvaluationFiles:
                 )
 
     def _write(self, name: str, played: Sequence[Played]) -> None:
-        # Make no parent directories: if the run's directory is not visible here, do not make one.
+        # If the run's directory is not visible on this node, fail instead of making one.
         self._directory.mkdir(exist_ok=True)
         write_lines(self._directory / f"{name}.jsonl", played)
         files = sorted(self._directory.glob("step-*.jsonl"), key=lambda file: file.stat().st_mtime)

@@ -109,7 +109,7 @@ class HackingWatch:
                 else:
                     self._check_step(term, step)
             except Exception as error:
-                # The outermost frame of the thread, which must survive any content of a file.
+                # The thread must survive any content of a file, and this is its outermost frame.
                 log.info("failed", exc_info=error)
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
@@ -126,7 +126,7 @@ class HackingWatch:
         except ConfigError:
             # There is no file of a surviving step.
             return
-        # The term's own files come one by one, and some may exist already.
+        # `_check_step` reads this term's own files, some of which may exist already.
         earlier = tuple(file for file in journal.files if file.term < term)
         journal = replace(journal, files=earlier)
         kept = kept_of(journal)

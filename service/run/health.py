@@ -50,7 +50,7 @@ REMEDIES = {
     Outcome.EMPTY: "check the model: it ends its answers before the first token",
     Outcome.TOKEN_MISALIGNED: "check the engines: their log-probabilities are unusable",
 }
-# Remedies by the cause for which sampled tokens are not trained; REMEDIES has the other outcomes.
+# Remedies by the cause for which sampled tokens are not trained; for other causes use REMEDIES.
 TOKEN_REMEDIES: Mapping[TokenCause, str] = {
     EvictionReason.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or train cut-off "
     "answers: set rollouts.outcomes.truncated_tokens to {disposition: score} or {disposition: "
@@ -71,8 +71,8 @@ TOKEN_REMEDIES: Mapping[TokenCause, str] = {
     LeftOutReason.UNSEEN: "check why the agents end their requests before the answers come",
     LeftOutReason.TITLE: "turn off titles in the agent, or set sessions.titles to train",
 }
-# Number of steps over which the share of trained tokens is checked; a share below this causes a
-# notice.
+# Number of steps over which the share of trained tokens is checked, and the share below which there
+# is a notice.
 SHARE_STEPS = 5
 LOW_SHARE = 0.5
 # Number of steps without a difference in reward after which a notice is given.

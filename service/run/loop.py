@@ -332,7 +332,7 @@ class Loop:
         """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
-                # The ranks may still execute the call, but are needed for a checkpoint.
+                # The ranks may still execute the call; end it, because a checkpoint needs the ranks.
                 await self._handles.trainer.abandon()
                 raise StepAbandoned("the grace period of the stop has ended")
             answer: Answer = working.result()
@@ -416,7 +416,7 @@ class Loop:
         none.
         """
         check = await self._handles.publisher.wait_until_loaded(trained.version)
-        # The window counts steps: a version that was published again does not move it.
+        # The queue's window counts steps: a version that was published again does not move it.
         await self._handles.queue.set_loaded_version(trained.step)
         return check
 
@@ -434,7 +434,7 @@ class Loop:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
-        # Check this after the record, which shows by how much trainer and engines differ.
+        # Do this after the record is stored: it shows by how much trainer and engines differ.
         if notice := self._failures.note_logprobs(trained.step, check):
             self._handles.recorder.notice(notice)
 

@@ -450,7 +450,7 @@ class RunRecorder:
     ) -> None:
         """Remove rows that the run no longer needs from the database; see `retention.forget`."""
         if self._submissions is not None:
-            # Do this before the events are removed, which say how the submissions' rollouts ended.
+            # Do this before the events are removed: they say how the submissions' rollouts ended.
             await self._submissions.archive(
                 last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
             )

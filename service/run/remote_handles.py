@@ -119,7 +119,7 @@ class _SupervisorClient(_Calls):
         self._run_id = run_id
         self._host = host
         self._actor: Any = None
-        # Offers, each with the future of its reply.
+        # Packed submissions (offers) to send, each with the future of its reply.
         self._unsent: deque[tuple[bytes, asyncio.Future[bytes]]] = deque()
         self._sending: asyncio.Task[None] | None = None
 
@@ -165,7 +165,7 @@ class _SupervisorClient(_Calls):
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:
             offer, reply = self._unsent.popleft()
-            # No caller waits for the others any more.
+            # Leave out an offer if its caller does not wait any more.
             if not reply.done():
                 batch[reply] = offer
                 num_bytes += len(offer)
@@ -191,7 +191,7 @@ class _SupervisorClient(_Calls):
                 call = getattr(await self._find(), method).remote(*arguments, **named)
                 return await await_reply(call, name="supervisor", deadline_s=deadline_s)
             except ActorLost:
-                # Look it up again at the next call: it may have been replaced.
+                # Look the supervisor up again at the next call: it may have been replaced.
                 self._actor = None
                 raise
 

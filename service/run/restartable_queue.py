@@ -146,7 +146,7 @@ class RestartableQueue:
         return stats
 
     def kill(self) -> None:
-        # The recorder is used by the next term too.
+        # End the calls in progress: they must not write to the recorder, which the next term uses.
         self._changing.cancel()
         ray.kill(self.actor)
 

@@ -102,7 +102,7 @@ class ConfiguredTasks:
         self._curriculum = curriculum
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        # A large task file is shuffled for each of its epochs.
+        # Run this in a thread, because a large task file is shuffled for each of its epochs.
         return await asyncio.to_thread(self._fill, slots)
 
     def _fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:

@@ -88,8 +88,8 @@ class RunHost:
         self._why_down = "the run is starting"
         self._endpoint: Any = None
         self._must_end = Event()
-        # In another thread, because the checks run an environment's reset in their own event loop,
-        # and Serve's event loop runs in this thread.
+        # Run this in another thread: the checks run an environment's reset in their own event
+        # loop, and Serve's event loop runs in this thread.
         self._keeping = ThreadPoolExecutor(max_workers=1).submit(self._keep)
 
     def check_health(self) -> None:
@@ -213,7 +213,7 @@ class RunHost:
                 when_held="wait",
             )
             supervisor = start()
-            # When it answers, the database exists.
+            # When the supervisor answers, the database exists.
             ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
         return SupervisorWatcher(
             supervisor,
