@@ -332,7 +332,7 @@ class Loop:
         """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
-                # The ranks may still execute the call; end it, because a checkpoint needs the ranks.
+                # The ranks may still execute the call; end it, as a checkpoint needs them.
                 await self._handles.trainer.abandon()
                 raise StepAbandoned("the grace period of the stop has ended")
             answer: Answer = working.result()

@@ -588,7 +588,7 @@ class Term:
         config, parent = self._config, self._lease.parent
         has_clients = self._submissions is not None
         if has_clients:
-            # A run with clients ends only with its last step: clients may still submit harder tasks.
+            # A run with clients ends only with its last step: harder tasks may still be submitted.
             config = replace(config, run=replace(config.run, stop_at_reward=None))
         return LoopSettings(
             term=self._lease.term,
