@@ -116,10 +116,8 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin the term of a new lease.
+        """Begin a lease's term: complete a requested return, and restore stored pauses.
 
-        If an operator requested the return to a checkpoint, complete that operation. In the first
-        term, restore the stored pauses.
         Raises: StoreError.
         """
         asked, self._return = self._return, None
@@ -193,10 +191,8 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses in status and metrics.
-
-        If `changed` is generation, also stop or resume generation in the running term.
-        """
+        """Show the pauses; if `changed` is generation, also stop or resume it in the running
+        term."""
         recorder = self._recorder
         if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
             recorder.training(str(self.pauses))
@@ -271,11 +267,9 @@ class Control(ControlPort):
         return self._begin("checkpoint", work, detail="after the current step")
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer:
-        """End the term, and have the next term continue from a checkpoint.
+        """End the term, have the next one continue from a checkpoint, and return the operation.
 
-        checkpoint_id: the checkpoint's id or its step.
-        Returns: the operation, which shows progress.
-        Raises: ControlRefused, StoreError.
+        checkpoint_id: the checkpoint's id or its step. Raises: ControlRefused, StoreError.
         """
         self._check_is_running()
         views = [
@@ -311,9 +305,7 @@ class Control(ControlPort):
     ) -> OperationAnswer:
         """Begin to play held-out tasks during training; return the operation, which shows progress.
 
-        Args: num_tasks: number of held-out tasks to play, from the first on; None plays all.
-        task_ids: ids of tasks to play instead; empty if `num_tasks` counts.
-        Raises: ControlRefused.
+        num_tasks: play the first; None: all. task_ids: play these instead. Raises: ControlRefused.
         """
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
@@ -358,10 +350,7 @@ class Control(ControlPort):
     async def _play(
         self, term: Term, tasks: Sequence[Task], sampling: Sampling, *, operation_id: str
     ) -> EvaluationRecord:
-        """Play an evaluation, record it, and return the record.
-
-        Raises: ActorLost, LeaseLost, StoreError.
-        """
+        """Play and record an evaluation. Raises: ActorLost, LeaseLost, StoreError."""
         recorder = self._recorder
         step, version = recorder.last_step, recorder.policy_version
         summaries = await term.evaluate(
@@ -383,10 +372,7 @@ class Control(ControlPort):
     # -- operations -----------------------------------------------------------------------------
 
     async def operation(self, operation_id: str) -> OperationAnswer:
-        """Return the state of an operation, such as a requested checkpoint.
-
-        Raises: ControlRefused if the operation is unknown.
-        """
+        """Return an operation's state. Raises: ControlRefused if the operation is unknown."""
         if (found := self._operations.get(operation_id)) is None:
             raise ControlRefused(
                 RefusalCode.UNKNOWN,
@@ -450,10 +436,7 @@ class Control(ControlPort):
     # -- policies and calls ---------------------------------------------------------------------
 
     async def policies(self) -> PoliciesAnswer:
-        """Return the policy versions that the trainer, an engine or a checkpoint has.
-
-        Raises: StoreError.
-        """
+        """Return the policy versions of trainer, engines and checkpoints. Raises: StoreError."""
         term, status = self.term, await self._board_status()
         by_version: dict[int, list[str]] = {}
         for each in await self.checkpoints():
@@ -505,11 +488,7 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Return the running term.
-
-        what: name of the requested work, for the error.
-        Raises: ControlRefused if no term is training.
-        """
+        """Return the running term. Raises: ControlRefused, about `what`, if no term is training."""
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
@@ -525,8 +504,7 @@ def chosen_tasks(
 ) -> list[Task]:
     """Return the tasks to evaluate: those of `task_ids`, else the first `num_tasks` held-out ones.
 
-    num_tasks: None takes all held-out tasks.
-    Raises: ControlRefused if a requested task is not held out, or if there are too many tasks.
+    num_tasks: None takes all. Raises: ControlRefused if a task is not held out, or for too many.
     """
     if not held_out:
         raise ControlRefused(
@@ -573,10 +551,8 @@ def policies_view(
 ) -> PoliciesAnswer:
     """Return the policy versions that the trainer, an engine or a checkpoint has.
 
-    status: the weight board's status; None if the board does not answer. trained_version: version
-    of the trainer's weights; None if there are none. republished: versions that were published
-    again for the same step, because restarted ranks had other weights. checkpoints: ids of the
-    checkpoints of each version. now: seconds since 1970.
+    status: None if the weight board does not answer. republished: versions that replace another
+    version of the same step. checkpoints: each version's checkpoint ids. now: seconds since 1970.
     """
     replicas = () if status is None else status.replicas
     # After a return, versions of different terms may have the same number but different weights.
@@ -613,10 +589,7 @@ def policies_view(
 
 
 def _size_of(directory: Path) -> int | None:
-    """Return the total size in bytes of a directory's files.
-
-    Returns: None if the directory is missing, empty or being removed.
-    """
+    """Return a directory's size in bytes; None if it is missing, empty or being removed."""
     try:
         found = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     except OSError:

@@ -416,7 +416,7 @@ class Loop:
         none.
         """
         check = await self._handles.publisher.wait_until_loaded(trained.version)
-        # The queue's window counts steps: a version that was published again does not move it.
+        # The window counts steps: a version that was published again does not move it.
         await self._handles.queue.set_loaded_version(trained.step)
         return check
 

@@ -283,8 +283,7 @@ class Supervisor:
     ) -> SubmissionView | None:
         """Return the state of a submission; None if it is unknown or not visible.
 
-        sees: the tenant whose submissions are visible; None makes those of all tenants visible.
-        Raises: LeaseLost, StoreError.
+        sees: the tenant whose submissions are visible; None: all. Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.view(submission_id, sees=sees)
 
@@ -302,7 +301,7 @@ class Supervisor:
         """Return a page of the results of submitted rollouts.
 
         after: number of the last entry that the caller has read. sees: the tenant whose results are
-        visible; None makes those of all tenants visible. Raises: LeaseLost, StoreError.
+        visible; None: all. Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
@@ -313,33 +312,25 @@ class Supervisor:
         return self._view.readiness()
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the data of the run's web page, as `RunView.picture` does.
-
-        Raises: LeaseLost, StoreError.
-        """
+        """Return the data of the run's page, as `RunView` does. Raises: LeaseLost, StoreError."""
         self._check_owned()
         return await self._view.picture(term=term, after=after)
 
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer:
-        """Return a page of the trajectories in the journal, the stored tokens of the newest steps.
-
-        Raises: StoreError for a damaged file; ActorLost.
-        """
+        """Return a page of stored trajectories. Raises: StoreError for a damaged file;
+        ActorLost."""
         return await self._view.read_journal(journal_page, wanted, after)
 
     async def trajectory(self, name: str) -> bytes | None:
-        """Return a trajectory of the journal as JSON; None if the journal does not have it.
-
-        Raises: StoreError for a damaged file; ActorLost.
-        """
+        """Return a stored trajectory as JSON; None if it is unknown. Raises: StoreError;
+        ActorLost."""
         return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
         """Cancel a submission unless a step has taken it.
 
-        sees: the tenant whose submissions are visible; None makes those of all tenants visible.
-        Returns: the submission's state; None if it is unknown or not visible.
-        Raises: LeaseLost, StoreError.
+        sees: the tenant whose submissions are visible; None: all. Returns: the submission's state;
+        None if it is unknown or not visible. Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
 
@@ -348,18 +339,15 @@ class Supervisor:
         return await self._thread.call(read_keys, self._store)
 
     async def add_key(self, key: NamedKey) -> bool:
-        """Add a named key to the run's API.
+        """Add a named key; return False if name or digest is taken, or there are too many keys.
 
-        Returns: False if the name or the digest is taken, or if there are too many keys.
         Raises: StoreError.
         """
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a named key permanently; return the key, or None if the name is unknown.
-
-        Raises: StoreError.
-        """
+        """Revoke a named key permanently; return it, or None if it is unknown. Raises:
+        StoreError."""
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
@@ -393,10 +381,7 @@ class Supervisor:
         return self._submissions
 
     def _check_owned(self) -> None:
-        """Raise LeaseLost if another process has taken over the run.
-
-        This process may then lack the run's newer state.
-        """
+        """Raise LeaseLost if another process owns the run; this process may lack newer state."""
         if self._lost is not None:
             raise LeaseLost(str(self._lost))
 
@@ -499,10 +484,9 @@ class Supervisor:
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Take the lease of the run, and return it.
+        """Take the lease of the run, and return it; None if a stop was requested during a wait.
 
         If another process owns the run and `when_held` is "wait", wait until the run is free.
-        Returns: None if a stop was requested during the wait.
         Raises: LeaseHeld if another process owns the run; LeaseLost; StoreError.
         """
         while True:
@@ -521,9 +505,8 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take a lease that continues from the newest readable checkpoint, and return it.
+        """Take a lease that continues from the newest readable checkpoint; show its rollout counts.
 
-        Also show the rollout counts of the checkpoint.
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
         lease, commits = await self._thread.call(self._take_readable)
@@ -575,10 +558,7 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease regularly.
-
-        Raises: LeaseLost; StoreError if the database is away for too long.
-        """
+        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database stays away."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another
@@ -588,10 +568,7 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the run's end, write the report, and accept no more calls.
-
-        Returns: whether the report was written.
-        """
+        """Show the run's end, accept no more calls; return whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:

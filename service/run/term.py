@@ -74,10 +74,7 @@ MAX_HELD_REQUESTS = 20_000
 
 
 class ParentUnusable(Exception):
-    """Raised if the checkpoint from which the term continues cannot be loaded.
-
-    This checkpoint is the parent of the term's lease.
-    """
+    """Raised if the checkpoint from which the term continues cannot be loaded."""
 
     def __init__(self, directory: str, reason: str) -> None:
         """Create the error. directory: name of the checkpoint's directory."""
@@ -89,10 +86,7 @@ class ParentUnusable(Exception):
 
 
 class Term:
-    """One term of a run: the actors, and the loop that trains; call `run`, then `stop`.
-
-    Call `stop` also after an error of `run`.
-    """
+    """One term of a run: its actors and its training loop; call `run`, then always `stop`."""
 
     def __init__(
         self,
@@ -199,10 +193,7 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions that replace another version of the same step.
-
-        Such versions exist if restarted ranks had other weights.
-        """
+        """Versions that replace another version of the same step, because ranks were restarted."""
         return self._trainer.republished
 
     @property
