@@ -253,10 +253,7 @@ class Control(ControlPort):
         )
 
     async def checkpoint(self) -> OperationAnswer:
-        """Begin a checkpoint of the last finished step; return the operation, which shows progress.
-
-        Raises: ControlRefused if no term is training.
-        """
+        """Begin a checkpoint of the last step; return the operation. Raises: ControlRefused."""
         term = self._training_term("a checkpoint")
 
         async def work(operation: OperationAnswer) -> OperationAnswer:
@@ -305,7 +302,8 @@ class Control(ControlPort):
     ) -> OperationAnswer:
         """Begin to play held-out tasks during training; return the operation, which shows progress.
 
-        num_tasks: play the first; None: all. task_ids: play these instead. Raises: ControlRefused.
+        num_tasks: number of held-out tasks to play, from the first on; None plays all. task_ids:
+        ids of the tasks to play instead. Raises: ControlRefused.
         """
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
@@ -504,7 +502,8 @@ def chosen_tasks(
 ) -> list[Task]:
     """Return the tasks to evaluate: those of `task_ids`, else the first `num_tasks` held-out ones.
 
-    num_tasks: None takes all. Raises: ControlRefused if a task is not held out, or for too many.
+    num_tasks: None takes all held-out tasks. Raises: ControlRefused if a requested task is not held
+    out, or if there are too many tasks.
     """
     if not held_out:
         raise ControlRefused(

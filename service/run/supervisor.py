@@ -283,7 +283,8 @@ class Supervisor:
     ) -> SubmissionView | None:
         """Return the state of a submission; None if it is unknown or not visible.
 
-        sees: the tenant whose submissions are visible; None: all. Raises: LeaseLost, StoreError.
+        sees: the tenant whose submissions are visible, or None for all. Raises: LeaseLost,
+        StoreError.
         """
         return await self._own_submissions.view(submission_id, sees=sees)
 
@@ -301,7 +302,7 @@ class Supervisor:
         """Return a page of the results of submitted rollouts.
 
         after: number of the last entry that the caller has read. sees: the tenant whose results are
-        visible; None: all. Raises: LeaseLost, StoreError.
+        visible, or None for all. Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
@@ -329,8 +330,8 @@ class Supervisor:
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
         """Cancel a submission unless a step has taken it.
 
-        sees: the tenant whose submissions are visible; None: all. Returns: the submission's state;
-        None if it is unknown or not visible. Raises: LeaseLost, StoreError.
+        sees: the tenant whose submissions are visible, or None for all. Returns: the submission's
+        state; None if it is unknown or not visible. Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
 

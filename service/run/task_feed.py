@@ -45,7 +45,7 @@ class Curriculum:
     ) -> None:
         """Start with stored results.
 
-        results: the property `results` at an earlier time, such as that of a checkpoint; None: no
+        results: what the property `results` returned before, such as at a checkpoint; None for no
         results.
         """
         self._settings = settings
