@@ -253,7 +253,7 @@ class Control(ControlPort):
         )
 
     async def checkpoint(self) -> OperationAnswer:
-        """Begin a checkpoint of the last step; return the operation. Raises: ControlRefused."""
+        """Begin a checkpoint of the newest step; return the operation. Raises: ControlRefused."""
         term = self._training_term("a checkpoint")
 
         async def work(operation: OperationAnswer) -> OperationAnswer:

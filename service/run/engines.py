@@ -317,9 +317,9 @@ class Publisher:
         Args: quiet_limit_s: seconds after which the term ends if no engine makes progress with its
         start or load. measure: returns a context manager that measures a phase of a publication.
         text: text of the first check; None uses a fixed text of 17 tokens in all checks.
-        most_tokens: an engine's limit for prompt tokens. check_every: interval, in publications, at
-        which a check of the whole text is due; 0: never. dtype, is_quantised: select the bounds of
-        the checks. clock: returns seconds.
+        most_tokens: an engine's limit for prompt tokens. check_every: number of publications after
+        which a check of the whole text is due; 0 if it never is. dtype, is_quantised: select the
+        bounds of the checks. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board

@@ -225,7 +225,8 @@ class EnvironmentPool(ActorPool):
     ) -> list[TrajectorySummary]:
         """Play each task as `play` does, store the rollouts in a file, and return their summaries.
 
-        file: name of the file without its suffix. slots_share: see `play`.
+        file: name of the file without its suffix. slots_share: the part of rollouts.slots_per_actor
+        that each actor plays at once, from 0 to 1.
         """
         keeps_tokens = self._files.keep > 0
         played = await play(

@@ -448,7 +448,10 @@ class RunRecorder:
         journal_steps: int,
         max_policy_age: int,
     ) -> None:
-        """Remove rows that the run no longer needs from the database; see `retention.forget`."""
+        """Remove rows of the database that no resume, report or API call needs any more.
+
+        kept: the checkpoints to which the run can return, newest first.
+        """
         if self._submissions is not None:
             # Do this before the events are removed: they say how the submissions' rollouts ended.
             await self._submissions.archive(

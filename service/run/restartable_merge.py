@@ -44,7 +44,8 @@ class RestartableMerge:
         self._actor = start_actor()
 
     async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
-        """Return the shards with the rows that the trainer must score; see `MergeActor.plan`."""
+        """Return a reference to a shard for each rank, with the rows that the trainer must
+        score."""
 
         async def plan() -> tuple[Any, ...]:
             return await _own(await self._ask("plan", step_input, version))
@@ -58,7 +59,11 @@ class RestartableMerge:
         scores: Sequence[Any],
         republished: Sequence[int],
     ) -> BuiltStep:
-        """Build the batch of a step, and return it, as `MergeActor.build` does."""
+        """Build the batch of a step; the result has a reference to a shard for each rank.
+
+        scores: references to the scores of the shards of `plan`; empty if `plan` was not called.
+        republished: versions that replace another version of the same step.
+        """
 
         async def build() -> BuiltStep:
             built = await self._ask("build", step_input, version, scores, republished)

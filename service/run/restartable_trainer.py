@@ -137,17 +137,18 @@ class RestartableTrainer:
                         await self._restart(loss)
 
     async def score(self, shards: Sequence[Any]) -> tuple[Any, ...]:
-        """Return references to the scores of each rank's shard, as `TrainerGroup.score` does.
+        """Score rows before they are trained; return a reference to the scores of each rank.
 
-        Raises: the errors of `step`.
+        shards: for each rank, a reference to the shard with its rows. Raises: the errors of `step`.
         """
         async with self._lock:
             return await self._ask(lambda group: group.score(shards))
 
     async def step(self, shards: Sequence[Any], *, num_bytes: int = 0) -> StepStats:
-        """Train a step, keep its shards, and return its statistics, as `TrainerGroup.step` does.
+        """Train a step, keep its shards until its checkpoint is committed, and return its
+        statistics.
 
-        num_bytes: total size of the shards.
+        shards: a reference to the shard of each rank. num_bytes: total size of the shards.
         Raises: WeightsMoved; ActorLost if no new group starts or a shard is gone;
         TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned from the group.
         """
@@ -181,7 +182,7 @@ class RestartableTrainer:
             await self._group.abandon()
 
     async def publish(self, board: Any, term: int, version: int) -> None:
-        """Publish the weights, as `TrainerGroup.publish` does.
+        """Send the ranks' weights to the weight board, as version `version` of term `term`.
 
         Raises: WeightsMoved if the weights are no longer `version`; otherwise the errors of `step`.
         """
@@ -197,7 +198,7 @@ class RestartableTrainer:
             self._must_publish = False
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Return the log-probabilities of `rows`, as `TrainerGroup.check_logprobs` does.
+        """Return the log-probabilities of the tokens in `rows` under the current weights.
 
         rows: if empty, a fixed text is scored.
         Raises: the errors of `step`.

@@ -212,7 +212,7 @@ class Term:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Commit:
-        """Have the loop write a checkpoint, as `Loop.checkpoint` does; return it once committed.
+        """Have the loop write a checkpoint; return the checkpoint once it is committed.
 
         The term must be training.
         """
