@@ -145,8 +145,7 @@ class RestartableTrainer:
             return await self._ask(lambda group: group.score(shards))
 
     async def step(self, shards: Sequence[Any], *, num_bytes: int = 0) -> StepStats:
-        """Train a step, keep its shards until its checkpoint is committed, and return its
-        statistics.
+        """Train a step, keep its shards for a possible restart, and return its statistics.
 
         shards: a reference to the shard of each rank. num_bytes: total size of the shards.
         Raises: WeightsMoved; ActorLost if no new group starts or a shard is gone;
