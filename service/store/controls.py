@@ -1,4 +1,4 @@
-"""The stored requests of a run's operators: the paused parts, and the newest calls."""
+"""What operators requested of a run: the paused parts, and the newest calls of the API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSWER = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseAnswer:
-    """The pause of a part of the run."""
+    """A part of the run that an operator paused, with the time and the reason of the pause."""
 
     __pydantic_config__ = _ANSWER
 
@@ -32,7 +32,7 @@ class PauseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAnswer:
-    """One call of an operator, and its answer. The fields are the columns of `admin_calls`."""
+    """An operator's call of the API and its response, as stored in the table `admin_calls`."""
 
     __pydantic_config__ = _ANSWER
 
@@ -51,13 +51,13 @@ class CallAnswer:
 
 
 class ControlStore:
-    """The tables `pauses` and `admin_calls` of a run's database."""
+    """Reads and writes the tables `pauses` and `admin_calls` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
 
     def pauses(self) -> list[PauseAnswer]:
-        """Return the run's pauses. Raises: StoreError."""
+        """Return a pause for each part of the run that is paused now. Raises: StoreError."""
         columns = tables.pauses.c
         query = select(columns.part, columns.since, columns.reason)
 
@@ -67,7 +67,10 @@ class ControlStore:
         return self._store.read(read)
 
     def set_paused(self, part: Pausable, pause: PauseAnswer | None, *, term: int) -> None:
-        """Store the pause of a part, or its end if None. Raises: LeaseLost, StoreError."""
+        """Store the pause of a part of the run, or delete it if `pause` is None.
+
+        Raises: LeaseLost, StoreError.
+        """
         table = tables.pauses
 
         def write(connection: Connection) -> None:
@@ -79,7 +82,7 @@ class ControlStore:
         self._store.write(term, write)
 
     def add_call(self, call: CallAnswer, *, term: int) -> None:
-        """Add a call, and keep only the newest KEPT_CALLS. Raises: LeaseLost, StoreError."""
+        """Add a call, and delete all but the newest KEPT_CALLS. Raises: LeaseLost, StoreError."""
         table = tables.admin_calls
         row = {each.name: getattr(call, each.name) for each in fields(CallAnswer)}
 

@@ -1,4 +1,4 @@
-"""A run's database: connections, transactions, and retries while it does not answer.
+"""A run's database: connections, transactions, and retries while the database does not answer.
 
 Invariants: a read never takes the write lock; writes of all processes are done one after the other;
 each write is done once, even if its connection breaks during the commit. `read_only` and `moving`
@@ -58,7 +58,10 @@ Result = TypeVar("Result")
 
 
 class Database:
-    """The database at a URL (`service.store.place`); it raises StoreError for a driver's errors."""
+    """Connects to the database at a URL (`service.store.place`), for reads and writes with retries.
+
+    Its methods raise StoreError instead of the driver's errors.
+    """
 
     def __init__(
         self,
@@ -68,10 +71,10 @@ class Database:
         patience_s: float = PATIENCE_S,
         count_failure: Callable[[], object] = lambda: None,
     ) -> None:
-        """Store the URL, without a connection; the first use connects.
+        """Store the URL without connecting; the first use connects.
 
         Args: patience_s: seconds to wait for a database that does not answer. count_failure: called
-        if the file with the URL can no longer be read.
+        each time that the file with the URL cannot be read.
         """
         parsed = make_url(url)
         self.location = shown(parsed)
@@ -104,7 +107,7 @@ class Database:
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self) -> None:
-        """Move the log of an SQLite database into its file, then end all connections."""
+        """Merge the write-ahead log of an SQLite database into its file; end all connections."""
         if self.is_sqlite and not self._is_read_only:
             # Closing the last connection would do this, but another process may be reading the run.
             # If it fails, the log remains, and the next process that opens the database uses it.
@@ -122,11 +125,9 @@ class Database:
         self._engine.dispose()
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Return the result of `body`, called with a connection.
+        """Call `body` with a connection that sees one state of the database, and return the result.
 
-        The connection sees one state of the database.
-
-        Args: body: may only use the connection, because it is repeated if the database fails.
+        Args: body: must only use the connection, because it is called again if the database fails.
         Raises: StoreError; what body raises.
         """
 
@@ -139,8 +140,8 @@ class Database:
     def write(self, body: Callable[[Connection], Result]) -> Result:
         """Call `body` in a transaction that excludes other writers, commit, and return the result.
 
-        Args: body: may only use the connection, because it is repeated if the database fails before
-        the commit is confirmed.
+        Args: body: must only use the connection, because it is called again if the database fails
+        before the commit is confirmed.
         Raises: StoreError; what body raises.
         """
         with self._writing:
@@ -164,9 +165,8 @@ class Database:
     ) -> None:
         """Call `create`, which creates the tables, unless `is_ready` returns true.
 
-        Other writers are excluded during the call, although there is no row to lock yet. Another
-        process may create the tables after the call of `is_ready`, so `create` must accept existing
-        tables.
+        No other process writes while `create` runs. But another process may create the tables after
+        the call of `is_ready`, so `create` must accept existing tables.
         Raises: StoreError; what the two functions raise.
         """
 
@@ -179,13 +179,13 @@ class Database:
         self._with_retries("opened", attempt)
 
     def now(self, connection: Connection) -> float:
-        """Return the seconds since 1970 by the database's clock, which all its users share."""
+        """Return the seconds since 1970 by the clock that all users of the database share."""
         if self.is_sqlite:
             return time.time()
         return float(connection.scalar(select(_epoch(func.clock_timestamp()))) or 0.0)
 
     def answers_since(self, connection: Connection) -> float:
-        """Return the time at which the server started, by the clock of `now`; 0 for SQLite.
+        """Return when the PostgreSQL server started, by the clock of `now`; 0 for SQLite.
 
         Before that time the server was down, so that no owner could renew its lease.
         """
@@ -194,7 +194,10 @@ class Database:
         return float(connection.scalar(select(_epoch(func.pg_postmaster_start_time()))) or 0.0)
 
     def damage(self, *, limit_s: float) -> str:
-        """Search SQLite's file for damage for at most limit_s; return what was found, or ""."""
+        """Search an SQLite file for damage for at most limit_s seconds; describe what was found.
+
+        Returns: an empty text if no damage was found, or if the database is PostgreSQL.
+        """
         if not self.is_sqlite:
             return ""
 
@@ -216,7 +219,7 @@ class Database:
         return self.read(check)
 
     def copy_to(self, target: Path) -> None:
-        """Copy SQLite's database to the file `target`, which is replaced if it exists.
+        """Copy an SQLite database to the file `target`, which is replaced if it exists.
 
         The copy has the newest commit, and nothing of an open transaction.
         Raises: StoreError.
@@ -240,12 +243,12 @@ class Database:
             ) from error
 
     def fence(self, reason: str, *, check: Callable[[Connection], None]) -> None:
-        """Make the database refuse every later write with a reason, by any process and version.
+        """Make the database refuse every later write, by any process and any version of Rayloom.
 
         Each write changes the table `format`, and a trigger refuses this change. Reads are still
         possible.
-        Args: check: called in the same transaction; raises if the caller may not fence the
-        database.
+        Args: reason: message of the error that a refused writer receives. check: called in the same
+        transaction; raises if the caller may not fence the database.
         Raises: StoreError; what check raises.
         """
         quoted = reason.replace("'", "''")
@@ -272,7 +275,7 @@ class Database:
         self._with_retries("written", attempt)
 
     def unfence(self) -> None:
-        """Allow writes again. Raises: StoreError."""
+        """Allow writes again after `fence`. Raises: StoreError."""
 
         def attempt() -> None:
             with self._writing_connection() as connection:
@@ -283,7 +286,7 @@ class Database:
         self._with_retries("written", attempt)
 
     def is_fenced(self, connection: Connection) -> bool:
-        """Return whether every write is refused."""
+        """Return whether the database refuses every write because `fence` was called."""
         if self.is_sqlite:
             found = select(func.count()).select_from(text("sqlite_master"))
             return bool(connection.scalar(found.where(text("name = :name")), {"name": FENCE}))
@@ -355,9 +358,9 @@ class Database:
                 create(connection)
 
     def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Return the result of an attempt, which is repeated while the database does not answer.
+        """Call `attempt` again while the database does not answer, and return the result.
 
-        Raises: StoreError.
+        what: a participle for error messages, such as "read". Raises: StoreError.
         """
         try:
             return self._attempts(what, attempt)

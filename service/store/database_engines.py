@@ -69,10 +69,10 @@ def postgresql_engine(url: URL, schema: str | None, count_failure: Callable[[], 
 def _follow(
     engine: Engine, current: SecretFile[URL], arguments: Callable[[URL], dict[str, Any]]
 ) -> None:
-    """Make each new connection of an engine read its URL from the file again.
+    """Make an engine read the database's URL from the file again for each new connection.
 
-    A connection with an earlier URL is replaced before its next use, because the URL's user may no
-    longer exist.
+    An open connection with an earlier URL is replaced before its next use, because the user in that
+    URL may no longer exist.
     """
 
     def connect(dialect: Any, record: Any, positional: list[Any], named: dict[str, Any]) -> None:
@@ -115,9 +115,10 @@ def sqlite_writer(url: URL, file: Path) -> Engine:
 
 
 def sqlite_reader(file: Path) -> Engine:
-    """Return an engine that only reads a file: it never creates it, writes it or blocks its writer.
+    """Return an engine that reads an SQLite file, and never changes it or makes a writer wait.
 
-    If there is a log next to the database, SQLite keeps its index of the log (-shm) up to date.
+    The engine does not create a missing file. If there is a write-ahead log next to the file,
+    SQLite still updates the index of the log (-shm).
     """
 
     engine = create_engine(

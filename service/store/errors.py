@@ -12,8 +12,11 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """A living process owns the lease; the caller asked to take only a lease without an owner."""
+    """The lease belongs to a process that is alive, and the caller did not want to take it over."""
 
 
 class Damaged(Exception):
-    """A row is missing or has a value that no run writes; `Database` raises StoreError for it."""
+    """A stored row is missing, or has a value that no run writes.
+
+    `Database` turns this error into a StoreError.
+    """

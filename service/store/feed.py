@@ -1,9 +1,9 @@
-"""The stored feed of a run (`service.intake.feed`).
+"""The stored feed of a run: events of tasks and sessions for clients (see `service.intake.feed`).
 
 A writer adds entries in the transaction that stores the reported events. All writers of a run
 exclude each other, so numbers grow in the order of the commits: after a reader has seen a number,
-no smaller number is added. The same is true of each tenant's own numbers, which reveal nothing
-about other tenants.
+no smaller number is added. A tenant's entries also have the tenant's own numbers, which grow in the
+same way and reveal nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 
 
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
-    """Append an entry about the run for admins and for each tenant.
+    """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
     In a tenant's copy, `void_after` is one of the tenant's own numbers.
     """
@@ -84,7 +84,7 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
 
 
 def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
-    """Add pairs of a tenant and an entry that the tenant may see."""
+    """Append entries, each with the tenant that may see it; "" if only admins may see it."""
     num_of = Counter(tenant for tenant, _ in entries if tenant)
     newest, rows = _count_up(connection, num_of), []
     for tenant, entry in entries:
@@ -97,10 +97,10 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Reserve new numbers for each tenant. num_of: the count for each tenant.
+    """Reserve the next feed numbers of each tenant.
 
-    Returns: the newest number of each tenant before this call; tenants without a number are left
-    out.
+    num_of: how many numbers to reserve, by tenant. Returns: the newest number of each tenant before
+    this call; a tenant that had no entry yet is left out.
     """
     if not num_of:
         return {}
@@ -118,7 +118,7 @@ def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, in
 
 
 def newest_number(connection: Connection) -> int:
-    """Return the newest entry's number; 0 if there is none."""
+    """Return the number of the feed's newest entry; 0 if the feed has no entries."""
     return int(connection.scalar(select(func.max(tables.feed.c.number))) or 0)
 
 
@@ -131,10 +131,10 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 
 
 def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-    """Return the first `limit` entries after a number.
+    """Return the first `limit` entries of the feed after the number `after`.
 
-    Args: sees: the tenant whose entries to return, with its own numbers. If it is None, the entries
-    of all tenants are returned, and an entry for all tenants appears only once.
+    Args: sees: the tenant whose entries to return, with the tenant's own numbers. If it is None,
+    the entries of all tenants are returned, and an entry for all tenants appears only once.
     Raises: StoreError.
     """
     columns = tables.feed.c

@@ -1,4 +1,4 @@
-"""The named keys of a run, of which only digests are stored.
+"""The named API keys of a run. The database contains only their digests, not the keys.
 
 Invariants: a name or a digest is never used a second time, even after a revocation, which is final.
 Keys belong to no term: any process with write access to the run's database may create and revoke
@@ -47,7 +47,7 @@ def add_key(store: RunStore, key: NamedKey) -> bool:
 
 
 def revoke_key(store: RunStore, name: str) -> NamedKey | None:
-    """Revoke a key permanently, and return the key; None if it does not exist.
+    """Revoke a key permanently, and return the key; None if no key has this name.
 
     A key that was revoked before stays unchanged. Raises: StoreError.
     """

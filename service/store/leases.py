@@ -1,4 +1,8 @@
-"""The lease of a run's database: its terms, its owner, and the check that a term is the newest."""
+"""The lease of a run's database, which allows one supervisor at a time to write.
+
+Each lease has a number, its term. Only the supervisor with the newest term may write. This module
+finds out whether a term is the newest, and whether its owner is alive.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ TOLERANCE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A term's right to write to a run's database, and the state from which the term continues."""
+    """The right to write to a run's database in one term, and the state that the term continues."""
 
     term: int
     parent: Checkpoint | None
@@ -56,7 +60,10 @@ class LeaseOwner:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Check that `asked` is the kind of a stored run, if there is one. Raises: StoreError."""
+    """Check that the requested kind of run is the kind of the stored run, if there is a stored run.
+
+    Raises: StoreError if the kinds differ.
+    """
     if stored is not None and stored is not asked:
         raise StoreError(
             f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
@@ -94,7 +101,7 @@ def _utc(moment: float) -> str:
 
 
 def own_name() -> str:
-    """Return the name of this process in its lease, HOST:PID."""
+    """Return the name by which a lease identifies this process: HOST:PID."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
@@ -113,7 +120,7 @@ def process_of(owner: str) -> str:
 def is_alive_here(owner: str, process: str) -> bool | None:
     """Return whether the owner's process is alive; None if this machine cannot find out.
 
-    process: the text of `process_of` when the lease was acquired.
+    process: the text that `process_of` returned when the owner acquired the lease.
     """
     host, _, pid = owner.rpartition(":")
     if not pid.isdigit():
@@ -132,7 +139,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Return a name of the scope in which PIDs are unique: a kernel's boot and a container."""
+    """Return a name for the scope in which PIDs are unique: a kernel's boot, and a container."""
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

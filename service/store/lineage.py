@@ -1,10 +1,9 @@
-"""Find the surviving rows of a run: the newest term's, and the earlier ones from which it
-continued.
+"""Find a run's surviving rows: those of the newest term, and the earlier ones that it continues.
 
-If a term starts from a checkpoint c of an earlier term, the earlier term's steps up to c survive,
-and its events up to the last event in c. The later rows of the earlier term are superseded. The
-report and `inspect` show surviving rows; the metrics count all rows that were ever stored,
-superseded ones included.
+If a term starts from a checkpoint of an earlier term, the earlier term's steps up to this
+checkpoint survive, and its events up to the last event in the checkpoint. The later rows of the
+earlier term are superseded. The report and `inspect` show surviving rows; the metrics count all
+rows that were ever stored, superseded ones included.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ Answer = TypeVar("Answer")
 
 
 class Readable(Protocol):
-    """A run's database, opened for reading only or for writing too."""
+    """A run's database that can be read; it may be open for writing too."""
 
     def read(self, body: Callable[[Connection], Answer]) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint."""
+    """A committed checkpoint of a run, as its row in the table `checkpoints` describes it."""
 
     id: int
     """Number of the checkpoint (1, 2, 3, …) in the order of the commits."""
@@ -63,7 +62,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The part of one term that survives; a bound that is None does not limit it."""
+    """The steps and events of one term that survive.
+
+    A bound that is None means that all later steps or events of the term survive too.
+    """
 
     term: int
     last_step: int | None = None
@@ -84,7 +86,7 @@ def read_history(store: Readable) -> History:
 
 
 def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
-    """Return the surviving events that are kept, in order."""
+    """Return the surviving ledger events that are still stored, in order."""
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
@@ -104,7 +106,7 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """A kind of record.
+    """The kind of a stored record: of a step, of a scheduled evaluation, or of a requested one.
 
     In a lineage, each record has a greater position than all earlier records of its kind.
     """
@@ -122,7 +124,7 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """A surviving record and its position."""
+    """A surviving record of a step or of an evaluation, and its position."""
 
     kind: RecordKind
     place: Place
@@ -135,7 +137,8 @@ class StoredRecord:
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
     """Return the surviving records after these positions, in the order in which they were made.
 
-    places: the positions by kind; of a kind without a position, all records are returned.
+    places: the position for each kind of record; if a kind is missing, all its records are
+    returned.
     """
 
     def read(connection: Connection) -> list[StoredRecord]:
@@ -168,7 +171,10 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Return a query for a span's rows after a position: their step, number and record."""
+    """Return a query for a span's records of one kind after a step and number.
+
+    Each row of the result has step, number and record.
+    """
     if kind is RecordKind.STEP:
         columns = tables.steps.c
         query = select(columns.step, literal(0), columns.record).where(columns.step > step)
@@ -183,7 +189,10 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """Return the newest surviving records of a step and of a scheduled evaluation, each or None."""
+    """Return the newest surviving records: of a step, and of a scheduled evaluation.
+
+    Each is None if the run has no such record.
+    """
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
@@ -198,9 +207,9 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
     """Return the mean return at each step, divided by the best possible return if this is known.
 
-    Returns: a pair for each step. The pair is True and the mean of the scheduled evaluation, or
-        False and the mean of the training rollouts if there was no such evaluation; so the pair of
-        an evaluation is greater than any pair of rollouts. Steps without a known mean are left out.
+    Returns: for each step, (True, mean of the scheduled evaluation), or (False, mean of the
+    training rollouts) if the step has no such evaluation. So an evaluated step has a greater pair
+    than any other step. Steps without a known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -220,7 +229,7 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Return whether `name`, a directory or a step's number, may refer to this checkpoint."""
+    """Return whether a user may mean this checkpoint by `name`, a directory or a step's number."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
@@ -247,16 +256,20 @@ def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason 
 
 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
-    """Return the totals of a lineage up to a checkpoint to which the run can return."""
+    """Return the totals of the steps that led to a checkpoint.
+
+    For a checkpoint to which the run can no longer return, they are not stored, and the result is
+    zero.
+    """
     columns = tables.checkpoints.c
     query = select(columns.totals).where(columns.id == checkpoint.id)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Return the totals of the steps in the newest `term`'s lineage.
+    """Return the totals of all steps in the lineage of the newest term.
 
-    last_step: the last step that counts; None counts all steps.
+    term: the newest term. last_step: the last step that counts; None counts all steps.
     """
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
     begun_at, parent = _row(
@@ -280,7 +293,10 @@ def lineage_totals(connection: Connection, term: int, *, last_step: int | None =
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
-    """Return the spans of the newest term's lineage, the oldest first."""
+    """Return the surviving part of the newest term, and of each earlier term that it continues.
+
+    The oldest term is first. The list is empty if no supervisor has ever had the lease.
+    """
     newest = newest_term(connection)
     if newest == 0:
         return []
@@ -295,11 +311,10 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first, each directory once.
 
-    These are the checkpoints in the lineage of the newest checkpoint whose queue snapshots
-    `retention` keeps. If a later term continued from an earlier checkpoint, the checkpoints after
-    that one are left out. If an operator requested the return, they are left out at once. Otherwise
-    they are left out when the later term has committed a checkpoint; until then, a checkpoint that
-    could not be read may still be used.
+    These are the checkpoints in the lineage of the newest checkpoint whose queue snapshot is still
+    stored (`retention`). If a term continues from an older checkpoint, the checkpoints after that
+    one are left out: at once if an operator requested the return, otherwise as soon as the term has
+    committed a checkpoint. Until then, a checkpoint that could not be read may still be used.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -320,10 +335,10 @@ def newest_term(connection: Connection) -> int:
 
 
 def lease_digests(store: Readable) -> dict[int, str]:
-    """Return a digest of each lease, by its term.
+    """Return a digest of each lease, by term, to compare copies of a run.
 
-    Two copies of a run have equal digests of the terms before the copy was made, and different
-    digests of later terms.
+    Two copies have equal digests for the terms before the copy was made, and different digests for
+    later terms.
     """
     leases = tables.leases.c
     query = select(leases.term, leases.owner, leases.process, leases.acquired_at)
@@ -343,7 +358,7 @@ def events_of(connection: Connection, spans: list[Span]) -> tuple[LedgerEvent, .
 
 
 def within(columns: Any, span: Span) -> ColumnElement[bool]:
-    """Return the condition that a row of `events`, `steps` or `evaluations` is in a span."""
+    """Return the SQL condition that a row of `events`, `steps` or `evaluations` is in a span."""
     last, ends = (
         (span.last_event_seq, columns.seq) if "seq" in columns else (span.last_step, columns.step)
     )
@@ -352,10 +367,10 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 
 
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
-    """Return `term` and the terms that it continued from, newest first.
+    """Return `term` and the earlier terms that it continues, newest first, each with a checkpoint.
 
-    Returns: pairs of a term and its checkpoint from which the later term continued; the checkpoint
-        of `term` itself is None.
+    The checkpoint of an earlier term is the one from which the next term continued; `term` itself
+    has None.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
@@ -374,7 +389,7 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """Return the policy version from which each term of any lineage continued.
+    """Return the policy version with which each term started, for the terms of all lineages.
 
     The version is 0 if the term did not start from a checkpoint.
     """
@@ -393,9 +408,9 @@ def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
 
 
 def every_checkpoint(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
-    """Return the checkpoints of every lineage, newest first.
+    """Return all stored checkpoints, newest first, even those that were undone.
 
-    only_usable: whether to leave out checkpoints without the queue's snapshot.
+    only_usable: whether to leave out checkpoints whose queue snapshot was deleted.
     """
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]

@@ -1,14 +1,14 @@
-"""The steps that move a stored run from an older format to the current one.
+"""The migrations of a run's database: steps from an older format to the current one.
 
 Invariants: a step converts format N to N + 1 and is never edited after its release. A step uses
 only the connection, so that it can be run again after a rollback. No step changes the tables
-`format`, `leases` and `checkpoints`, which are read before the run is moved. `RunStore` runs the
+`format`, `leases` and `checkpoints`, which are read before the conversion. `RunStore` runs the
 steps in the transaction that takes the lease, so that two processes never run them at once, and a
 run is never between two formats.
 
-A step describes the tables as they were in its format, with its own `MetaData`, because those of
-`tables.py` change. Every step gets its own test in `tests/store/test_migrations.py`, which also
-compares a moved database with a new one.
+A step describes the tables as they were in its format, with its own `MetaData`, because the tables
+in `tables.py` change. Every step gets its own test in `tests/store/test_migrations.py`, which also
+compares a migrated database with a new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import CreateColumn
 
 FIRST_FORMAT = 9
-"""The oldest format that can be moved forward."""
+"""The oldest format that can be migrated."""
 
 Step = Callable[[Connection], None]
 
@@ -54,7 +54,7 @@ def add_column(connection: Connection, table: str, column: Column[object]) -> No
 
 
 def _keep_what_was_asked_of_turns(connection: Connection) -> None:
-    """Add columns to the turns of sessions: stop string, ignored parameters, template options."""
+    """Add columns to the table of turns: stop string, ignored parameters, template options."""
     for name, kind, of_old_rows in (
         ("stop_string", String, ""),
         ("ignored", Text, "[]"),
@@ -75,7 +75,7 @@ def _keep_which_message_was_instructions(connection: Connection) -> None:
 
 
 def _keep_which_version_wrote(connection: Connection) -> None:
-    """Add the table of the version that began each term. Older terms have no row."""
+    """Add a table with the version of Rayloom that began each term. Older terms have no row."""
     versions = Table(
         "versions",
         MetaData(),
@@ -86,7 +86,7 @@ def _keep_which_version_wrote(connection: Connection) -> None:
 
 
 def _drop_the_intents_to_sample(connection: Connection) -> None:
-    """Drop the table of requests whose turn was being sampled, which nothing used."""
+    """Drop the unused table of requests whose turn was being sampled."""
     Table("session_intents", MetaData()).drop(connection, checkfirst=True)
 
 
@@ -100,11 +100,11 @@ STEPS: Mapping[int, Step] = {
 
 
 def newest_format(steps: Mapping[int, Step] = STEPS) -> int:
-    """Return the number of the format after all steps."""
+    """Return the number of the newest format, which a database has after all steps."""
     return FIRST_FORMAT + len(steps)
 
 
 def move_forward(connection: Connection, number: int, steps: Mapping[int, Step] = STEPS) -> None:
-    """Run every step from format `number` to the newest format, in the caller's transaction."""
+    """Run each migration from format `number` to the newest format, in the caller's transaction."""
     for start in range(number, newest_format(steps)):
         steps[start](connection)

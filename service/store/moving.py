@@ -69,7 +69,7 @@ def copy_run(source: ReadOnlyStore, url: str) -> None:
 
 
 def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> int:
-    """Move a run that no process holds to a new database; return the term of the move.
+    """Move a run to a new database if no live process owns the run; return the newest term.
 
     Args: store_file: the file in the run's directory that names its database.
     Raises: LeaseHeld; StoreError. After an error the run is in the old database, which can be
@@ -102,7 +102,7 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
 
 
 def _is_copied(source: ReadOnlyStore, url: str) -> bool:
-    """Return whether the database at `url` has the run with its newest term.
+    """Return whether the database at `url` is a copy of the run with the same newest term.
 
     If the database is an SQLite file whose run was moved away, the file is renamed to make room.
     Raises: StoreError if the database has another run.
@@ -163,7 +163,7 @@ def _copy_rows(reading: Connection, writing: Connection) -> None:
 
 
 def _plain(name: str) -> Table:
-    """Return a table that reads and writes values in their stored form, without a change."""
+    """Return a definition of a table that reads and writes values as they are stored."""
     columns = (
         Column(each.name, _stored(each.type)) for each in tables.metadata.tables[name].columns
     )
@@ -175,7 +175,7 @@ def _stored(kind: Any) -> Any:
 
 
 def _last_number(connection: Connection, name: str, column: str) -> int:
-    """Return the highest number that a row of the table has, or that a deleted row had."""
+    """Return the highest number that the database ever gave to a row, deleted rows included."""
     table = _plain(name)
     newest = int(connection.scalar(select(func.max(table.c[column]))) or 0)
     if connection.dialect.name != "sqlite":
@@ -188,7 +188,7 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Return a query for the last number of a column's sequence in PostgreSQL; null if unused."""
+    """Return a query for the last number that a column's sequence gave in PostgreSQL, or null."""
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

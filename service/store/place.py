@@ -1,12 +1,12 @@
 """The location of a run's database: a URL without a password, chosen and recorded at the start.
 
 The URL is sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN,
-where each run has its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again; its
-server, user, password and TLS options replace the recorded ones. Without this variable, the process
-reads the password from the sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no
-file, log, message or process title of Rayloom contains a password. The variable
-RAYLOOM_DATABASE_URL_FILE can name a file with the URL instead. The file is read again for new
-connections (`service.store.database_engines`).
+where each run has its own schema. Each process that connects reads the URL in RAYLOOM_DATABASE_URL
+again; the server, user, password and TLS options of this URL replace the recorded ones. Without
+this variable, the process reads the password from the sources that PostgreSQL's own clients use
+(PGPASSWORD, ~/.pgpass). So no file, log, message or process title of Rayloom contains a password.
+The variable RAYLOOM_DATABASE_URL_FILE can name a file with the URL instead. The file is read again
+for new connections (`service.store.database_engines`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoreOptions:
     """
 
     def check(self) -> None:
-        """Check the options; this needs no run directory. Raises: StoreError."""
+        """Check the options, before the run directory exists. Raises: StoreError."""
         if self.state_dir is not None and self.database_url is not None:
             raise StoreError(
                 "--state-dir and --database-url: got both, expected one of them: a directory for "
@@ -66,7 +66,7 @@ class StoreOptions:
 
 
 def chosen_url(run_dir: Path, run_id: str, options: StoreOptions) -> str:
-    """Return the URL for a new run's database. Raises: StoreError."""
+    """Return the URL of the database for a new run, without a password. Raises: StoreError."""
     options.check()
     if options.state_dir is not None:
         return sqlite_url(options.state_dir.expanduser().absolute())
@@ -84,10 +84,10 @@ def sqlite_url(directory: Path) -> str:
 
 
 def schema_name(run_id: str) -> str:
-    """Return the name of a run's schema.
+    """Return the name of the PostgreSQL schema for a run.
 
-    A long run id is shortened and gets a digest: PostgreSQL would cut it, and two ids might then be
-    equal.
+    A long run id is shortened and gets a digest. Otherwise PostgreSQL would cut it, and two runs
+    might have the same schema.
     """
     encoded = run_id.encode()
     if len(encoded) <= _MAX_NAME_BYTES:
@@ -111,7 +111,7 @@ def record(file: Path, url: str) -> None:
 
 
 def recorded_url(file: Path) -> str:
-    """Return the URL of the run's database.
+    """Return the URL of a run's database from the record in the run directory.
 
     If there is no record, the database is in the run directory. Raises: StoreError for a record
     that cannot be read.
@@ -146,7 +146,7 @@ def shown(url: str | URL) -> str:
 
 
 def check_local(url: str | URL) -> None:
-    """Check that SQLite is not on a network or FUSE file system. Raises: StoreError."""
+    """Check that an SQLite file is not on a network or FUSE file system. Raises: StoreError."""
     file = sqlite_file(url)
     if file is not None and (name := refused_filesystem(file.parent)) is not None:
         raise StoreError(
@@ -157,11 +157,11 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the environment's URL if it names the same database as `url`; otherwise return `url`.
+    """Return the URL to connect with: `url`, with the server and user of the environment's URL.
 
-    Between two starts, the server, its port, the user, the password and the TLS options may change,
-    but not the name of the database and the schema. The environment's password is only sent to the
-    environment's server. Raises: StoreError.
+    Between two starts, the server, its port, the user, the password and the TLS options may change.
+    If the environment has no URL or names another database, `url` is returned unchanged. So the
+    environment's password is only sent to the environment's server. Raises: StoreError.
     """
     if url.password is not None:
         return url
@@ -173,9 +173,10 @@ def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 
 
 def changed_url(url: URL, given: str) -> URL:
-    """Return the URL to connect with after the text of the URL's file has changed to `given`.
+    """Return the URL to connect with: `url`, with the server and user of the new text `given`.
 
-    Raises: ValueError if `given` is not a URL, or names another database than `url`.
+    The file that contains the database's URL now has this text. Raises: ValueError if it is not a
+    URL, or names another database than `url`.
     """
     try:
         own = _parsed(given, source=FILE_VARIABLE)
@@ -196,13 +197,16 @@ def _at_server_of(own: URL, url: URL) -> URL:
 
 
 def url_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file that contains the URL; None if the environment names none."""
+    """Return the file that RAYLOOM_DATABASE_URL_FILE names; None if the variable is not set."""
     named = environ.get(FILE_VARIABLE)
     return Path(named) if named else None
 
 
 def given_url(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the environment's URL; empty if there is none. Raises: StoreError."""
+    """Return the database's URL from the environment's variable or file; empty if there is none.
+
+    Raises: StoreError.
+    """
     given, file = environ.get(VARIABLE, ""), url_file(environ)
     if file is None:
         return given
@@ -226,7 +230,10 @@ def _source(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _parsed(text: str, *, source: str) -> URL:
-    """Return a parsed URL. Errors do not quote the URL, because it may contain a password."""
+    """Parse a URL; raise StoreError if it is not one of a PostgreSQL database.
+
+    Errors name `source`, but not the URL, because it may contain a password.
+    """
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):

@@ -28,11 +28,13 @@ Result = TypeVar("Result")
 
 
 class ReadOnlyStore:
-    """A run's database for readers.
+    """A run's database, opened for reading.
 
-    An SQLite database of an older format is copied when it is opened. The copy is moved forward and
-    read, so that later changes of the run are not seen. In PostgreSQL an older format is refused.
-    Raises: StoreError if the database cannot be read, or is in another format.
+    An SQLite database of an older format is copied when it is opened. The copy is converted to the
+    current format and read, so that later changes of the run are not seen. In PostgreSQL an older
+    format is refused.
+    Raises: StoreError if the database cannot be read, or has a format that this version cannot
+    read.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class ReadOnlyStore:
         return self._database.location
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Return the result of `body` in a transaction that only reads, as `Database.read` does."""
+        """Call `body` in a transaction that only reads, and return the result (`Database.read`)."""
         return self._database.read(body)
 
     @property
@@ -105,7 +107,7 @@ class ReadOnlyStore:
         return row.directory if row else ""
 
     def live_owner(self) -> LeaseOwner | None:
-        """Return the owner of the newest lease if it is alive and has not ended the lease."""
+        """Return the owner of the newest lease; None if it is dead or has ended the lease."""
         return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -118,7 +120,7 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Return the number of samples that may still be trained: sessions' turns, and uploads."""
+        """Return the number of stored turns of sessions and uploads that may still be trained."""
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -140,8 +142,8 @@ class ReadOnlyStore:
     def check(self) -> None:
         """Search the database for damage, for at most two seconds.
 
-        When a database is opened, such damage is not found. The check reads some hundred MiB in
-        this time. In a larger database, damage in the other parts is found only when they are used.
+        Opening a database does not find such damage. The check reads some hundred MiB in this time.
+        In a larger database, damage in the other parts is found only when they are used.
         Raises: StoreError.
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
@@ -200,7 +202,10 @@ class ReadOnlyStore:
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Return whether the tables exist. Raises: StoreError if the tables have another format."""
+        """Return whether the database has a run's tables.
+
+        Raises: StoreError if this version can neither read nor migrate their format.
+        """
         if not self._database.has_tables(connection):
             return False
         self._check_format(connection)
@@ -253,7 +258,7 @@ class ReadOnlyStore:
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
-    """Return whether this PostgreSQL database has a run that has ever had a lease.
+    """Return whether a PostgreSQL database has a run of which a supervisor ever had the lease.
 
     Raises: StoreError.
     """

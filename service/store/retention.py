@@ -2,18 +2,19 @@
 
 The supervisor calls `forget` after each committed checkpoint; it is one transaction, which only the
 newest term can commit. Sums are kept incrementally (`service.telemetry.totals`), so that no sum
-changes when rows leave.
+changes when rows are removed.
 
 - Superseded rows are removed at once.
-- Queue snapshots are kept of the newest `run.keep_checkpoints` checkpoints, of the best
-  `run.keep_best`, and of the `milestones`: a run can go back only to these checkpoints.
-- Step records are kept of the first 5 steps, of the newest 256 (or back to the journal's and the
-  newest kept checkpoints' steps, if these are older), of the best checkpoints, and of the first of
-  each 2^k older steps, with the smallest k that leaves at most 257. The same holds for evaluations.
-- Ledger events are kept after the earliest step of a kept checkpoint (the best included), and of
-  the journal's steps, which `inspect --audit` compares with them. A group is admitted at most
-  `algorithm.max_policy_age` versions before its step, so these events were written after the step
-  that is this number of versions earlier.
+- Queue snapshots are kept for the newest `run.keep_checkpoints` checkpoints, the best
+  `run.keep_best`, and the `milestones`. A run can go back only to these checkpoints.
+- Step records are kept for the first 5 steps, the newest 256 steps, the steps of the best
+  checkpoints, and the first of each 2^k older steps, with the smallest k that leaves at most 257.
+  If the steps of the journal or of the newest kept checkpoints begin before the newest 256, all
+  steps since then are kept. The same rules hold for evaluations.
+- Ledger events are kept for the steps after the earliest kept checkpoint (the best included), and
+  for the steps of the journal, which `inspect --audit` compares with the events. Events of the
+  `algorithm.max_policy_age` steps before them are kept too, because a group may be admitted this
+  number of versions before its step.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ OLDER_STEPS = 256
 
 
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
-    """Return the steps of checkpoints to keep, so that one of them is from before a collapse.
+    """Return the steps whose checkpoints to keep, so that one of them is from before a collapse.
 
-    While no collapse is suspected, keep two steps: the milestone, which is the newest step that is
-    at least MILESTONE_STEPS before `steps[0]`, and the oldest step after it, which becomes the
-    milestone later. If there is no milestone, keep the oldest step if `steps[0]` is at least
-    MILESTONE_STEPS, else no step.
+    While no collapse of the reward is suspected, keep two steps. One is the milestone: the newest
+    step that is at least MILESTONE_STEPS before `steps[0]`. The other is the oldest step after the
+    milestone, which becomes the milestone later. If there is no milestone, keep the oldest step if
+    `steps[0]` is at least MILESTONE_STEPS, else no step.
     While a collapse is suspected, keep one step: the newest that is at least SLOW_STEPS before
     `collapsed_since`, or the oldest step if there is no such step.
 
-    Args: steps: newest first, at least one. collapsed_since: first step of a suspected collapse.
+    Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
+    suspected collapse; None if no collapse is suspected.
     Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}
     """
     if collapsed_since is not None:
@@ -119,8 +121,10 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
 
 
 def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
-    """Remove the rows of steps up to last_step except the first five steps, the `spared` ones, and
-    the first of each 2^k steps."""
+    """Remove most rows of the steps up to last_step; keep the first of each 2^k steps.
+
+    The first five steps and the `spared` steps are kept too. The module's docstring defines k.
+    """
     stride, step = 1, table.c.step
     while last_step // stride > OLDER_STEPS:
         stride *= 2
@@ -138,7 +142,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Remove the lineage's events up to the last event of `last_step`.
+    """Remove all ledger events up to the last event of the step `last_step`.
 
     The events' numbers have no gaps, so all events up to one number are removed.
     """

@@ -1,6 +1,6 @@
-"""Store the state of a run that survives a crash, in SQLite or in PostgreSQL, under a lease.
+"""Store the durable state of a run in SQLite or in PostgreSQL, under a lease.
 
-Invariants: the number of the term only grows; only the writer with the newest term writes; one
+Invariants: each new term has a greater number; only the writer with the newest term writes; one
 transaction checks the lease and stores a checkpoint with the ledger that it commits; one
 transaction checks a lease's owner and takes the next lease.
 """
@@ -47,12 +47,12 @@ _ADD_EVENTS = (
 
 
 class RunStore(ReadOnlyStore):
-    """A run's database for its supervisor.
+    """A run's database, opened for writing by the run's supervisor.
 
     Several threads may call it. If the database does not answer, a call waits for up to
-    `patience_s`: a restart of PostgreSQL, a lock, or a disk that is full for a moment does not end
-    a run. Raises: StoreError if the database cannot be opened, is not a database, has another
-    format, or would be SQLite on a network or FUSE file system.
+    `patience_s`, so that a restart of PostgreSQL, a lock, or a disk that is full for a moment does
+    not end a run. Raises: StoreError if the database cannot be opened, is not a database, has
+    another format, or would be SQLite on a network or FUSE file system.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class RunStore(ReadOnlyStore):
     ) -> None:
         """Open a store for writing.
 
-        Args: may_be_older: whether to accept an older format, which is otherwise refused. Before
-        the caller takes the lease or moves the database forward, it uses only tables that no step
+        Args: may_be_older: whether to accept an older format, which is otherwise refused. Until the
+        caller takes the lease or calls `move_forward`, it may only use tables that no migration
         changes. count_failure: as for `Database`.
         """
         check_local(url)
@@ -98,15 +98,16 @@ class RunStore(ReadOnlyStore):
     ) -> Lease:
         """Take and return the next term; the owner of an older term can then write nothing more.
 
-        The term continues from the newest checkpoint whose directory is not one of `passed_over`.
-        An older format is moved forward in the same transaction (`move_forward`).
-        Args: owner: HOST:PID of the caller. directory: the run directory. follows: the caller's own
-        term, which must still be the newest. unless_held: whether to refuse if the run's owner is
-        alive. replaces: HOST:PID of an owner that is known to be dead. returns_to: the directory of
-        the checkpoint to continue from; everything committed after that checkpoint is undone. If
-        the run can no longer return to that checkpoint, the newest checkpoint is used.
+        The term continues from the newest checkpoint whose directory is not one of `passed_over`. A
+        database of an older format is migrated in the same transaction (`move_forward`).
+        Args: owner: HOST:PID of the caller. directory: the run directory. passed_over: directories
+        of checkpoints that cannot be used. follows: the caller's own term, which must still be the
+        newest. unless_held: whether to refuse if the run's owner is alive. replaces: HOST:PID of an
+        owner that is known to be dead. returns_to: the directory of the checkpoint to continue
+        from; everything committed after that checkpoint is undone. If the run can no longer return
+        to that checkpoint, the newest checkpoint is used.
         Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
-            and for a run of another kind.
+        and for a run of another kind.
         """
         moved: list[int] = []
 
@@ -153,7 +154,7 @@ class RunStore(ReadOnlyStore):
         return lease
 
     def move_forward(self) -> None:
-        """Move a run without an owner to the current format.
+        """Migrate the database to the current format, if no live process owns the run.
 
         An SQLite file is copied first. Raises: LeaseHeld; StoreError.
         """
@@ -165,7 +166,10 @@ class RunStore(ReadOnlyStore):
         self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Check that no living process owns the run; `replaces` is as in `acquire_lease`."""
+        """Check that no live process owns the run, except `replaces` (see `acquire_lease`).
+
+        Raises: LeaseHeld.
+        """
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
             raise LeaseHeld(
@@ -173,7 +177,10 @@ class RunStore(ReadOnlyStore):
             )
 
     def _move_after_copy(self, connection: Connection) -> int:
-        """Move an older format forward; return the number of the old format. Raises: StoreError."""
+        """Migrate a database of an older format; return the number of the format before.
+
+        An SQLite file is copied first. Raises: StoreError.
+        """
         number = self._read_format(connection)
         if number < self._format:
             # This transaction excludes other writers and has written nothing: copy the file now.
@@ -228,9 +235,9 @@ class RunStore(ReadOnlyStore):
         self.write(term, lambda connection: connection.execute(ended))
 
     def fence(self, term: int, reason: str) -> None:
-        """Make the database refuse all later writes with a reason, even writes of `term`.
+        """Make the database refuse all later writes, even those of `term`.
 
-        Raises: LeaseLost, StoreError.
+        reason: message of the error that a refused writer receives. Raises: LeaseLost, StoreError.
         """
         self._database.fence(reason, check=lambda connection: check_term(connection, term))
 
@@ -239,9 +246,10 @@ class RunStore(ReadOnlyStore):
         self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
-        """Return the result of `body` in a transaction that first checks that `term` is the newest.
+        """Call `body` in a transaction that first checks the term, and return the result.
 
-        Args: body: may be called again after a failure, so it may only use the connection.
+        Args: term: must be the newest term. body: must only use the connection, because it may be
+        called again after a failure.
         Raises: LeaseLost, StoreError.
         """
 
@@ -252,9 +260,9 @@ class RunStore(ReadOnlyStore):
         return self._database.write(fenced)
 
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
-        """Return the result of `body`, called in a transaction for rows that belong to no term.
+        """Call `body` in a transaction that checks no lease, and return the result.
 
-        Raises: StoreError.
+        Use it only for rows that belong to no term, such as those of keys. Raises: StoreError.
         """
         return self._database.write(body)
 
@@ -266,7 +274,7 @@ class RunStore(ReadOnlyStore):
         new_events: Sequence[LedgerEvent],
         new_results: Sequence[RolloutResult] = (),
     ) -> RunTotals:
-        """Add a step, and return the totals of all steps ever stored, including this step.
+        """Store a step with its events and results; return the totals of all steps ever stored.
 
         Raises: LeaseLost.
         """
@@ -287,7 +295,7 @@ class RunStore(ReadOnlyStore):
         return self.write(term, store)
 
     def add_evaluation(self, record: EvaluationRecord, *, term: int) -> None:
-        """Add an evaluation. Raises: LeaseLost."""
+        """Store the record of an evaluation. Raises: LeaseLost."""
         columns = tables.evaluations.c
         newest = select(func.max(columns.number)).where(
             columns.term == term, columns.step == record.step
@@ -346,7 +354,10 @@ class RunStore(ReadOnlyStore):
         self._database.prepare(self._is_ready, self._create_tables)
 
     def _is_ready(self, connection: Connection) -> bool:
-        """Return whether the tables exist. Raises: StoreError if this version cannot use them."""
+        """Return whether the database has a run's tables.
+
+        Raises: StoreError if this version cannot use them.
+        """
         if not self._has_tables(connection):
             return False
         if self._read_format(connection) < self._format and not self._may_be_older:
@@ -398,7 +409,7 @@ def _insert_outcomes(
 
 
 def _count_events(connection: Connection, new_events: Sequence[LedgerEvent]) -> None:
-    """Add events to the counts of all events ever stored, in the caller's transaction."""
+    """Add new events to the stored counts of all events, in the caller's transaction."""
     for (kind, reason), count in Counter((item.kind, item.reason) for item in new_events).items():
         row = {"of_kind": kind.value, "of_reason": reason.value if reason else "", "more": count}
         if connection.execute(_ADD_EVENTS, row).rowcount == 0:

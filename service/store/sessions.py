@@ -48,13 +48,13 @@ _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
 
 
 class SessionStore:
-    """The tables `sessions` and `session_turns` of a run's database."""
+    """Reads and writes the tables `sessions` and `session_turns` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
 
     def load(self, session_id: str) -> tuple[StoredSession, tuple[SessionTurn, ...]] | None:
-        """Return a session and its turns in order; None if unknown.
+        """Return a session and its turns in order; None if the session's id is unknown.
 
         The turns' arrays are read-only. Policy versions that a recovery has undone are marked in
         the turns' version_spans (`actors.policy_age`). Raises: StoreError.
@@ -78,13 +78,19 @@ class SessionStore:
         return self._store.read(load)
 
     def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
-        """Return the known sessions among these, by id. Raises: StoreError."""
+        """Return the sessions with these ids, by id; unknown ids are left out.
+
+        Raises: StoreError.
+        """
         query = _session_query(session_ids)
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}
 
     def ends(self, session_ids: Sequence[str]) -> dict[str, SessionEnd]:
-        """Return the ends of the sessions that have ended, by id. Raises: StoreError."""
+        """Return how these sessions ended, by id; sessions that have not ended are left out.
+
+        Raises: StoreError.
+        """
         sessions = tables.sessions.c
         query = select(sessions.id, sessions.end).where(sessions.end.is_not(None))
 
@@ -109,7 +115,10 @@ class SessionStore:
         return tuple(self._store.read(lambda connection: _sessions(connection, query)))
 
     def page(self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int) -> SessionPage:
-        """Return the first `limit` wanted sessions after a position. Raises: StoreError."""
+        """Return the first `limit` sessions after a position that match `wanted`.
+
+        Raises: StoreError.
+        """
         sessions, position = tables.sessions.c, tables.submissions.c.position
         query = select(tables.sessions, position).join_from(tables.sessions, tables.submissions)
         if wanted.tenant is not None:
@@ -141,16 +150,19 @@ class SessionStore:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
         Returns: the indices of the changes that came too late and were not stored. These are: a
-            claim or a turn of a session that is unknown or has ended, or whose submission is
-            cancelled or over; a turn with the number of another turn; an end of a session that is
-            unknown, or that has another end and waits for no reward.
+        claim or a turn, if the session is unknown or has ended, or its submission is cancelled or
+        over; a turn, if another turn has its number; an end, if the session is unknown, or has
+        another end and waits for no reward.
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
 
 
 def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, why: str) -> None:
-    """Discard the open sessions of submissions that will no longer be played."""
+    """End the open sessions of these submissions as discarded; `why` is the reason that is stored.
+
+    The submissions will no longer be played.
+    """
     sessions, now = tables.sessions.c, time.time()
     found = connection.execute(
         select(sessions.id, sessions.submission_id, sessions.member)
@@ -189,7 +201,7 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """The stored state of sessions, with changes applied, and the rows to write for them."""
+    """The state of some sessions, to which changes are applied, and the rows to write for them."""
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
@@ -212,7 +224,7 @@ class _Rows:
     now: float = field(default_factory=time.time)
 
     def take(self, change: Change) -> bool:
-        """Apply a change; return False if the change is too late to be stored."""
+        """Apply a change to the state; return False if the change is too late to be stored."""
         session = change.session_id
         match change:
             case TurnAdded(turn=turn):
@@ -282,9 +294,9 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Return the turns in rows, with their undone versions marked.
+    """Make turns from rows, and mark the policy versions in them that were undone.
 
-    rows: rows of a term and `_TURN_FIELDS`. first: the result of `first_versions`.
+    rows: rows with a term and the columns `_TURN_FIELDS`. first: the result of `first_versions`.
     """
     turns: list[SessionTurn] = []
     for row in rows:
@@ -408,7 +420,7 @@ def _rows(
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the marks (`_Rows.marks`) of those added turns that the database already has."""
+    """Return request id and time of each added turn that is stored already (as `_Rows.marks`)."""
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)

@@ -59,12 +59,12 @@ def packed(request: RolloutRequest) -> PackedRequest:
 
 
 def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
-    """Return an offer with the arguments of `SubmissionQueue.submit`."""
+    """Make an offer from a submit request; the arguments are those of `SubmissionQueue.submit`."""
     return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 
 class SubmissionStore:
-    """The tables `submissions`, `bindings` and `results` of a run's database.
+    """Reads and writes the tables `submissions`, `bindings` and `results` of a run's database.
 
     This class also inserts and deletes rows of `sessions`, and adds entries about acceptances and
     cancellations to `feed`.
@@ -80,7 +80,7 @@ class SubmissionStore:
         term: int,
         request_keys: Mapping[str, tuple[str, str]] = _NO_KEYS,
     ) -> list[Submission]:
-        """Accept all requests in one transaction, and return the durable submissions.
+        """Store these requests as accepted, in one transaction; return a submission for each.
 
         Args: request_keys: the columns `request_key` and `request_digest`, by the task's id, for
         tasks of a request with an Idempotency-Key.
@@ -150,9 +150,9 @@ class SubmissionStore:
         ]
 
     def bind(self, groups: Mapping[str, str], *, term: int) -> list[RolloutRequest]:
-        """Bind groups to submissions; return the requests to play. Raises: LeaseLost.
+        """Store which submission each new group plays; return the submissions' requests.
 
-        groups: ids of submissions, by group id.
+        groups: ids of submissions, by group id. Raises: LeaseLost.
         """
         rows = [
             {"term": term, "group_id": group_id, "submission_id": submission_id}
@@ -197,10 +197,11 @@ class SubmissionStore:
         keep: int,
         keep_entries: int,
     ) -> None:
-        """Store the ends of submissions, and delete the data that only live submissions need.
+        """Store the final states of submissions, and delete the data that ended ones do not need.
 
-        Args: rollout_ids: the rollouts of these submissions. keep: number of the newest ended
-        submissions to keep. keep_entries: number of the feed's newest entries to keep.
+        Args: views: the final states. rollout_ids: the rollouts of these submissions. keep: number
+        of the newest ended submissions to keep. keep_entries: number of the feed's newest entries
+        to keep.
         Raises: LeaseLost.
         """
         table, bindings, results = tables.submissions, tables.bindings, tables.results
@@ -242,9 +243,12 @@ class SubmissionStore:
     def digests(
         self, submission_ids: Sequence[str], request_keys: Sequence[str]
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the digests of the ended submissions, by id, and of the requests, by key.
+        """Return the digests by which a repeated submission or request is recognized.
 
-        Submissions and requests that are no longer kept are left out. Raises: StoreError.
+        Args: submission_ids: only those of ended submissions are used. request_keys: digests of
+        Idempotency-Keys.
+        Returns: digests of submissions, by id, and of requests, by key; those that are no longer
+        kept are left out. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest).where(
@@ -276,8 +280,8 @@ class SubmissionStore:
     ) -> list[tuple[int, str, SubmissionView | None]]:
         """Return position, id and final state of the first `limit` submissions after a position.
 
-        The submissions match `wanted`, but the caller has to check their status. The final state is
-        None if a submission is not over.
+        The submissions match `wanted`, except for the status, which the caller has to check. The
+        final state is None if a submission is not over.
         Raises: StoreError.
         """
         accepted = tables.submissions.c
@@ -297,7 +301,7 @@ class SubmissionStore:
         return [(position, name, ended) for position, name, ended in rows]
 
     def begin_term(self, lease: Lease) -> None:
-        """Add an entry to the feed if the term continues from a checkpoint that was not the newest.
+        """Add an entry to the feed if the term continues from an older checkpoint than the newest.
 
         Raises: LeaseLost, StoreError.
         """
@@ -319,7 +323,10 @@ class SubmissionStore:
         self._store.write(lease.term, add)
 
     def read(self) -> StoredSubmissions:
-        """Return the submissions that are not over, with the surviving rows about them."""
+        """Return the submissions that are not over, with their bindings, results and events.
+
+        Only surviving rows are returned (`service.store.lineage`).
+        """
         accepted, bindings, results = (
             tables.submissions.c,
             tables.bindings.c,

@@ -1,4 +1,4 @@
-"""The tables of a run's database, from leases to operators' requests.
+"""The tables of a run's database, as SQLAlchemy describes them.
 
 The insertion of a row into `checkpoints` commits a checkpoint: the rollouts that its ledger marks
 as trained then count as trained. Rows of `events`, `steps` and `evaluations` have the term that
@@ -53,20 +53,20 @@ from service.telemetry.totals import RunTotals
 
 
 class Pausable(StrEnum):
-    """The parts of a run that can be paused; the values are those of the API."""
+    """The parts of a run that can be paused; the values are the names that the API uses."""
 
     ADMISSION = "admission"
     """No new group is admitted to the window; admitted groups are played and trained."""
     GENERATION = "generation"
-    """Engines freeze the turns in flight and begin no new turns; no rollout is handed out."""
+    """Engines freeze the turns in flight and begin no new turns; workers get no new rollout."""
     TRAINING = "training"
     """The current step is finished and published; the next one is not begun."""
 
 
 class RunKind(StrEnum):
-    """The kind of a run: the source of its tasks, which never changes.
+    """The command that began a run, which decides where all tasks of the run come from.
 
-    The values are the names of commands.
+    `rayloom train` takes the configuration's tasks, and `rayloom serve` takes submitted ones.
     """
 
     TRAIN = "train"
@@ -83,7 +83,7 @@ Word = TypeVar("Word", bound=StrEnum)
 
 
 class AsJson(TypeDecorator[Any]):
-    """A column of dataclasses, stored as JSON; a float that is not finite is stored as null.
+    """A column type for dataclasses, stored as JSON; a float that is not finite is stored as null.
 
     Raises: Damaged if a stored value cannot be read.
     """
@@ -92,7 +92,7 @@ class AsJson(TypeDecorator[Any]):
     cache_ok = True
 
     def __init__(self, kind: Any, *, left_out: Any = None) -> None:
-        """Create a column type.
+        """Create a column type for values of the Python type `kind`.
 
         left_out: derived fields that are not stored, in the form of pydantic's `exclude`.
         """
@@ -102,7 +102,7 @@ class AsJson(TypeDecorator[Any]):
         self._left_out = left_out
 
     def text_of(self, value: Any) -> str:
-        """Return the stored form of a value."""
+        """Return a value as the JSON text that is stored."""
         return self._adapter.dump_json(value, exclude=self._left_out).decode()
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
@@ -117,7 +117,7 @@ class AsJson(TypeDecorator[Any]):
 
 
 class AsWord(TypeDecorator[Any]):
-    """A column of an enum's members, stored as their values.
+    """A column type for the members of an enum, stored as their values.
 
     Raises: Damaged if a stored value is unknown.
     """
@@ -137,7 +137,7 @@ class AsWord(TypeDecorator[Any]):
 
 
 class AsLimitRefusal(TypeDecorator[LimitRefusal]):
-    """A column of a `LimitRefusal`: `outcome`, `num_turns` and `follows`, separated by spaces.
+    """A column type for `LimitRefusal`: outcome, num_turns and follows, separated by spaces.
 
     Older versions stored only the outcome. Raises: Damaged if a stored value cannot be read.
     """
@@ -168,7 +168,7 @@ class AsLimitRefusal(TypeDecorator[LimitRefusal]):
 
 
 class AsColumn(TypeDecorator[NDArray[Any]]):
-    """A column of arrays [T] as little-endian bytes: token ids, or a number for each token.
+    """A column type for arrays [T]: token ids, or a number for each token, as little-endian bytes.
 
     Arrays that are read are read-only. Raises: Damaged if a stored value cannot be read.
     """
@@ -194,7 +194,7 @@ _EXPERT_HEAD = struct.Struct("<B3I")
 
 
 class AsExperts(TypeDecorator[NDArray[Any]]):
-    """A column of recorded experts, [R, L, K] uint8 or int16 (see `Turn.expert_indices`).
+    """A column type for recorded experts, [R, L, K] uint8 or int16 (see `Turn.expert_indices`).
 
     An array is stored as type, shape and little-endian bytes. An array that is read is read-only.
     Raises: Damaged if a stored value cannot be read.

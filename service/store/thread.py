@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 class StoreThread:
-    """The thread of a process for calls of its store; used by one event loop."""
+    """The thread in which a process calls its store, so that its event loop does not wait."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
@@ -39,9 +39,9 @@ class StoreThread:
         return await self.finish(self._call(partial(function, *arguments, **named)))
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return the answer of work that calls the store.
+        """Run a coroutine that calls the store, and return its result.
 
-        The work is completed even if the caller is cancelled.
+        The coroutine is completed even if the caller is cancelled.
         """
         task = self._begun.begin(work)
         try:

@@ -1,4 +1,4 @@
-"""The stored uploads of trajectories, which are kept until they can no longer be delivered.
+"""The stored uploads of trajectories, which are kept while they may be delivered to the trainer.
 
 Invariants: an id has one content; a closed group has `num_members` members, numbered from 0, and
 gets no more. The rows of a group are deleted with its submission at the latest
@@ -32,11 +32,17 @@ from service.store.run_store import RunStore
 
 
 class UploadsFull(Exception):
-    """Too many bytes of trajectories wait for the window; nothing of the request is stored."""
+    """Too many bytes of uploaded trajectories wait for admission to the window.
+
+    Nothing of the refused request is stored.
+    """
 
 
 class GroupDiffers(Exception):
-    """A stored group has another number of members; nothing of the request is stored."""
+    """A request gives a group another number of members than the stored group has.
+
+    Nothing of the refused request is stored.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,7 @@ class StoredUpload:
 
 
 class UploadStore:
-    """The tables `uploads` and `upload_groups` of a run's database."""
+    """Reads and writes the tables `uploads` and `upload_groups` of a run's database."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -66,9 +72,9 @@ class UploadStore:
         term: int,
         limits: UploadLimits,
     ) -> UploadReply:
-        """Store the acceptable uploads durably, and return the result.
+        """Check the uploads of a request, store those that are acceptable, and return the result.
 
-        Args: policies: policies of groups, at most one for each group.
+        Args: policies: clients' rules for when a group is complete, at most one for each group.
         Returns: the result of each upload, and the state of each group.
         Raises: UploadsFull; GroupDiffers; LeaseLost; StoreError.
         """
@@ -105,7 +111,10 @@ class UploadStore:
         return self._store.read(load)
 
     def view(self, name: str) -> TrajectoryAnswer | None:
-        """Return an upload's state as a client sees it; None if unknown. Raises: StoreError."""
+        """Return an upload's state as a client sees it; None if no upload has this id.
+
+        Raises: StoreError.
+        """
         uploads, groups = tables.uploads, tables.upload_groups
         query = (
             select(uploads, groups.c.is_closed)
@@ -126,7 +135,7 @@ class UploadStore:
         )
 
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
-        """Delete a group that is not closed; a closed group stays unchanged.
+        """Delete an upload group that is not closed; a closed group stays unchanged.
 
         Returns: the group's state before the call; None if the group is unknown. Raises: LeaseLost;
         StoreError.
@@ -151,7 +160,7 @@ def forget_contents(connection: Connection, groups: Sequence[str]) -> None:
 
 
 def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -> None:
-    """Delete groups and their uploads. groups: ids, or a query of them."""
+    """Delete groups and their uploads. groups: ids of groups, or a query that selects such ids."""
     uploads, known = tables.uploads, tables.upload_groups
     connection.execute(delete(uploads).where(uploads.c.group_id.in_(groups)))
     connection.execute(delete(known).where(known.c.id.in_(groups)))
@@ -159,7 +168,7 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
 
 @dataclass(slots=True, kw_only=True)
 class _Intake:
-    """The check of a request's uploads against the stored state, with the result of the check."""
+    """Checks a request's uploads against the stored state, and collects the rows and the reply."""
 
     limits: UploadLimits
     digests: dict[str, str]
@@ -184,7 +193,7 @@ class _Intake:
         policies: Sequence[GroupPolicy],
         limits: UploadLimits,
     ) -> _Intake:
-        """Read the stored state, check the request, and return the result.
+        """Read the stored state, and check the size of the request and the policies of its groups.
 
         Raises: UploadsFull; GroupDiffers.
         """
@@ -265,7 +274,10 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Check that a group's policy agrees with the stored one. Raises: GroupDiffers."""
+        """Give a group the number of members that a policy states.
+
+        Raises: GroupDiffers if the group has another number, or more uploads than that.
+        """
         wanted = policy.num_members
         group = self.groups.get(policy.id) or _new_group(policy.id)
         if wanted is None or policy.id in self.taken_ids or group.num_members == wanted:
