@@ -1,8 +1,8 @@
 """The HTTP API of one run: FastAPI routes over a `RunPort`. Nothing here depends on Ray.
 
-The OpenAPI document, which `docs/openapi.json` contains, is FastAPI's document with the parts that
-all routes have in common: the guards' refusals, internal errors and keys. Each route declares its
-own statuses; `service.gateway.description` declares those of the dialects.
+The OpenAPI document (`docs/openapi.json`) is made here too: FastAPI's document, and the parts that
+all routes have in common, which are the guards' refusals, internal errors and keys. Each route
+declares its own statuses; `service.gateway.description` declares those of the routes for agents.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def create_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     stream_s: float = STREAM_S,
 ) -> FastAPI:
-    """Create and return the application.
+    """Create the FastAPI application of a run's API, with its guards and its common routes.
 
+    The caller adds the routes of sessions, uploads, operators and the page.
     Args: metrics: counts every request. lifespan: context that is open while the application
     serves. stream_s: seconds after which a stream of the feed's events ends.
     """
@@ -83,10 +84,9 @@ def create_app(
 
 
 async def check_query(request: Request) -> None:
-    """Refuse query parameters that the API's own routes do not have, or that are given twice.
+    """Refuse a request with a query parameter that is unknown or given twice. Raises: Problem.
 
-    The routes of agents accept any: some clients add their own, such as Anthropic's `beta`.
-    Raises: Problem.
+    Agents' routes accept any parameter: some clients add their own, such as Anthropic's `beta`.
     """
     given = [name for name, _ in request.query_params.multi_items()]
     if not given or not request.url.path.startswith(f"{PREFIX}/"):
@@ -114,7 +114,7 @@ async def check_query(request: Request) -> None:
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the SHA-256 of the first admin key, or the key's file if the key may change there."""
+    """Return the SHA-256 of the first admin key, or a reader of the key's file if it may change."""
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(
@@ -147,7 +147,10 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 
 
 class CountedRequests:
-    """ASGI middleware that counts requests by status, which is `gone` if no answer was begun."""
+    """ASGI middleware that counts and times requests, by route, method and status.
+
+    The status is `gone` if no answer was begun.
+    """
 
     def __init__(self, app: ASGIApp, *, metrics: ApiMetrics) -> None:
         self._app = app
@@ -216,7 +219,7 @@ class ProblemBody(StrictBody):
 
 
 def _install_document(app: FastAPI) -> None:
-    """Serve the document at /openapi.json; it includes routes that are added later."""
+    """Serve the OpenAPI document at /openapi.json; it includes routes that are added later."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -256,7 +259,10 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add the common security and answers to each operation, unless its route declares them."""
+    """Add the security and the answers that all routes have in common to an OpenAPI operation.
+
+    What the route itself declares stays unchanged.
+    """
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])
     for parameter in operation.get("parameters", ()):

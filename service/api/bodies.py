@@ -1,6 +1,7 @@
 """A memory budget for the bodies of requests, and a check for JSON keys that occur twice.
 
-`guards` uses this module in the API's replicas, and `door` in the servers of Ray Serve before them.
+`service.api.guards` uses this module in the API's replicas, and `service.api.door` uses it in the
+HTTP servers of Ray Serve, which receive requests before the replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 class BodyRoom:
-    """A memory budget for bodies in one event loop, reserved in the order of the requests."""
+    """A memory budget for request bodies, reserved in the order of the requests.
+
+    An object belongs to one event loop.
+    """
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -39,10 +43,10 @@ class BodyRoom:
         self._freed = asyncio.Event()
         self._trimming: asyncio.TimerHandle | None = None
         self.num_bytes = 0
-        """Number of bytes in use."""
+        """Number of reserved bytes."""
 
     async def take(self, num_bytes: int, *, limit_s: float) -> bool:
-        """Reserve room, if necessary after waiting. Return False if the time limit passes first."""
+        """Reserve memory for a body, waiting if necessary; return False if limit_s passes first."""
         try:
             async with asyncio.timeout(limit_s), self._turn:
                 while self.num_bytes and self.num_bytes + num_bytes > self.max_bytes:
@@ -54,7 +58,7 @@ class BodyRoom:
             return False
 
     def give_back(self, num_bytes: int) -> None:
-        """Release reserved room; after a large body, also return free memory to the system soon."""
+        """Release the memory of a body; after a large one, return free memory to the system."""
         self.num_bytes -= num_bytes
         self._freed.set()
         if num_bytes >= _TRIM_BYTES and self._trimming is None:
@@ -68,7 +72,10 @@ class BodyRoom:
 
 
 def give_back_memory() -> None:
-    """Return free memory to the system, because glibc keeps free pages between used blocks."""
+    """Return the process's free memory to the system.
+
+    glibc would keep free pages that are between used blocks.
+    """
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -76,7 +83,7 @@ def give_back_memory() -> None:
 
 
 def announced_bytes(headers: Headers) -> int | None:
-    """Return the length of a body as the request's headers state it; None if they do not."""
+    """Return the length of a body, as the request's headers state it; None if not stated."""
     if "transfer-encoding" in headers:
         return None
     announced = headers.get("content-length", "0")
@@ -85,12 +92,15 @@ def announced_bytes(headers: Headers) -> int | None:
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Return whether a body counts as large. num_bytes: its length; None if that is not known."""
+    """Return whether a body is so large that memory is reserved before it is read.
+
+    num_bytes: length of the body; None if it is not known.
+    """
     return num_bytes is None or num_bytes > LARGE_BYTES
 
 
 class _Repeated(Exception):
-    """An object of a JSON text has a key twice; the argument is the key."""
+    """A JSON object has the same key twice; the exception's argument is the key."""
 
 
 def repeated_key(body: bytes) -> str | None:

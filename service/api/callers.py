@@ -1,4 +1,4 @@
-"""The senders of requests: look up their keys, and count their requests.
+"""Find the sender of each request by its key, and limit the request rate of each key.
 
 A replica of the API asks the supervisor for the run's named keys every `FRESH_S`, and also if a
 request has an unknown key. So a new key is valid at once, and a revoked key stays valid for up to
@@ -39,7 +39,7 @@ BURST_S = 5.0
 
 
 class Callers:
-    """Finds the sender of each request to an API replica, and counts requests by key.
+    """Finds the sender of each request to an API replica, and limits the request rate of each key.
 
     An object belongs to one event loop.
     """
@@ -78,7 +78,7 @@ class Callers:
         return caller
 
     async def find(self, key: str) -> Caller | None:
-        """Return the holder of a key, or None if the key is unknown.
+        """Return the holder of a key; None if the key is not valid.
 
         Raises: RunUnavailable if the keys cannot be read.
         """
@@ -190,7 +190,7 @@ _CLIENT_PATHS = re.compile(
 
 
 def is_for_clients(path: str) -> bool:
-    """Return whether clients' keys, and not only admins' keys, may use a path."""
+    """Return whether clients' keys may use a path; admins' keys may use every path."""
     return _CLIENT_PATHS.fullmatch(path) is not None
 
 

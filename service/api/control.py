@@ -1,4 +1,4 @@
-"""Requests of operators to a run, and the answers.
+"""The calls with which operators control a run, and the answers to them.
 
 `service.run.control` in the supervisor makes the answers. Ray transports them to the API, which
 sends them unchanged.
@@ -19,7 +19,7 @@ from service.store.tables import Pausable
 
 
 class RefusalCode(StrEnum):
-    """The reason why a call is refused."""
+    """The reason why the run refuses an operator's call."""
 
     UNKNOWN = "unknown"
     GONE = "gone"
@@ -30,7 +30,7 @@ class RefusalCode(StrEnum):
 
 
 class ControlRefused(Exception):
-    """A refused call, which changed nothing; the message states the reason and the remedy."""
+    """The run refused an operator's call and changed nothing; the message has reason and remedy."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(code, message)
@@ -107,7 +107,8 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """An operation that continues after the answer, such as a checkpoint or an evaluation."""
+    """A checkpoint, an evaluation or a return to a checkpoint, which continues after the
+    request."""
 
     # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
 
@@ -152,9 +153,10 @@ class PoliciesAnswer(StrictBody):
 
 
 class ControlPort(Protocol):
-    """The calls of operators, which `service.run.control.Control` implements.
+    """The interface through which the API's routes pass operators' calls to a run.
 
-    Every call may raise ControlRefused and RunUnavailable.
+    `service.run.control.Control` implements it. Every call may raise ControlRefused and
+    RunUnavailable.
     """
 
     async def view(self) -> ControlAnswer: ...

@@ -1,6 +1,6 @@
 """The routes of operators: pauses, checkpoints, evaluations, policies, the run's stop, named keys.
 
-Each call that changes something is recorded with its answer (`CallAnswer`), also if the run refuses
+Each call that changes something is recorded with its answer (`CallAnswer`), even if the run refuses
 the call. A request that no route accepted, such as one with an invalid body, is not recorded. Only
 an admin may create, list and revoke named keys; a key is shown only once.
 """
@@ -179,7 +179,7 @@ class CallsAnswer(StrictBody):
 
 
 def add_control(app: FastAPI, run: RunPort) -> None:
-    """Add the routes of operators."""
+    """Add the routes with which operators control the run."""
     _add_pauses(app, run)
     _add_checkpoints(app, run)
     _add_evaluations(app, run)
@@ -190,14 +190,13 @@ def add_control(app: FastAPI, run: RunPort) -> None:
 def _add_pauses(app: FastAPI, run: RunPort) -> None:
     @app.get(f"{PREFIX}/control")
     async def control() -> ControlAnswer:
-        """Return the paused parts, and the work in flight."""
+        """Return which parts of the run are paused, and what is in progress."""
         return await _asked(run.control.view())
 
     @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
     async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
-        """Pause a part of the run until it is resumed, in later terms too. The request may be
-        repeated. docs/control.md lists the work that continues meanwhile.
-        """
+        """Pause a part of the run until it is resumed, even if the run is restarted. The request
+        may be repeated. docs/control.md lists the work that continues meanwhile."""
         return await _noted(run, request, _asked(run.control.pause(part, body.reason)))
 
     @app.post(f"{PREFIX}/control/{{part}}/resume", responses=_NOT_NOW)
@@ -245,7 +244,7 @@ def _add_evaluations(app: FastAPI, run: RunPort) -> None:
 
     @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
     async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:
-        """Return the state of an operation, which began with an answer of status 202."""
+        """Return the state of an operation that began with an answer of status 202."""
         return await _asked(run.control.operation(operation))
 
 
@@ -285,7 +284,10 @@ async def _begun(
 
 
 async def _asked(work: Awaitable[Found]) -> Found:
-    """Return the result of a call of the run. Raises: Problem if the run refuses the call."""
+    """Await a call of the run, and return its result.
+
+    Raises: Problem if the run refuses the call.
+    """
     try:
         return await work
     except ControlRefused as refused:
@@ -300,7 +302,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Record an operator's call with its answer, and return the answer.
+    """Await an operator's call, record it with its answer, and return the answer.
 
     Raises: the errors of `work`; a Problem is recorded too.
     """
@@ -330,12 +332,12 @@ async def _note(run: RunPort, request: Request, status: int, answer: str) -> Non
 
 
 def caller_of(request: Request) -> str:
-    """Return the name of the request's key, which the guards have stored in its state."""
+    """Return the name of a request's API key, which the guards stored in the request's state."""
     return str(getattr(request.state, "key_name", ""))
 
 
 class KeyBody(StrictBody):
-    """A key to create."""
+    """A request to create an API key."""
 
     name: str = Field(pattern=NAME_PATTERN, description="unique in the run")
     scope: Scope = Scope.CLIENT
@@ -355,7 +357,7 @@ class KeyBody(StrictBody):
 
 
 class KeyAnswer(StrictBody):
-    """A key's description, without the key itself."""
+    """The description of an API key, without the key itself."""
 
     name: str
     scope: Scope
@@ -366,20 +368,20 @@ class KeyAnswer(StrictBody):
 
 
 class NewKeyAnswer(StrictBody):
-    """A new key, shown only now: the run stores only its SHA-256."""
+    """A new API key, shown only in this answer: the run stores only its SHA-256."""
 
     key: str
     about: KeyAnswer
 
 
 class KeysAnswer(StrictBody):
-    """The keys, including revoked keys, in the order of their creation."""
+    """The run's API keys, including revoked keys, in the order of their creation."""
 
     keys: list[KeyAnswer]
 
 
 def add_keys(app: FastAPI, run: RunPort) -> None:
-    """Add the routes of keys; the guards allow only admins."""
+    """Add the routes that create, list and revoke API keys; the guards let only admins use them."""
 
     @app.post(
         f"{PREFIX}/keys",
@@ -388,7 +390,7 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         responses={409: {"description": "the name is, or was, taken; or there are too many keys"}},
     )
     async def create(body: KeyBody, response: Response) -> NewKeyAnswer:
-        """Create a key. It is valid at once."""
+        """Create an API key. It is valid at once."""
         raw = new_key()
         key = NamedKey(
             name=body.name,
@@ -420,9 +422,9 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         responses={404: {"description": "the run has no key of this name"}},
     )
     async def revoke(name: str = Path(pattern=NAME_PATTERN)) -> KeyAnswer:
-        """Revoke a key permanently, and with it the keys of the sessions that it created. The
-        request may be repeated. Every replica refuses these keys after at most three seconds.
-        """
+        """Revoke a key permanently, and also the keys of all sessions that were created with it.
+        The request may be repeated. Every replica refuses these keys after at most three
+        seconds."""
         key = await run.revoke_key(name)
         if key is None:
             raise Problem(

@@ -1,4 +1,4 @@
-"""Checks before every route of Ray Serve's HTTP servers.
+"""Checks that Ray Serve's HTTP servers make before every route.
 
 These servers are Serve's proxy, and replicas that HAProxy reaches directly. Serve calls
 `middlewares` in each process that opens such a server, because
@@ -39,8 +39,11 @@ def middlewares() -> list[Middleware]:
 
 
 class Door:
-    """ASGI middleware that reads a large body only after the application has accepted its head, and
-    bounds the bytes that are being read at once."""
+    """ASGI middleware that limits how Ray Serve's HTTP servers read large bodies.
+
+    It reads a large body only after the API has accepted the request's headers, and bounds the
+    total size of the bodies that are being read at once.
+    """
 
     def __init__(self, app: ASGIApp, *, room: BodyRoom | None = None) -> None:
         self._app = app
@@ -78,7 +81,7 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Send a request's head to the API, and return the messages of its refusal.
+        """Ask the API whether it accepts a request's headers; return the messages of its refusal.
 
         The list is empty if the API would read the body, or if the application is not Rayloom's and
         answers OPTIONS itself.
@@ -144,7 +147,7 @@ class _Counted:
 
 
 def limit_heads(limit_s: float = HEAD_LIMIT_S) -> None:
-    """Make uvicorn close connections on which a request's head is not complete in time.
+    """Make uvicorn close connections on which a request's headers are not complete in time.
 
     uvicorn has no such limit and Serve has no option for it, so this replaces the protocol class in
     uvicorn's module, in this process.
@@ -158,7 +161,7 @@ def limit_heads(limit_s: float = HEAD_LIMIT_S) -> None:
 
 
 class _HeadLimit:
-    """A wrapper of uvicorn's HTTP protocols that closes a connection if its head takes too long."""
+    """A mixin for uvicorn's HTTP protocols that limits the time for a request's headers."""
 
     head_limit_s: float
     transport: Any

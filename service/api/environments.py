@@ -23,7 +23,7 @@ THREAD_BYTES = 1 << 16
 
 
 class EnvironmentAnswer(StrictBody):
-    """An environment in which tasks are played."""
+    """An environment whose tasks this run accepts."""
 
     id: str
     submit_to: str = Field(description="the route to which its tasks are submitted")
@@ -37,7 +37,7 @@ class EnvironmentsAnswer(StrictBody):
 
 
 def add_environments(app: FastAPI, settings: HttpSettings) -> None:
-    """Add the routes of environments."""
+    """Add the routes that list the environments of the run and their schemas."""
     known = {
         **{name: _answer(name, settings) for name in settings.environments},
         SESSION: EnvironmentAnswer(
@@ -102,7 +102,7 @@ class TaskChecks:
 
 
 def _problems(check: DataCheck, requests: Sequence[RolloutRequest]) -> dict[int, str]:
-    """Return the problems of at most MAX_ERRORS wrong tasks, by the task's index."""
+    """Return what is wrong with the data of at most MAX_ERRORS tasks, by the task's index."""
     found: dict[int, str] = {}
     for index, item in enumerate(requests):
         if problem := check.problem(item.task.data):

@@ -35,7 +35,7 @@ After = Annotated[Natural | None, Query(description="`next` of the previous page
 
 
 def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
-    """Add the routes of the feed. stream_s: time after which a stream ends."""
+    """Add the routes that serve the feed. stream_s: seconds after which a stream ends."""
 
     @app.get(f"{PREFIX}/feed", tags=["feed"], responses=_GONE)
     async def feed(
@@ -93,7 +93,11 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
 
 
 async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedPage:
-    """Return a page. Raises: Problem if entries that the client has not seen are gone."""
+    """Return the first `limit` entries of the feed after the number `after`.
+
+    sees: tenant whose entries are returned; None returns those of all tenants. Raises: Problem if
+    the next entries are no longer kept.
+    """
     page = await run.feed(after=after, limit=limit, sees=sees)
     # 0 means from the oldest entry that is kept.
     if 0 < after < page.oldest - 1:

@@ -83,7 +83,8 @@ class Guards:
     ) -> None:
         """Create the guards.
 
-        hosts: accepted host names; None accepts any. room: memory for bodies, new if None.
+        hosts: accepted host names; None accepts any. room: memory budget for bodies; None creates
+        one.
         """
         self._app = app
         self._hosts = hosts
@@ -160,7 +161,7 @@ class Guards:
     async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
         """Read the body of an accepted request, and return it.
 
-        Raises: Problem if the body is too large, too slow, or has another format.
+        Raises: Problem if the body is too large or too slow, or its format is not accepted.
         """
         path = scope["path"]
         has_columns = path in _COLUMN_PATHS
@@ -207,12 +208,12 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether the route at a path itself checks the key, because the key is a session's."""
+    """Return whether a path's route checks the key itself, because it is the key of a session."""
     return _SESSION_PATH.match(path) is not None
 
 
 class _Body:
-    """A request's body, from its first byte until the route has read it."""
+    """Reads and checks a request's body before the route runs, then passes it to the route."""
 
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
         """Create a reader of a body.
@@ -251,7 +252,7 @@ class _Body:
             raise Problem(400, "malformed-body", f"the body: {repeated_text(key)}")
 
     async def replay(self) -> Message:
-        """Return the whole body as one ASGI message; later calls return the messages after it.
+        """Return the whole body as one ASGI message; later calls return the client's next messages.
 
         A route that requests a later message has read the body, so the reserved memory is released.
         """
@@ -270,7 +271,7 @@ class _Body:
 
 
 def _session_check(scope: Scope) -> CheckSessionKey | None:
-    """Return the application's check of a session's key; None if the run has no sessions."""
+    """Return the application's function that checks a session's key; None without sessions."""
     app = scope.get("app")
     return None if app is None else getattr(app.state, "check_session_key", None)
 
@@ -281,7 +282,7 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Return the answer with a header that closes the connection if the body was not read."""
+    """Make the answer close the connection if the request has a body, because it stays unread."""
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer
@@ -318,7 +319,10 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
-    """Check that a body has one of these media types and no encoding. Raises: Problem if not."""
+    """Check that a body has one of these media types and no Content-Encoding.
+
+    Raises: Problem if not.
+    """
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(
@@ -342,7 +346,7 @@ def _media_type(headers: Headers) -> str:
 
 
 def _host_of(headers: Headers) -> str:
-    """Return the host without its port. Example: [::1]:8000 -> ::1"""
+    """Return the host name that a request names, without the port. Example: [::1]:8000 -> ::1"""
     host = headers.get("host", "").lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

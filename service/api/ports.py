@@ -1,4 +1,4 @@
-"""The calls of a run that the routes use. The module does not depend on Ray."""
+"""The interface between the API's routes and a run. The module does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "/api/v1"
 
 
 class RunPort(Protocol):
-    """The calls of a run that the routes use. Every call may raise RunUnavailable."""
+    """The calls that the API's routes make to a run. Every call may raise RunUnavailable."""
 
     async def submit(
         self,
@@ -27,25 +27,26 @@ class RunPort(Protocol):
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Submit requests, and return whether the run accepted them; it accepts all or none.
+        """Submit tasks, and return whether the run accepted them; it accepts all or none.
 
-        Accepted requests are stored when this returns.
+        Accepted tasks are stored when this returns.
 
-        Args: key: as in `SubmissionQueue.submit`. limits: the limits of the caller's key.
+        Args: key: the digest of the request's Idempotency-Key and its tenant; empty if the request
+        has none. limits: the limits of the caller's API key.
         """
         ...
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
     ) -> SubmissionView | None:
-        """Return a submission, or None if there is none that the caller may see.
+        """Return a submission's state; None if it is unknown, or if the caller may not see it.
 
-        sees: as `Caller.sees`.
+        sees: the tenant whose submissions the caller may see; None if the caller may see all.
         """
         ...
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Return the first `limit` tasks after the position `after`."""
+        """Return the first `limit` tasks after the position `after` that match `wanted`."""
         ...
 
     async def sessions(
@@ -53,14 +54,18 @@ class RunPort(Protocol):
     ) -> SessionPage: ...
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return the first `limit` entries after the number `after`.
+        """Return the first `limit` entries of the feed after the number `after`.
 
-        sees: as `Caller.sees`; a tenant's entries have the tenant's own numbers.
+        sees: the tenant whose entries to return, with the tenant's own numbers; None returns the
+        entries of all tenants.
         """
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission, and return it; the arguments are those of `submission`."""
+        """Cancel a submission, and return its new state; None if it is unknown, or not visible.
+
+        sees: the tenant whose submissions the caller may see; None if the caller may see all.
+        """
         ...
 
     async def keys(self) -> Sequence[NamedKey]:
@@ -68,37 +73,40 @@ class RunPort(Protocol):
         ...
 
     async def add_key(self, key: NamedKey) -> bool:
-        """Add a key, and return whether it was added.
+        """Add an API key, and return whether it was added.
 
         It is not added if its name is taken, or if the run has too many keys.
         """
         ...
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a key and return it; None if there is no such key."""
+        """Revoke an API key and return it; None if no key has this name."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
         """End the run after the current step.
 
-        grace_s: seconds after which the step is abandoned; None waits for the step's end.
+        grace_s: seconds after which the step is abandoned; None waits until the step has ended.
         """
         ...
 
     async def readiness(self) -> ReadyAnswer: ...
 
     async def gateway(self) -> Any:
-        """Return the handle of the run's gateway. Raises: RunUnavailable if it does not run."""
+        """Return the handle of the actor that plays the run's sessions.
+
+        Raises: RunUnavailable if the actor does not run now.
+        """
         ...
 
     @property
     def control(self) -> ControlPort: ...
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the current state of the run, with the records of the steps after `after`.
+        """Return the current state of the run for the page at `/`, with the steps after `after`.
 
-        term: the term of the steps that the caller has; if the run has another term, the result
-        has all steps.
+        term: the term of the steps that the caller has already; if the run has another term, the
+        result has all steps.
         """
         ...
 
@@ -107,6 +115,7 @@ class RunPort(Protocol):
     async def trajectory(self, name: str) -> bytes | None:
         """Return a trajectory as JSON; None if the journal does not have it.
 
-        name: the id of a trajectory or of a rollout, or TASK-MEMBER.
+        name: the id of a trajectory or of a rollout, or TASK-MEMBER (a task's id and a rollout's
+        number).
         """
         ...

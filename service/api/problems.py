@@ -27,12 +27,12 @@ NEAR_PATHS = 3
 
 
 def shown(text: str) -> str:
-    """Return the beginning of a client's text, at most MAX_ECHO_CHARACTERS long."""
+    """Return a client's text for a message, cut to MAX_ECHO_CHARACTERS."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
 def repeated_text(key: str) -> str:
-    """Return the error of a JSON object that has a key twice."""
+    """Return the error message for a JSON object that has a key twice."""
     key = shown(key.encode("utf-8", "backslashreplace").decode())
     return f"got the key {key!r} twice in one object, expected each key once; leave one out"
 
@@ -79,7 +79,7 @@ def unavailable(detail: str) -> Problem:
 
 
 def internal_error() -> Problem:
-    """Return the answer to an internal error, without the error's message, which is only logged."""
+    """Return the answer to an internal error. The error's own message is only logged."""
     return Problem(
         500,
         "internal-error",
@@ -90,7 +90,7 @@ def internal_error() -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of this app as a problem."""
+    """Make an app answer every error as problem details."""
 
     @app.exception_handler(Problem)
     async def _problem(request: Request, error: Problem) -> JSONResponse:
@@ -110,7 +110,7 @@ def install(app: FastAPI) -> None:
 
 
 def _of_http(error: HTTPException, request: Request) -> Problem:
-    """Return an error of FastAPI itself as a Problem."""
+    """Convert an error that FastAPI itself raised into a Problem."""
     status, path, headers = error.status_code, shown(request.url.path), error.headers
     if status == HTTPStatus.BAD_REQUEST:
         return _malformed(shown(str(error.__cause__ or error.detail)))
@@ -130,7 +130,10 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Return the methods of all routes of a path; Starlette names only those of the first route."""
+    """Return the methods of all routes that match the request's path.
+
+    Starlette names only the methods of the first route.
+    """
     found = {
         method
         for route in request.app.routes
@@ -179,7 +182,7 @@ def _problem_of(item: Mapping[str, Any]) -> str:
 
 
 def _message_of(item: Mapping[str, Any]) -> str:
-    """Return an error's message in JSON's terms, without pydantic's prefix for our own errors."""
+    """Return the message of a pydantic error, in JSON's terms and without pydantic's own prefix."""
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return "there is no such field; check its name, or remove the field"
     message = str(item["msg"]).removeprefix("Value error, ")

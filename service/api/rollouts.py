@@ -176,7 +176,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         },
     )
     async def cancel(request: Request, rollout_id: RolloutPath) -> RolloutAnswer:
-        """Cancel a task, if no training step has taken it. The request may be repeated."""
+        """Cancel a task, unless a training step has taken it. The request may be repeated."""
         caller = caller_of(request)
         found = await run.cancel(caller.whole(rollout_id), sees=caller.sees)
         view = _found(rollout_id, found)
@@ -186,7 +186,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
 
 
 def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
-    """Return the digest of an idempotency key and its tenant, for `RunPort.submit`."""
+    """Return the digest of an idempotency key and its tenant; empty if there is no key."""
     if not idempotency_key:
         return ""
     # Neither the tenant nor the key contains a newline.

@@ -55,10 +55,9 @@ def add_page(app: FastAPI, run: RunPort) -> None:
             ),
         ] = 0,
     ) -> dict[str, Any]:
-        """Return the state of the run that the page at `/` shows: summary, steps, evaluations,
+        """Return the state of the run, as the page at `/` shows it: summary, steps, evaluations,
         window, queue, ledger, engines, notices and configuration. The names of the fields may
-        change in later versions.
-        """
+        change in later versions."""
         found = await run.picture(term=term, after=after)
         # Use a thread: the document of hundreds of steps takes tens of milliseconds.
         return await asyncio.to_thread(run_document, found)
@@ -95,10 +94,9 @@ def add_page(app: FastAPI, run: RunPort) -> None:
             ),
         ],
     ) -> Response:
-        """Return a trajectory of the journal that the page at `/` shows, with the mask,
+        """Return a trajectory of the journal, as the page at `/` shows it, with the mask,
         log-probability, advantage and version of each token. The names of the fields may change in
-        later versions.
-        """
+        later versions."""
         found = await run.trajectory(name)
         if found is None:
             raise Problem(

@@ -1,4 +1,4 @@
-"""The bodies of requests and answers. Unknown fields are refused, never silently ignored."""
+"""The bodies of requests and answers. An unknown field is an error and never ignored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """Return the value unchanged. Raises: ValueError for a text with other characters than digits.
+    """Check that a text has only digits, and return the value unchanged. Raises: ValueError.
 
     Pydantic itself would accept "+1", "1.0" and " 1 ".
     """
@@ -91,7 +91,7 @@ TaskData = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class StrictBody(BaseModel):
-    """A frozen body without unknown fields.
+    """The base class of bodies: they are frozen, and an unknown field is an error.
 
     `model_validate` also makes an answer from a record with the same fields.
     """
@@ -221,7 +221,7 @@ class SampleAnswer(StrictBody):
 
 
 class RolloutLine(StrictBody):
-    """A submitted task in a list."""
+    """A submitted task, as a list shows it."""
 
     id: str
     place: int = Field(description="1, 2, 3, … in the order of acceptance")
@@ -331,7 +331,10 @@ class SubmitAnswer(StrictBody):
 
     @staticmethod
     def json_of(reply: SubmitReply, caller: Caller) -> bytes:
-        """Return a reply as JSON; msgspec encodes it, which is faster than making these models."""
+        """Return a reply as the JSON of this answer.
+
+        msgspec encodes it, because that is faster than making these models.
+        """
         return msgspec.json.encode(
             {
                 "accepted": sum(each.is_new for each in reply.places),
@@ -342,7 +345,7 @@ class SubmitAnswer(StrictBody):
 
 
 class ReadyAnswer(StrictBody):
-    """Whether rollouts are played and trained on now."""
+    """The answer of /readyz: whether the run plays rollouts and trains now, and if not, why."""
 
     ready: bool
     reasons: list[str] = Field(description="why the run is not ready; empty if it is")

@@ -55,9 +55,9 @@ class HttpSettings:
     def hosts(self) -> frozenset[str] | None:
         """Host names that a request may have; None if any name is allowed.
 
-        Any name is allowed if other machines have access to the API. A web page of any site
-        can send requests to loopback. If the site's own name resolves to loopback (DNS rebinding),
-        the page could read the answers too.
+        Names are checked only if the API listens on loopback. A web page of any site can send
+        requests to loopback; if the site's name resolves to loopback (DNS rebinding), the page
+        could read the answers too.
         """
         if not is_loopback(self.service.host):
             return None
@@ -67,7 +67,7 @@ class HttpSettings:
 def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
     """Return the configuration with the port to listen on, and the API's settings.
 
-    Raises: ConfigError as `http_settings` and `with_free_port`.
+    Raises: ConfigError, as `http_settings` and `with_free_port` do.
     """
     api = http_settings(config)
     return with_free_port(config, is_local=is_local), api
@@ -172,7 +172,7 @@ def _key_file() -> Path | None:
 
 
 def take_key() -> str | None:
-    """Remove the key from this process's environment and return it; None if there is no key.
+    """Remove the first admin key from this process's environment and return it; None if not set.
 
     Later processes inherit the environment, and some of them run the user's code. The key's bytes
     are overwritten in place, because Linux shows them in /proc/PID/environ.
@@ -200,7 +200,7 @@ def api_address(service: ServiceSettings, *, route: str = "/") -> str:
 
 
 def api_application_name(run_id: str) -> str:
-    """Return the name of a run's API among the applications of a cluster."""
+    """Return the name of a run's API among the Ray Serve applications of a cluster."""
     return f"{run_id}-api"
 
 

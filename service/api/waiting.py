@@ -28,7 +28,7 @@ Prefer = Annotated[
 
 
 def wait_of(prefer: str | None) -> int:
-    """Return the number of seconds to wait that a `Prefer` header requests; 0 if it requests none.
+    """Return the seconds to wait that a `Prefer` header requests, at most MAX_WAIT_S; 0 if none.
 
     Example: 'respond-async, wait=100' -> 60.
     """
@@ -43,9 +43,10 @@ async def patiently(
     prefer: str | None,
     response: Response,
 ) -> Answer:
-    """Call `look` until its answer is enough or the time in `prefer` is up; return the last answer.
+    """Call `look` until `is_enough` accepts its answer; return the last answer.
 
-    Set a header of `response` to the time that `prefer` grants.
+    The wait ends after the time that `prefer` requests, which is also set as a header of
+    `response`.
     """
     wait_s = wait_of(prefer)
     if wait_s:
@@ -59,7 +60,10 @@ async def look_until(
     *,
     wait_s: float,
 ) -> Answer:
-    """Call `look` until its answer is enough or `wait_s` has passed; return the last answer."""
+    """Call `look` until `is_enough` accepts its answer; return the last answer.
+
+    wait_s: seconds after which the last answer is returned in any case.
+    """
     loop = asyncio.get_running_loop()
     deadline_at, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
     while True:
