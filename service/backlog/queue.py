@@ -68,7 +68,10 @@ _OFFERS = msgspec.msgpack.Decoder(Offer)
 
 
 class SubmissionQueue:
-    """The queue of submissions; until `begin_term` it refuses every request as not ready."""
+    """The supervisor's queue of clients' submissions, from their acceptance until they are over.
+
+    Until `begin_term` it refuses every request as not ready.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,11 @@ class SubmissionQueue:
         groups_per_step: int,
         policy: OutcomePolicy,
     ) -> None:
-        """Create a queue. groups_per_step: number of groups in a training step (P)."""
+        """Create a queue.
+
+        groups_per_step: number of groups in a training step. policy: decides which attempts of
+        rollouts are repeated or dropped.
+        """
         self._run_store = store
         self._store = SubmissionStore(store)
         self._sessions = SessionStore(store)
@@ -100,7 +107,7 @@ class SubmissionQueue:
         self._unpublished: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:
-        """Continue from the stored submissions, as the owner of this lease."""
+        """Load the stored submissions and begin to accept requests, as the owner of this lease."""
         held = lease.queue_snapshot.groups if lease.queue_snapshot else ()
         groups = [group_id(group.number, replacement=group.replacement) for group in held]
         async with self._changing:
@@ -137,11 +144,11 @@ class SubmissionQueue:
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all tasks of a request or none; add no task twice.
+        """Accept all tasks of a request or none. A task that is already known is not added again.
 
         Args: key: the digest of the request's Idempotency-Key and its tenant; empty if the request
         has none. While a task of the request is kept, a different request with this key is refused.
-        limits: those of the request's API key.
+        limits: the limits of the request's API key.
         Raises: LeaseLost, StoreError.
         """
         (answer,) = await self._submit([offer_of(requests, key=key, limits=limits)])
@@ -150,8 +157,11 @@ class SubmissionQueue:
         return answer
 
     async def submit_packed(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
-        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with the error that
-        `submit` would raise."""
+        """Accept or refuse several requests, each encoded as a MessagePack `Offer`.
+
+        Returns: for each offer a `SubmitReply` as MessagePack, or the error that `submit` would
+        raise.
+        """
         answers = await self._submit([_OFFERS.decode(each) for each in offers])
         return [
             each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
@@ -159,7 +169,7 @@ class SubmissionQueue:
         ]
 
     async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer the offers in order, each with its own reply."""
+        """Return a reply or an error for each offer, in order."""
         return await self._thread.finish(self._answer(offers))
 
     async def _answer(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
@@ -170,7 +180,10 @@ class SubmissionQueue:
         return answers
 
     async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer the offers as if they arrived one after the other; store all new tasks at once."""
+        """Answer offers as if they arrived one after the other; store all new tasks at once.
+
+        batch: offers that share no task id and no key (`_independent`).
+        """
         unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
         keys = [offer.key for offer in batch if offer.key]
         try:
@@ -212,7 +225,7 @@ class SubmissionQueue:
         ]
 
     def _accept(self, accepted: Sequence[Submission]) -> dict[str, PlaceAnswer]:
-        """Add stored submissions to the table. Returns: their positions, by id."""
+        """Add stored submissions to the table in memory. Returns: their positions, by id."""
         places: dict[str, PlaceAnswer] = {}
         for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
             self._table.accept(submission)
@@ -229,7 +242,11 @@ class SubmissionQueue:
     def _reply(
         self, offer: Offer, new: Mapping[str, PlaceAnswer], over: Mapping[str, SubmissionView]
     ) -> SubmitReply:
-        """Make the reply to an accepted offer. new: the positions of the new tasks."""
+        """Make the reply to an accepted offer.
+
+        new: the positions of the offer's new tasks, by id. over: the states of its ended tasks, by
+        id.
+        """
         return SubmitReply(
             places=tuple(
                 new.get(item.id) or self._known_place(item.id, over) for item in offer.tasks
@@ -255,11 +272,11 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """Return the new tasks of an offer, or the reply that refuses it.
+        """Return the tasks of an offer that were not accepted before, or the reply that refuses it.
 
         Args: over: digests of the ended tasks that are still kept, by id. stored: the digest of the
         request that was accepted with the offer's key; None if there is no such request. ahead:
-        tasks of earlier offers, which are stored before this one's.
+        tasks of earlier offers, which are stored before the tasks of this offer.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -290,7 +307,10 @@ class SubmissionQueue:
     def _refusal(
         self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
     ) -> SubmitReply | None:
-        """Return the reply that refuses these tasks for now, or None if they can be accepted."""
+        """Return the reply that refuses these tasks for now; None if they can be accepted.
+
+        ahead: tasks of earlier offers, which are stored before the new ones.
+        """
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
             return SubmitReply(refusal=self._closed_because, backlog=self.backlog)
@@ -329,8 +349,9 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply that refuses tasks beyond the limits of their key; None if all tasks are
-        within the limits.
+        """Return the reply that refuses tasks beyond the limits of their API key.
+
+        None if all tasks are within the limits. ahead: tasks of earlier offers, which count too.
         """
         name = new[0].key_name
         for limit, measure, count in (
@@ -377,9 +398,9 @@ class SubmissionQueue:
         return (await self._ended([submission_id])).get(submission_id)
 
     async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Return the submissions after a position, in the order of acceptance.
+        """Return a page of the submissions that match `wanted`, in the order of acceptance.
 
-        Raises: StoreError.
+        after: position after which the page begins. Raises: StoreError.
         """
         found: list[SubmissionView] = []
         for _ in range(READS_PER_PAGE):
@@ -418,11 +439,17 @@ class SubmissionQueue:
     async def sessions(
         self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage:
-        """Return the sessions after a position, in order. Raises: StoreError."""
+        """Return a page of the sessions that match `wanted`, in order. Raises: StoreError.
+
+        after: position after which the page begins; None begins with the first session.
+        """
         return await self._thread.call(self._sessions.page, wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return the feed's entries after a number, as `read_feed` does. Raises: StoreError."""
+        """Return the first `limit` entries of the feed after a number (see `read_feed`).
+
+        Raises: StoreError.
+        """
         return await self._thread.call(
             read_feed, self._run_store, after=after, limit=limit, sees=sees
         )
@@ -434,7 +461,7 @@ class SubmissionQueue:
         evict: Callable[[str], Awaitable[bool]],
         sees: str | None = None,
     ) -> SubmissionView | None:
-        """Cancel a submission that no step has taken. Returns: its new state, as `view` does.
+        """Cancel a submission unless a training step has taken it; return the result of `view`.
 
         Nothing changes if the submission is unknown, or has already been trained, evicted or
         cancelled.
@@ -470,7 +497,10 @@ class SubmissionQueue:
         return self._table.group_of(submission_id) if submission_id in self._table else None
 
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
-        """Cancel a submission; return False if `group` or `term` is no longer the current one."""
+        """Store that a submission is cancelled, unless its group or the term has changed meanwhile.
+
+        Args: group, term: the values that the caller saw. Returns: whether it was cancelled.
+        """
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
                 return False
@@ -481,9 +511,9 @@ class SubmissionQueue:
             return True
 
     async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
-        """Move ended submissions from memory to the store.
+        """Store the final states of submissions that are over, and remove these from memory.
 
-        Args: as in `SubmissionTable.over`. Raises: LeaseLost.
+        The arguments are those of `SubmissionTable.over`. Raises: LeaseLost.
         """
 
         async def archive() -> None:
@@ -515,10 +545,10 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Return the first tasks of the backlog for open slots; wait a moment if the backlog is
-        empty.
+        """Bind the first submissions of the backlog to open slots of the window.
 
-        Raises: LeaseLost, StoreError.
+        If the backlog is empty, wait up to WAIT_S for a submission. Returns: the group for each
+        slot that got a submission. Raises: LeaseLost, StoreError.
         """
         self._has_news.clear()
         if not self._table.num_waiting:
@@ -549,7 +579,7 @@ class SubmissionQueue:
         ]
 
     def note_rollouts(self, summaries: Sequence[TrajectorySummary]) -> list[RolloutResult]:
-        """Record ended attempts; return the results to be stored."""
+        """Record the results of ended attempts, and return them for the store."""
         results = [RolloutResult.of(summary) for summary in summaries]
         self._table.note_results(results)
         return results
@@ -561,7 +591,10 @@ class SubmissionQueue:
             self._has_events.set()
 
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
-        """Return the feed's new entries for a checkpoint whose ledger ends with this event."""
+        """Return new feed entries for the ledger's events up to `last_event_seq`, for a checkpoint.
+
+        Each event is returned only once.
+        """
         entries, now = [], time.time()
         for event in self._unpublished:
             found = self._table.told_by(event) if event.seq <= last_event_seq else None
@@ -572,7 +605,7 @@ class SubmissionQueue:
         return entries
 
     def note_step_seconds(self, seconds: float) -> None:
-        """Record the duration of a step, by which the Retry-After of refusals is estimated."""
+        """Record the duration of a step, from which the Retry-After of refusals is estimated."""
         self._step_s = seconds
 
 

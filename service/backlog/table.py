@@ -1,9 +1,10 @@
-"""The accepted submissions that are not over, their backlog and their rollouts' states; pure.
+"""The table in memory of accepted submissions that are not over; it does no I/O.
 
+It has the backlog, the groups that play submissions, and the states of their rollouts.
 Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
 grow; if a whole group was evicted, its number is given to the next submission of the backlog, never
-to the same one again. The table is rebuilt from the store at the start of each term, then
-updated with the queue's events. Ended submissions are removed from it (`over`, `forget`).
+to the same one again. The table is rebuilt from the store at the start of each term, then updated
+with the queue's events. Ended submissions are removed from it (`over`, `forget`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class SubmissionTable:
         return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
-        """Add a stored submission, which must be the newest, to the table.
+        """Add a submission to the table; it must be stored already, and newer than all others.
 
         Unless it is cancelled, it is also appended to the backlog.
         """
@@ -94,11 +95,11 @@ class SubmissionTable:
             self._waiting_bytes += submission.num_bytes
 
     def next_waiting(self, count: int) -> list[Submission]:
-        """Return the first `count` submissions of the backlog; they stay in it until bound."""
+        """Return the first `count` submissions of the backlog, without removing them."""
         return self._backlog[:count]
 
     def bind(self, submission_id: str, group_id: str) -> None:
-        """Bind a submission to a group, whose rollouts are then the submission's."""
+        """Record which group plays a submission, and remove the submission from the backlog."""
         entry = self._entries[submission_id]
         assert entry.group_id is None, submission_id
         entry.group_id = group_id
@@ -106,7 +107,7 @@ class SubmissionTable:
         self._leave_backlog(entry)
 
     def group_of(self, submission_id: str) -> str | None:
-        """Return the group of a submission; None while it waits."""
+        """Return the group that plays a submission; None if the submission was never bound."""
         return self._entries[submission_id].group_id
 
     def accepted_at(self, group_id: str) -> float | None:
@@ -120,7 +121,7 @@ class SubmissionTable:
         self._leave_backlog(entry)
 
     def cancelled_groups(self) -> list[str]:
-        """Return the groups of cancelled submissions that have a rollout in flight."""
+        """Return the groups of cancelled submissions that still have a rollout in flight."""
         return [
             group_id
             for group_id, entry in self._by_group.items()
@@ -148,8 +149,8 @@ class SubmissionTable:
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
         """Return the submission's id and the result that the feed shows for a recorded event.
 
-        None if no client submitted the rollout, or if the event is a repeated admission of its
-        group.
+        Returns: None if no client submitted the rollout, or if the event is a repeated admission of
+        the rollout's group.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -157,11 +158,11 @@ class SubmissionTable:
         return entry.submission.id, entry.results.get(index)
 
     def is_admitted(self, submission_id: str) -> bool:
-        """Return whether the table knows that the submission's group was admitted."""
+        """Return whether a recorded event says that the submission's group was admitted."""
         return self._entries[submission_id].admitted_seq is not None
 
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
-        """Return the views of submissions whose rollouts can no longer be played again.
+        """Return the final states of submissions whose rollouts will not be played again.
 
         A submission whose rollouts were all evicted without a step is over once the newest
         checkpoint has these events, unless the queue of an older checkpoint may still have the
@@ -220,9 +221,10 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Return whether an attempt is a rollout's last one.
+        """Return whether a result is the final one of its rollout.
 
-        A dropped attempt is not the last one: it is repeated, or its rollout is evicted at once.
+        The result of a dropped attempt is not: the attempt is repeated, or the rollout is evicted
+        at once.
         """
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
@@ -242,7 +244,10 @@ class SubmissionTable:
 
 @lru_cache(maxsize=256)
 def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]:
-    """Return the rollouts of a submission without a group; cached to share them in memory."""
+    """Return the states of the rollouts of a submission that has no group.
+
+    They are cached, so that submissions share them in memory.
+    """
     status = Status.CANCELLED if is_cancelled else Status.QUEUED
     return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
@@ -255,8 +260,11 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Return whether a submission was admitted after `last_event_seq`, and all its rollouts were
-    evicted without a step by `newest_event_seq`."""
+    """Return whether all rollouts of a submission were evicted without a step.
+
+    Only evictions up to `newest_event_seq` count, and the submission must have been admitted after
+    `last_event_seq`.
+    """
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False
     has_left = len(entry.exits) == entry.submission.num_samples
@@ -267,10 +275,11 @@ def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bo
 def rebuild(
     policy: OutcomePolicy, stored: StoredSubmissions, *, held_groups: Iterable[str] = ()
 ) -> SubmissionTable:
-    """Rebuild the table at the start of a term. held_groups: the groups of the restored queue.
+    """Rebuild the table from the store at the start of a term.
 
     A binding whose group was never admitted is ignored: its submission is in the backlog again, at
     its old position. Rollouts in flight are played again, so their earlier results are ignored too.
+    held_groups: the groups in the restored trajectory queue.
     """
     table = SubmissionTable(policy)
     for submission in stored.submissions:

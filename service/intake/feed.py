@@ -18,7 +18,7 @@ from service.intake.submission import RolloutResult
 
 
 class FeedKind(StrEnum):
-    """The kind of an entry."""
+    """The kind of event that an entry of the feed reports."""
 
     ACCEPTED = "accepted"
     """A task was accepted."""
@@ -40,7 +40,10 @@ class FeedKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedEntry:
-    """One entry of the feed. A field that the entry's kind does not use is None."""
+    """One entry of the feed, which reports one event to clients.
+
+    A field that entries of this kind do not use is None.
+    """
 
     number: int = 0
     """Number of the entry; numbers ascend from 1 and may have gaps.
@@ -73,9 +76,10 @@ class FeedEntry:
     def of_event(
         cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
     ) -> FeedEntry:
-        """Return the entry of an event.
+        """Return the feed's entry for an event of the trajectory queue's ledger.
 
-        result: the result of the rollout's newest ended attempt, or None.
+        task: id of the submission. result: result of the rollout's newest ended attempt; None if no
+        attempt has ended.
         """
         if event.kind is LedgerEventKind.ADMITTED:
             return cls(at=at, kind=FeedKind.ADMITTED, task=task)
@@ -94,7 +98,7 @@ class FeedEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedPage:
-    """Entries after a cursor."""
+    """A page of the feed: entries after a number, in order."""
 
     entries: tuple[FeedEntry, ...]
     oldest: int

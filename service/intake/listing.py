@@ -33,7 +33,7 @@ class SessionFilter:
 
 
 SessionPlace = tuple[int, int]
-"""Place in the order of sessions: the submission's position, and the session's member."""
+"""Position in the list of sessions: the submission's position, and the session's member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,10 @@ After = TypeVar("After", int, SessionPlace)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page(Generic[Item, After]):
-    """Tasks or sessions in the order of acceptance, sessions of a task by member."""
+    """A page of a list of tasks or sessions, in the order of acceptance.
+
+    Sessions of the same task are in the order of their members.
+    """
 
     items: tuple[Item, ...]
     """The items; fewer than the limit, or none, may be returned although more follow."""

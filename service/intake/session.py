@@ -1,7 +1,8 @@
 """Sessions, which are rollouts that external agents play over HTTP: their request, state and end.
 
 A submission (`service.intake.submission`) whose task has the environment `SESSION` has one session
-for each rollout; `member` is the number of the rollout. Its turns are in `service.intake.turns`.
+for each rollout; `member` is the number of the rollout. A session's turns are in
+`service.intake.turns`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from service.access.keys import AGENT, REWARD, digest_of, session_key, tenant_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """The settings of every session of a submission."""
+    """The settings that all sessions of a submission share, such as their time limits."""
 
     max_turns: int
     max_tokens_per_turn: int
@@ -46,7 +47,7 @@ class SessionKeys:
 
     @classmethod
     def of(cls, client_key: str, session_id: str) -> SessionKeys:
-        """Digest the keys that are derived from a client's key."""
+        """Derive the two keys of a session from a client's key, and return their digests."""
         return cls(
             agent=digest_of(session_key(client_key, session_id, AGENT)),
             reward=digest_of(session_key(client_key, session_id, REWARD)),
@@ -55,7 +56,7 @@ class SessionKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """The sessions that a submission requests."""
+    """The sessions that a submission requests: their settings and the digests of their keys."""
 
     spec: SessionSpec
     keys: tuple[SessionKeys, ...]
@@ -80,7 +81,7 @@ class SessionStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTotals:
-    """The totals of a session's turns."""
+    """Counts over all turns of a session."""
 
     num_turns: int
     num_sampled_tokens: int
@@ -97,7 +98,7 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The end of a session, as its client states it."""
+    """A client's request that ends a session, above all with its reward."""
 
     reward: float | None = None
     """Reward of the whole session; None if it is pending or could not be obtained."""
@@ -115,7 +116,7 @@ class Finish:
 
     @property
     def digest(self) -> str:
-        """Return a digest that is equal for equal requests."""
+        """A digest by which a repeated request is recognized; equal requests have equal digests."""
         content = asdict(self)
         if self.turn is None:
             # Older versions had no `turn`: a request may be repeated to a newer version.
@@ -125,7 +126,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnd:
-    """The end of a session."""
+    """The final state of an ended session: status, outcome and reward."""
 
     status: SessionStatus
     """The final status: finished, discarded or expired."""
@@ -150,9 +151,10 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitRefusal:
-    """A request that was refused because of a limit or a full context.
+    """An agent's request that was refused because of a limit or a full context.
 
-    The refusal decides the session's outcome if no trained turn of its conversation came later.
+    The refusal decides the session's outcome if no trained turn of the same conversation came
+    later.
     """
 
     outcome: Outcome
@@ -162,7 +164,8 @@ class LimitRefusal:
     Turns with this number or a higher number came later.
     """
     follows: int | None = None
-    """Number of the newest turn that the request continued or whose reply it contained, or None."""
+    """Number of the newest turn that the request continued or whose reply it contained; None if
+    none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

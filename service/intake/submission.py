@@ -45,7 +45,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One task of a request, before the task has a position."""
+    """One task of a client's request, before the task is accepted and gets a position."""
 
     task: Task
     num_samples: int
@@ -80,7 +80,7 @@ class RolloutRequest:
         batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
-        """Return a request with its digest.
+        """Make a request for a task, with a digest by which a repeated request is recognized.
 
         asked_samples: the number of samples that the client requests; None uses the run's default.
 
@@ -118,7 +118,7 @@ class RolloutRequest:
 
 
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A `RolloutRequest` on its way to the store; only the store decodes the task.
+    """A `RolloutRequest` in the encoded form in which it is sent to the store, which decodes it.
 
     It is a Struct, because there are many requests, and a Struct is made and sent several times
     faster than a dataclass.
@@ -132,7 +132,7 @@ class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     key_name: str
     batch: str
     text: str
-    """The whole request, as it is stored."""
+    """The whole `RolloutRequest`, in the form in which it is stored."""
     sessions: SessionRequest | None
 
     @property
@@ -142,7 +142,7 @@ class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The tasks of one HTTP request; all are accepted, or none."""
+    """The tasks that one HTTP request submits; all are accepted, or none."""
 
     tasks: tuple[PackedRequest, ...]
     key: str = ""
@@ -176,7 +176,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """The result of the last attempt of a rollout."""
+    """The result of an ended attempt to play a rollout."""
 
     rollout_id: str
     attempt: int
@@ -205,7 +205,7 @@ class RolloutResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSubmissions:
-    """The part of a run's submissions that survives a restart."""
+    """The stored submissions that are not over, from which a new term continues."""
 
     submissions: tuple[Submission, ...]
     """Submissions that are not over, in the order of acceptance."""
@@ -250,7 +250,7 @@ class SubmissionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """Accepted submissions that wait for a group number."""
+    """The number of accepted submissions that wait to be admitted, and its limit."""
 
     waiting: int
     capacity: int
@@ -259,7 +259,7 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceAnswer:
-    """The position of an accepted task."""
+    """The position of an accepted task in the order of acceptance, and its status."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -276,7 +276,7 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
-    """The reply to an `Offer`: either all tasks of the offer are accepted, or none."""
+    """The reply to a request that submits tasks (`Offer`): all tasks are accepted, or none."""
 
     backlog: Backlog
     places: tuple[PlaceAnswer, ...] = ()
@@ -296,5 +296,5 @@ class SubmitReply:
 
     @property
     def new_ids(self) -> frozenset[str]:
-        """The ids of the new tasks."""
+        """The ids of the accepted tasks that had not been accepted before."""
         return frozenset(place.id for place in self.places if place.is_new)

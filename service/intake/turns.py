@@ -1,6 +1,7 @@
-"""The records of a session: its turns, and its changes.
+"""The records of a session: its turns, and the changes of its state.
 
-The store has these records (`service.store.sessions`), and a session's tree is built from them.
+The store keeps these records (`service.store.sessions`), and the tree of a session's conversations
+is built from them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from service.intake.session import LimitRefusal, SessionEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """One sampled turn.
+    """One turn of a session: an agent's request, and the reply that an engine sampled.
 
     It has only the messages and ids that the turn added, without those of the earlier turns.
     """
@@ -72,7 +73,8 @@ class SessionTurn:
     is_instructed: bool = False
     """Whether the conversation's first message was sent as a request's instructions.
 
-    Later instructions replace these. All turns of a conversation have the value of its first turn.
+    The instructions of later requests replace this message. All turns of a conversation have the
+    value of its first turn.
     """
     stop_string: str = ""
     """The stop string before which the reply's text was cut; empty if it was not cut."""
@@ -86,7 +88,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAdded:
-    """A turn was sampled, and is added to the session."""
+    """A change of a session: a turn was sampled and is added."""
 
     session_id: str
     turn: SessionTurn
@@ -94,7 +96,7 @@ class TurnAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMarked:
-    """A client received the turn, or its client left before the answer."""
+    """A change of a session: the client received a stored turn, or disconnected before it did."""
 
     session_id: str
     number: int
@@ -103,7 +105,7 @@ class TurnMarked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """The session's group was admitted; only the first such change has an effect."""
+    """A change of a session: its group was admitted. Only the first such change has an effect."""
 
     session_id: str
     opened_at: float
@@ -112,18 +114,18 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionClaimed:
-    """A client claimed the session; only the first such change has an effect."""
+    """A change of a session: a client claimed it. Only the first such change has an effect."""
 
     session_id: str
     name: str
-    """The client's name for the session."""
+    """The name that the client gave with the claim."""
     claimed_at: float
     """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitReached:
-    """A request was refused because of a limit or a full context.
+    """A change of a session: a request was refused because of a limit or a full context.
 
     If a session has several such refusals, only the newest is kept.
     """
@@ -134,9 +136,9 @@ class LimitReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """The session ended.
+    """A change of a session: it ended.
 
-    If its reward was pending, a second such change may follow with the reward.
+    If the session's reward was pending, a second such change may follow with the reward.
     """
 
     session_id: str

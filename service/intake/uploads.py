@@ -27,7 +27,7 @@ _ANSWER = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """The facts about a run's policy by which uploads are checked."""
+    """The properties of a run's policy with which an uploaded trajectory must agree."""
 
     tokenizer_fingerprint: str
     """Fingerprint of the tokenizer, from `actors.environment.tokenizer.tokenizer_fingerprint`."""
@@ -42,7 +42,7 @@ class PolicyFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A trajectory that has been checked."""
+    """An uploaded trajectory whose content has been checked."""
 
     id: str
     """The trajectory's id, which is unique in the run."""
@@ -53,7 +53,7 @@ class Upload:
     It is the same for JSON and for MessagePack.
     """
     content: bytes
-    """The encoded trajectory, without a group assignment."""
+    """The encoded trajectory, which does not name its group."""
     oldest_version: int
     newest_version: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class RejectedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadGroup:
-    """The state of an upload group."""
+    """The state of a group of uploaded trajectories. A complete group becomes a submission."""
 
     id: str
     num_uploaded: int
@@ -122,9 +122,9 @@ class UploadGroup:
     """Whether the group is complete, so that it can be submitted and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """Return the submission of a closed group; every call returns an equal submission.
+        """Return the request that submits a closed group to the run; it is equal at every call.
 
-        key_name: name of the key of the client that closed the group.
+        key_name: name of the API key of the client that closed the group.
         """
         assert self.is_closed and self.num_members is not None, self
         task = Task(task_id=self.id, environment=UPLOADED, seed=derived_seed("submitted", self.id))
@@ -150,7 +150,7 @@ class UploadReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryAnswer:
-    """An accepted trajectory."""
+    """The state of an accepted trajectory."""
 
     __pydantic_config__ = _ANSWER
 
@@ -178,7 +178,7 @@ class _Stored:
     trajectory: Trajectory
     """The trajectory, whose samples have no versions."""
     runs: tuple[tuple[tuple[int, int], ...], ...]
-    """The runs of equal versions in each sample: a version, and the number of tokens in its run."""
+    """For each sample, the runs of equal versions: pairs of a version and a number of tokens."""
 
 
 _decoder = decoder_of(_Stored)
@@ -195,7 +195,7 @@ def stored_content(trajectory: Trajectory) -> bytes:
 
 
 def decoded_content(content: bytes) -> Trajectory:
-    """Decode the output of `stored_content`."""
+    """Decode a stored trajectory, which `stored_content` encoded."""
     found: _Stored = _decoder.decode(content)
     whole = with_shared(found.trajectory)
     samples = [
