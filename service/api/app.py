@@ -174,7 +174,7 @@ class CountedRequests:
         if asked_of is not None and status == 204:
             # Only `door` asks; the request itself comes later.
             return
-        # The router stores the route that it found here.
+        # The router stores the route that it found in the scope.
         route = getattr(scope.get("route"), "path", "")
         method = asked_of or scope["method"]
         method = method if method in METHODS else "other"

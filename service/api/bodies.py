@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 
 # A body of more bytes is large: the key is then checked first, and memory is reserved for it.
 LARGE_BYTES = 64 << 10
-# Limit of all large bodies in a process at once; a body above it is read when no other is.
+# Limit for the bytes of all large bodies in a process; a larger body is read if no other is.
 MAX_BODIES_BYTES = 256 << 20
 # After a body of this size, free memory is returned to the system.
 _TRIM_BYTES = 1 << 20

@@ -107,8 +107,7 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """A checkpoint, an evaluation or a return to a checkpoint, which continues after the
-    request."""
+    """A checkpoint, evaluation or return to a checkpoint, which continues after the request."""
 
     # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
 

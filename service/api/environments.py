@@ -18,7 +18,7 @@ from service.api.schemas import StrictBody
 from service.api.settings import HttpSettings
 from service.intake.submission import RolloutRequest
 
-# More bytes are checked in a thread, because the check would delay every other request.
+# Tasks with more bytes are checked in a thread: the check would delay every other request.
 THREAD_BYTES = 1 << 16
 
 

@@ -50,7 +50,7 @@ _TURN_PATH = re.compile(r"/sessions/|/v1/")
 # Far more than any client sends; names and values together.
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
-# Paths of token columns: large bodies of clients, JSON or MessagePack.
+# Paths to which clients send columns of tokens: large bodies, in JSON or MessagePack.
 _COLUMN_PATHS = frozenset({"/api/v1/trajectories", "/api/v1/generate"})
 _TYPES = ("application/json",)
 _COLUMN_TYPES = (*_TYPES, "application/msgpack")
@@ -135,7 +135,7 @@ class Guards:
             body.drop()
 
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
-        """Check a request's head; return the refusal, or None if the request is accepted.
+        """Check a request's headers, host and key; return the refusal, or None if all are accepted.
 
         method: the request's own method, even if `door` asks about the request with OPTIONS.
         Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
@@ -282,7 +282,7 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Make the answer close the connection if the request has a body, because it stays unread."""
+    """Make an answer close the connection if the request has a body, which stays unread."""
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer

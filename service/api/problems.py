@@ -22,7 +22,7 @@ UNAVAILABLE_RETRY_S = 5
 # Most characters of a client's text that an answer repeats.
 MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
-# Paths that the answer to an unknown path names.
+# Number of similar paths that the answer to an unknown path names.
 NEAR_PATHS = 3
 
 

@@ -191,7 +191,7 @@ class SubmissionQueue:
             over = await self._ended(digests)
         except StoreError as error:
             return [error] * len(batch)
-        # None: the offer is accepted if its tasks can be stored.
+        # An answer is None if the offer is accepted as soon as its tasks are stored.
         answers: list[SubmitReply | Exception | None] = []
         ahead: list[PackedRequest] = []
         request_keys: dict[str, tuple[str, str]] = {}
@@ -244,7 +244,7 @@ class SubmissionQueue:
     ) -> SubmitReply:
         """Make the reply to an accepted offer.
 
-        new: the positions of the offer's new tasks, by id. over: the states of its ended tasks, by
+        new: positions of the offer's new tasks, by id. over: states of the offer's ended tasks, by
         id.
         """
         return SubmitReply(
@@ -421,7 +421,10 @@ class SubmissionQueue:
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
-        """Return the states of the submissions in these rows, except those that are not kept."""
+        """Return the states of submissions in rows that `SubmissionStore.page` returned.
+
+        Submissions that are no longer kept are left out.
+        """
         # Submissions that have ended since the rows were read.
         over = await self._ended(
             [name for _, name, ended in rows if ended is None and name not in self._table]
@@ -591,9 +594,9 @@ class SubmissionQueue:
             self._has_events.set()
 
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
-        """Return new feed entries for the ledger's events up to `last_event_seq`, for a checkpoint.
+        """Return the feed's new entries about the ledger's events up to `last_event_seq`.
 
-        Each event is returned only once.
+        The caller stores them with a checkpoint; each entry is returned only once.
         """
         entries, now = [], time.time()
         for event in self._unpublished:

@@ -34,7 +34,7 @@ class _Entry:
     submission: Submission
     group_id: str | None = None
     is_cancelled: bool = False
-    # The ledger event that admitted the first of its rollouts.
+    # Number of the ledger event that admitted the first of the submission's rollouts.
     admitted_seq: int | None = None
     results: dict[int, RolloutResult] = field(default_factory=dict)
     # For each rollout that was trained or evicted: the event that says so.
@@ -297,7 +297,8 @@ def rebuild(
 
 def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:
     found = {item.status for item in rollouts}
-    # If a step had taken it before the queue was lost, it may have been trained nevertheless.
+    # A cancelled submission may have been trained nevertheless, if a step had taken it before the
+    # queue was lost.
     if is_cancelled and Status.TRAINED not in found:
         return Status.CANCELLED
     for status in (Status.QUEUED, Status.RUNNING, Status.FINISHED, Status.TRAINED):

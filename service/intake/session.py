@@ -98,7 +98,7 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """A client's request that ends a session, above all with its reward."""
+    """The content of a client's request to end a session, such as the session's reward."""
 
     reward: float | None = None
     """Reward of the whole session; None if it is pending or could not be obtained."""

@@ -21,7 +21,7 @@ from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, wit
 from actors.types import UPLOADED, Sample, Task, Trajectory
 from service.intake.submission import RolloutRequest
 
-# Of records that the API answers unchanged.
+# Pydantic's settings for records that the API returns unchanged.
 _ANSWER = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 

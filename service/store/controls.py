@@ -82,7 +82,10 @@ class ControlStore:
         self._store.write(term, write)
 
     def add_call(self, call: CallAnswer, *, term: int) -> None:
-        """Add a call, and delete all but the newest KEPT_CALLS. Raises: LeaseLost, StoreError."""
+        """Store an operator's call, and delete all but the newest KEPT_CALLS calls.
+
+        Raises: LeaseLost, StoreError.
+        """
         table = tables.admin_calls
         row = {each.name: getattr(call, each.name) for each in fields(CallAnswer)}
 
@@ -94,7 +97,7 @@ class ControlStore:
         self._store.write(term, write)
 
     def calls(self, *, limit: int) -> Sequence[CallAnswer]:
-        """Return the newest `limit` calls, newest first. Raises: StoreError."""
+        """Return the newest `limit` calls of operators, newest first. Raises: StoreError."""
         columns = tables.admin_calls.c
         names = [each.name for each in fields(CallAnswer)]
         query = select(*(columns[name] for name in names)).order_by(columns.id.desc()).limit(limit)

@@ -358,7 +358,7 @@ class Database:
                 create(connection)
 
     def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Call `attempt` again while the database does not answer, and return the result.
+        """Return the result of `attempt`, which is called again while the database does not answer.
 
         what: a participle for error messages, such as "read". Raises: StoreError.
         """

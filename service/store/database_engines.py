@@ -146,7 +146,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def check_in_place(connection: Connection, file: Path) -> None:
-    """Check that the opened file is still at its path; otherwise writes would be lost.
+    """Check that an opened SQLite file is still at its path; writes to a moved file would be lost.
 
     Raises: StoreError.
     """

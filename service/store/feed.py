@@ -123,7 +123,7 @@ def newest_number(connection: Connection) -> int:
 
 
 def prune_feed(connection: Connection, *, keep: int) -> None:
-    """Remove all but the newest `keep` entries."""
+    """Remove all but the newest `keep` entries of the feed."""
     number = tables.feed.c.number
     last_left_out = connection.scalar(select(number).order_by(number.desc()).offset(keep).limit(1))
     if last_left_out is not None:

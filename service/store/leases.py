@@ -149,7 +149,8 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     if not sys.platform.startswith("linux"):
         return f"{psutil.Process(pid).create_time():.2f}"
-    # The start in ticks since the boot. The name before it may contain spaces and parentheses.
+    # The process's start, in ticks since the boot. The program's name, which comes before the start
+    # in parentheses, may contain spaces and parentheses itself.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

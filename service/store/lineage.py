@@ -258,8 +258,8 @@ def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
     """Return the totals of the steps that led to a checkpoint.
 
-    For a checkpoint to which the run can no longer return, they are not stored, and the result is
-    zero.
+    If the run can no longer return to the checkpoint, these totals were deleted, and zeros are
+    returned.
     """
     columns = tables.checkpoints.c
     query = select(columns.totals).where(columns.id == checkpoint.id)
@@ -311,10 +311,11 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first, each directory once.
 
-    These are the checkpoints in the lineage of the newest checkpoint whose queue snapshot is still
-    stored (`retention`). If a term continues from an older checkpoint, the checkpoints after that
-    one are left out: at once if an operator requested the return, otherwise as soon as the term has
-    committed a checkpoint. Until then, a checkpoint that could not be read may still be used.
+    The queue snapshot of such a checkpoint is still stored (`retention`), and the checkpoint is in
+    the lineage of the newest checkpoint with a snapshot. If a term continues from an older
+    checkpoint, the checkpoints after that one are left out: at once if an operator requested the
+    return, otherwise as soon as the term has committed a checkpoint. Until then, a checkpoint that
+    could not be read may still be used.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:

@@ -83,7 +83,7 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
             kind = store.kind()
             if kind is None:
                 raise StoreError(f"the database {store.location} has no run, expected one to move")
-            # Before the lease is taken, because this raises if the new database cannot be used.
+            # Call this before the lease is taken: it raises if the new database cannot be used.
             _is_copied(store, url)
             term = store.acquire_lease(
                 owner=own_name(), directory=str(run_dir), kind=kind, unless_held=True
@@ -175,7 +175,7 @@ def _stored(kind: Any) -> Any:
 
 
 def _last_number(connection: Connection, name: str, column: str) -> int:
-    """Return the highest number that the database ever gave to a row, deleted rows included."""
+    """Return the highest number that a table's rows ever had, deleted rows included."""
     table = _plain(name)
     newest = int(connection.scalar(select(func.max(table.c[column]))) or 0)
     if connection.dialect.name != "sqlite":

@@ -47,7 +47,10 @@ class StoreOptions:
     """
 
     def check(self) -> None:
-        """Check the options, before the run directory exists. Raises: StoreError."""
+        """Check that at most one location is given, and that its URL is valid.
+
+        Raises: StoreError.
+        """
         if self.state_dir is not None and self.database_url is not None:
             raise StoreError(
                 "--state-dir and --database-url: got both, expected one of them: a directory for "
@@ -173,10 +176,10 @@ def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 
 
 def changed_url(url: URL, given: str) -> URL:
-    """Return the URL to connect with: `url`, with the server and user of the new text `given`.
+    """Return the URL to connect with after the file with the database's URL has changed.
 
-    The file that contains the database's URL now has this text. Raises: ValueError if it is not a
-    URL, or names another database than `url`.
+    It is `url`, with the server and user of `given`, the new text of the file. Raises: ValueError
+    if `given` is not a URL, or names another database than `url`.
     """
     try:
         own = _parsed(given, source=FILE_VARIABLE)
@@ -309,8 +312,8 @@ def refused_filesystem(path: Path) -> str | None:
 def _filesystem_type(path: Path) -> int | None:
     if not sys.platform.startswith("linux"):
         return None
-    # os.statvfs does not have the type. It is the structure's first word; the kernel's table has 32
-    # unsigned bits, whatever the word's width and sign.
+    # os.statvfs does not return the type. The type is the first word of the structure that statfs
+    # fills; REFUSED has it as 32 unsigned bits, whatever the word's width and sign.
     libc = ctypes.CDLL(None, use_errno=True)
     found = (ctypes.c_long * 64)()
     for each in (path, *path.absolute().parents):

@@ -88,7 +88,7 @@ class ReadOnlyStore:
 
     @property
     def away_s(self) -> float:
-        """Return the seconds for which the database has not answered."""
+        """Return the seconds for which the database has not answered; 0 if it answers."""
         return self._database.away_s
 
     def newest_term(self) -> int:
@@ -97,7 +97,7 @@ class ReadOnlyStore:
         return row.term if row else 0
 
     def kind(self) -> RunKind | None:
-        """Return the run's kind; None if no supervisor has ever had the lease."""
+        """Return which command began the run; None if no supervisor ever had the lease."""
         row = self.read(self._newest_lease)
         return row.kind if row else None
 
@@ -258,7 +258,7 @@ class ReadOnlyStore:
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
-    """Return whether a PostgreSQL database has a run of which a supervisor ever had the lease.
+    """Return whether a PostgreSQL database contains a run that any supervisor ever began.
 
     Raises: StoreError.
     """

@@ -81,7 +81,7 @@ class RunStore(ReadOnlyStore):
         )
 
     def close(self) -> None:
-        """End all connections; all data of an SQLite database is then in its own file."""
+        """End all connections; all data of an SQLite database is then in its main file."""
         self._database.close()
 
     def acquire_lease(
@@ -177,7 +177,7 @@ class RunStore(ReadOnlyStore):
             )
 
     def _move_after_copy(self, connection: Connection) -> int:
-        """Migrate a database of an older format; return the number of the format before.
+        """Migrate a database of an older format; return the number of the previous format.
 
         An SQLite file is copied first. Raises: StoreError.
         """

@@ -1,5 +1,6 @@
-"""The submissions of clients, stored before they are answered and bound before they are played.
+"""The stored submissions of clients.
 
+A submission is stored before its request is answered, and bound to a group before it is played.
 Every write needs the term of the lease. Reads return only rows of the surviving lineage. When a
 submission is over, its task, bindings, results and sessions' turns are deleted. Its id, digest and
 end, and the rows of its sessions, are kept while it is among the newest ended submissions.
@@ -59,7 +60,7 @@ def packed(request: RolloutRequest) -> PackedRequest:
 
 
 def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
-    """Make an offer from a submit request; the arguments are those of `SubmissionQueue.submit`."""
+    """Pack a submit request as an `Offer`; the arguments are those of `SubmissionQueue.submit`."""
     return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 

@@ -170,7 +170,7 @@ class AsLimitRefusal(TypeDecorator[LimitRefusal]):
 class AsColumn(TypeDecorator[NDArray[Any]]):
     """A column type for arrays [T]: token ids, or a number for each token, as little-endian bytes.
 
-    Arrays that are read are read-only. Raises: Damaged if a stored value cannot be read.
+    The arrays that a query returns are read-only. Raises: Damaged if a stored value cannot be read.
     """
 
     impl = LargeBinary
@@ -196,8 +196,8 @@ _EXPERT_HEAD = struct.Struct("<B3I")
 class AsExperts(TypeDecorator[NDArray[Any]]):
     """A column type for recorded experts, [R, L, K] uint8 or int16 (see `Turn.expert_indices`).
 
-    An array is stored as type, shape and little-endian bytes. An array that is read is read-only.
-    Raises: Damaged if a stored value cannot be read.
+    An array is stored as type, shape and little-endian bytes. The arrays that a query returns are
+    read-only. Raises: Damaged if a stored value cannot be read.
     """
 
     impl = LargeBinary
@@ -266,7 +266,7 @@ leases = Table(
     Column("kind", AsWord(RunKind), nullable=False),
     # By the owner's own clock.
     Column("acquired_at", Float, nullable=False),
-    # Time of the owner's last renewal, by the store's clock; null after its end.
+    # Time of the owner's last renewal, by the store's clock; null after the lease's end.
     Column("renewed_at", Float, nullable=True),
     # The checkpoint that this term started from; null for a fresh start.
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
@@ -291,12 +291,13 @@ checkpoints = Table(
     Column("step", Integer, nullable=False),
     Column("policy_version", Integer, nullable=False),
     Column("directory", String, nullable=False),
-    # Null once the run can no longer go back to it; the row then only shows where a term began.
+    # Null once the run can no longer go back to this checkpoint; the row then only shows where a
+    # term began.
     Column("queue_snapshot", AsJson(QueueSnapshot), nullable=True),
     # Shares of passed samples in the newest groups, by task or by environment.
     Column("curriculum", AsJson(Mapping[str, tuple[float, ...]]), nullable=True),
     Column("last_event_seq", Integer, nullable=False),
-    # Totals of the lineage's steps up to this one; null with the snapshot.
+    # Totals of the lineage's steps up to this step; null if queue_snapshot is null.
     Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
     # Number of the feed's newest entry that this checkpoint makes final.
@@ -327,7 +328,7 @@ evaluations = Table(
     metadata,
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
-    # 0: of the schedule; 1, 2, 3, …: of named sets, or requested, at this step.
+    # 0: the scheduled evaluation; 1, 2, 3, …: those of named sets, and requested ones.
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("record", AsJson(EvaluationRecord), nullable=False),
 )
@@ -362,9 +363,9 @@ submissions = Table(
     Column("num_bytes", Integer, nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("environment", String, nullable=False),
-    # The owner; empty if the run itself owns it.
+    # The tenant that owns the submission; empty if the run itself owns it.
     Column("tenant", String, nullable=False, index=True),
-    # The name of the key that it was accepted with; empty: the first key, or none.
+    # Name of the key with which it was submitted; empty: the first admin key, or no key.
     Column("key_name", String, nullable=False),
     # The client's name for a batch of tasks; empty without one.
     Column("batch", String, nullable=False, index=True),
@@ -429,7 +430,7 @@ feed_numbers = Table(
     Column("newest", Integer, nullable=False),
 )
 
-# One for each member of a submission that external agents play; deleted with the submission's row.
+# One row for each rollout of a submission that external agents play; deleted with the submission.
 sessions = Table(
     "sessions",
     metadata,
@@ -519,7 +520,8 @@ uploads = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("metadata", AsJson(dict[str, Any]), nullable=False),
-    # Null once it cannot be delivered again. The last column, as are the blobs of `session_turns`.
+    # Null once the upload cannot be delivered again. The last column, like the blobs of
+    # `session_turns`.
     Column("content", LargeBinary, nullable=True),
     UniqueConstraint("group_id", "member"),
 )

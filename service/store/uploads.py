@@ -47,7 +47,7 @@ class GroupDiffers(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredUpload:
-    """The content of an uploaded trajectory that is to be delivered."""
+    """The stored content of an uploaded trajectory that is to be delivered to the trainer."""
 
     content: bytes
     """The trajectory's content, in the form of `Upload.content`."""
@@ -151,7 +151,10 @@ class UploadStore:
 
 
 def forget_contents(connection: Connection, groups: Sequence[str]) -> None:
-    """Delete the contents of groups that can no longer be delivered; their ids stay known."""
+    """Delete the contents of uploads whose groups can no longer be delivered to the trainer.
+
+    The ids of the uploads stay known.
+    """
     uploads = tables.uploads
     connection.execute(
         update(uploads).where(uploads.c.group_id == bindparam("of_group")).values(content=None),
