@@ -67,7 +67,7 @@ KEY_TAKEN = "Idempotency-Key: another request was accepted with this key"
 
 
 class _SubmitRoute(APIRoute):
-    """The route of `submit`. Pydantic reads its body directly, which is faster than FastAPI.
+    """The route that submits tasks. Pydantic reads the body directly, which is faster than FastAPI.
 
     If the body is invalid, FastAPI reads it again and reports the error.
     """

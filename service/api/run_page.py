@@ -35,7 +35,7 @@ _JSON_OBJECT: dict[int | str, dict[str, Any]] = {
 
 
 def add_page(app: FastAPI, run: RunPort) -> None:
-    """Add the page and its routes."""
+    """Add the page at `/`, and the routes of the data that it shows."""
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:

@@ -55,7 +55,7 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append an entry `accepted` for each submission whose position is greater than `behind`.
+    """Append an entry of kind `accepted` for each submission with a position greater than `behind`.
 
     One statement adds all entries, in order, because there may be thousands.
     Args: num_of: number of these submissions, by tenant.

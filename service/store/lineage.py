@@ -62,7 +62,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The steps and events of one term that survive.
+    """The part of one term that survives, which means that no later term undid it.
 
     A bound that is None means that all later steps or events of the term survive too.
     """
@@ -86,12 +86,16 @@ def read_history(store: Readable) -> History:
 
 
 def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
-    """Return the surviving ledger events that are still stored, in order."""
+    """Return the ledger events that are stored, in order; those that a later term undid are left
+    out."""
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
 def recorded_steps(store: Readable) -> tuple[int, ...]:
-    """Return the numbers of the surviving steps whose records are kept, in order."""
+    """Return the numbers of the steps whose records are stored, in order.
+
+    Steps that a later term undid are left out.
+    """
     columns = tables.steps.c
     query = select(columns.step).order_by(columns.step)
 
@@ -124,7 +128,7 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """A surviving record of a step or of an evaluation, and its position."""
+    """A record of a step or an evaluation that no later term undid, and its position."""
 
     kind: RecordKind
     place: Place
@@ -135,8 +139,9 @@ class StoredRecord:
 
 
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
-    """Return the surviving records after these positions, in the order in which they were made.
+    """Return the records after these positions, in the order in which they were made.
 
+    Records that a later term undid are left out.
     places: the position for each kind of record; if a kind is missing, all its records are
     returned.
     """
@@ -189,9 +194,9 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """Return the newest surviving records: of a step, and of a scheduled evaluation.
+    """Return the newest step record and the newest record of a scheduled evaluation, each or None.
 
-    Each is None if the run has no such record.
+    Records that a later term undid are left out.
     """
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
@@ -234,13 +239,16 @@ def is_named(commit: Checkpoint, name: str) -> bool:
 
 
 def stored_totals(store: Readable) -> RunTotals:
-    """Return the totals of all steps that the run ever stored, superseded ones included."""
+    """Return the totals of all steps ever stored, including those that a later term undid."""
     query = select(tables.step_totals.c.totals)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
-    """Return the counts of all events ever stored, superseded ones included, by kind and reason."""
+    """Return the counts of all events ever stored, by kind and reason.
+
+    Events that a later term undid are included.
+    """
 
     def read(connection: Connection) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
         rows = connection.execute(select(tables.event_totals))
@@ -267,8 +275,9 @@ def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Return the totals of all steps in the lineage of the newest term.
+    """Return the totals of the steps of the newest term and of the terms that it continues.
 
+    Steps that a later term undid are left out.
     term: the newest term. last_step: the last step that counts; None counts all steps.
     """
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
@@ -293,7 +302,7 @@ def lineage_totals(connection: Connection, term: int, *, last_step: int | None =
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
-    """Return the surviving part of the newest term, and of each earlier term that it continues.
+    """Return, for the newest term and each term that it continues, the part that was not undone.
 
     The oldest term is first. The list is empty if no supervisor has ever had the lease.
     """

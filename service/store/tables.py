@@ -162,7 +162,7 @@ class AsLimitRefusal(TypeDecorator[LimitRefusal]):
             num_turns, follows = (None if n == "-" else int(n) for n in numbers or ("-", "-"))
         except ValueError as error:
             raise Damaged(
-                f"a stored cut is {value!r:.80}, expected a word and two numbers"
+                f"a stored LimitRefusal is {value!r:.80}, expected an outcome and two numbers"
             ) from error
         return LimitRefusal(outcome=word_of(Outcome, word), num_turns=num_turns, follows=follows)
 
