@@ -86,8 +86,10 @@ def read_history(store: Readable) -> History:
 
 
 def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
-    """Return the ledger events that are stored, in order; those that a later term undid are left
-    out."""
+    """Return the ledger events that are still stored, in order.
+
+    Events that a later term undid are left out.
+    """
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
