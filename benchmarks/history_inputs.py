@@ -26,8 +26,8 @@ from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
 from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
+from service.worker_thread import WorkerThread
 
 START = 1_795_000_000.0
 SECONDS_A_STEP = 6.0
@@ -79,7 +79,9 @@ def _do_not_sync(connection: Any, _record: Any, _proxy: Any) -> None:
 class _Run:
     def __init__(self, run_dir: RunDir, scale: Scale, store: RunStore) -> None:
         self._run_dir, self._scale, self._store = run_dir, scale, store
-        self._recorder = RunRecorder(store, Metrics(), thread=StoreThread(), num_steps=scale.steps)
+        self._recorder = RunRecorder(
+            store, Metrics(), thread=WorkerThread("store"), num_steps=scale.steps
+        )
         self._ledger = Ledger()
         self._faults: set[int] = set()
         self.step = self.term = 0

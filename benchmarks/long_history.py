@@ -37,8 +37,8 @@ from service.report.document import write_report
 from service.run.recorder import RunRecorder
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
 from service.telemetry.summary import summarize_run, write_summary
+from service.worker_thread import WorkerThread
 
 SHORT_STEPS = 100
 PASSES = 3
@@ -49,7 +49,7 @@ def start(run_dir: RunDir) -> None:
 
     async def begin() -> None:
         store = RunStore(run_dir.database_url)
-        recorder = RunRecorder(store, Metrics(), thread=StoreThread(), num_steps=1)
+        recorder = RunRecorder(store, Metrics(), thread=WorkerThread("store"), num_steps=1)
         await recorder.begin_term(store.acquire_lease(owner="benchmark:2"))
         store.close()
 

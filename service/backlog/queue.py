@@ -53,7 +53,7 @@ from service.store.leases import Lease
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, offer_of
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 
 WAIT_S = 1.0
 # Most seconds between a group's binding and the event that the queue has admitted it.
@@ -77,7 +77,7 @@ class SubmissionQueue:
         self,
         store: RunStore,
         *,
-        thread: StoreThread,
+        thread: WorkerThread,
         settings: ServiceSettings,
         groups_per_step: int,
         policy: OutcomePolicy,

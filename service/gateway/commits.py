@@ -22,7 +22,7 @@ from actors.deadline import within
 from service.intake.turns import Change, TurnAdded, TurnMarked
 from service.store.errors import LeaseLost, StoreError
 from service.store.sessions import SessionStore
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 
 PAUSE_S = 0.005
 # Largest number of changes in one transaction: a statement of SQLite can have 32,766 values.
@@ -61,7 +61,7 @@ class GroupCommit:
         self._term = term
         self._hold_s = hold_s
         # Use a separate thread, so that sessions can be loaded while a write waits for the store.
-        self._thread = StoreThread()
+        self._thread = WorkerThread("store", expected=LeaseLost)
         self._entries: deque[_Entry] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S

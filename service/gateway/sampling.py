@@ -36,7 +36,6 @@ from actors.expert_records import ModelShape
 from actors.types import FinishReason, TokenIds, Turn, original_numbers
 from service.access.keys import NO_LIMITS, KeyBook, KeyLimits, Rates, tenant_of
 from service.config.sessions import SessionSettings
-from service.gateway.background import Background
 from service.gateway.chat import (
     ChatCall,
     ChatReply,
@@ -48,6 +47,7 @@ from service.gateway.chat import (
 from service.gateway.tree import Place, SessionTree
 from service.intake.session import StoredSession
 from service.intake.turns import SessionTurn
+from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.gateway")
 
@@ -174,7 +174,7 @@ class Sampler:
         *,
         renderer: ChatRenderer,
         engine: EngineClient,
-        background: Background,
+        background: WorkerThread,
         rates: TurnRates,
         now: Callable[[], float],
     ) -> None:
@@ -222,7 +222,7 @@ class Sampler:
                 param="tools",
             )
         try:
-            return await self._background.in_thread(
+            return await self._background.compute(
                 next_prompt, place, self._renderer, merges_system=self._merges_system
             )
         except RenderError as error:

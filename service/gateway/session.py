@@ -17,7 +17,6 @@ from typing import Any
 
 from actors.metrics import GatewayMetrics
 from actors.types import Outcome
-from service.gateway.background import Background
 from service.gateway.chat import ChatCall, ChatReply, ChatRequest, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
 from service.gateway.ends import (
@@ -46,6 +45,7 @@ from service.intake.turns import (
     TurnMarked,
 )
 from service.store.errors import StoreError
+from service.worker_thread import WorkerThread
 
 
 class Session:
@@ -61,7 +61,7 @@ class Session:
         *,
         sampler: Sampler,
         commits: GroupCommit,
-        background: Background,
+        background: WorkerThread,
         metrics: GatewayMetrics,
         now: Callable[[], float],
         leaves_titles_out: bool,
@@ -320,7 +320,7 @@ class Session:
 
     async def _place(self, request: ChatRequest) -> Place:
         """Find the turn that a request continues. Raises: Refused."""
-        return self.tree.find(request, await self._background.in_thread(request_keys, request))
+        return self.tree.find(request, await self._background.compute(request_keys, request))
 
     def _under_way(self, call: ChatCall, digest: str) -> PendingTurn | None:
         """Return the turn that is being sampled for the same request, or None if none is.

@@ -26,7 +26,6 @@ from actors.trajectory_queue.settings import ExchangeSettings
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import SESSION, UPLOADED, Outcome, RolloutAssignment, Trajectory
 from service.access.keys import Caller, KeyBook, NamedKey, digest_of, may_see
-from service.gateway.background import Background
 from service.gateway.chat import ChatCall, ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit
 from service.gateway.ends import stopping, trajectory_of
@@ -43,6 +42,7 @@ from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.uploads import UploadStore
 from service.telemetry.endpoint import Reading, push_forever
+from service.worker_thread import WorkerThread
 
 WATCH_EVERY_S = 1.0
 # Seconds to wait for the database; shorter than the time after which the store itself gives up.
@@ -81,7 +81,7 @@ class Sessions:
         self._read_keys = read_keys
         self._now = now
         self._keys = KeyBook(read_keys())
-        self._background = Background()
+        self._background = WorkerThread("gateway", expected=Refused)
         self._rates = TurnRates(self._keys, default_limits=settings.default_limits, now=now)
         self._sampler = Sampler(
             settings,
@@ -259,7 +259,7 @@ class Sessions:
             self._settings.algorithm,
             num_ahead=self._settings.num_ahead,
         )
-        trajectory = await self._background.in_thread(
+        trajectory = await self._background.compute(
             trajectory_of, session.stored, session.tree, assignment, oldest_version=oldest_version
         )
         self._count_end(session, trajectory)

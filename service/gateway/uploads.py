@@ -34,8 +34,8 @@ from service.intake.uploads import (
     decoded_content,
 )
 from service.store.errors import LeaseLost, StoreError
-from service.store.thread import StoreThread
 from service.store.uploads import GroupDiffers, StoredUpload, UploadsFull, UploadStore
+from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.gateway")
 
@@ -66,7 +66,7 @@ class Uploads:
         self._engine = EngineClient(make_policy)
         self._count_turn = count_turn
         # Use a separate thread, so that turns can be stored at the same time.
-        self._thread = StoreThread()
+        self._thread = WorkerThread("store", expected=LeaseLost)
 
     async def policy_facts(self) -> PolicyFacts:
         """Return the facts about the policy (vocabulary, context) by which uploads are checked."""

@@ -48,9 +48,9 @@ from service.store.leases import Lease
 from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore
 from service.store.tables import Pausable
-from service.store.thread import StoreThread
 from service.telemetry.evaluation import evaluation_file, evaluation_record
 from service.telemetry.records import EvaluationRecord
+from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.control")
 
@@ -77,7 +77,7 @@ class Control(ControlPort):
         self,
         store: RunStore,
         *,
-        thread: StoreThread,
+        thread: WorkerThread,
         recorder: RunRecorder,
         engines: Engines,
         checkpoints: Path,

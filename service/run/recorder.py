@@ -33,7 +33,6 @@ from service.store.lineage import Checkpoint, newest_records, read_history
 from service.store.retention import forget
 from service.store.run_store import RunStore
 from service.store.tables import Pausable
-from service.store.thread import StoreThread
 from service.telemetry.memory import memory_shortage
 from service.telemetry.records import (
     EvaluationRecord,
@@ -45,6 +44,7 @@ from service.telemetry.records import (
 from service.telemetry.reward_drop import RewardWatch
 from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
+from service.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     # These modules import Ray, which a recorder does not need.
@@ -85,7 +85,7 @@ class RunRecorder:
         store: RunStore,
         metrics: Metrics,
         *,
-        thread: StoreThread,
+        thread: WorkerThread,
         num_steps: int,
         submissions: SubmissionQueue | None = None,
         traces: RolloutTraces | None = None,

@@ -32,7 +32,6 @@ from service.store.errors import StoreError
 from service.store.leases import Lease, own_name
 from service.store.lineage import Checkpoint, read_history, totals_at
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
 from service.telemetry.endpoint import (
     PUSH_EVERY_S,
     PUSH_LIMIT_S,
@@ -43,6 +42,7 @@ from service.telemetry.endpoint import (
 )
 from service.telemetry.memory import PeakMemory
 from service.telemetry.summary import History, RunSummary, summarize_run, write_summary
+from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
@@ -63,7 +63,7 @@ class RunView:
         run_dir: RunDir,
         *,
         store: RunStore,
-        thread: StoreThread,
+        thread: WorkerThread,
         recorder: RunRecorder,
         engines: Engines,
         metrics: Metrics,

@@ -51,8 +51,8 @@ from service.store.leases import RENEW_EVERY_S, Lease, own_name
 from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore
 from service.store.tables import RunKind
-from service.store.thread import StoreThread
 from service.trackers.trackers import trackers_of
+from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.supervisor")
 # Errors whose text explains the end of a run; they are logged without a traceback.
@@ -120,7 +120,7 @@ class Supervisor:
             may_be_older=True,
             count_failure=self._metrics.database_secret_failures.inc,
         )
-        self._thread = StoreThread()
+        self._thread = WorkerThread("store", expected=LeaseLost)
         self._kind = RunKind.SERVE if is_service else RunKind.TRAIN
         self._when_held, self._replaces, self._returns_to = when_held, replaces, returns_to
         self._leasing = asyncio.Lock()

@@ -28,8 +28,8 @@ from service.backlog.queue import SubmissionQueue
 from service.config.tree import ServiceSettings
 from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
 from service.telemetry.endpoint import MetricsEndpoint, Pusher, Reading
+from service.worker_thread import WorkerThread
 
 LIMIT_S = 60.0
 
@@ -51,7 +51,7 @@ def pusher_of(metrics: Metrics, endpoint: MetricsEndpoint) -> Pusher:
 
 def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
     """Of a run whose tasks clients submit."""
-    thread = StoreThread()
+    thread = WorkerThread("store")
     submissions = SubmissionQueue(
         store,
         thread=thread,

@@ -33,13 +33,13 @@ from service.run.recorder import RunRecorder
 from service.store import tables
 from service.store.lineage import read_events, read_history
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 
 
 async def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     metrics = Metrics()
-    recorder = RunRecorder(store, metrics, thread=StoreThread(), num_steps=10)
+    recorder = RunRecorder(store, metrics, thread=WorkerThread("store"), num_steps=10)
     await recorder.begin_term(store.acquire_lease(owner="test"))
     return recorder, store, metrics
 
@@ -281,7 +281,7 @@ async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_pa
     recorder.events(queue.drain().events)
     await recorder.step(records[1])
     resumed = Metrics()
-    recorder = RunRecorder(store, resumed, thread=StoreThread(), num_steps=10)
+    recorder = RunRecorder(store, resumed, thread=WorkerThread("store"), num_steps=10)
     await recorder.begin_term(store.acquire_lease(owner="next"))
     events = rows_of_events(store)
     assert Counter(event.kind for event in events) == {"admitted": 6, "evicted": 6}

@@ -36,11 +36,11 @@ from service.config.file import ConfigError, dump_config
 from service.launch.run_dir import RunDir
 from service.run.recorder import RunRecorder
 from service.store.read_only import ReadOnlyStore
-from service.store.thread import StoreThread
 from service.telemetry.curves import evaluation_curves, step_curves
 from service.telemetry.records import EvaluationSample, StepRecord
 from service.trackers.tracker import JsonLines, Point
 from service.trackers.trackers import Target, Trackers, trackers_of
+from service.worker_thread import WorkerThread
 
 SAMPLE = EvaluationSample(
     task_id="t0",
@@ -324,7 +324,7 @@ async def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(tmp_path:
         target = Target(name="stuck", address="", make=lambda: stuck)
         trackers = Trackers([target], store=store, directory=tmp_path / "trackers")
         recorder = RunRecorder(
-            store, Metrics(), thread=StoreThread(), num_steps=10, trackers=trackers
+            store, Metrics(), thread=WorkerThread("store"), num_steps=10, trackers=trackers
         )
         await recorder.begin_term(store.acquire_lease(owner="test"))
         await recorder.step(step_record(1))

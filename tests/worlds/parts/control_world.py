@@ -25,7 +25,7 @@ from service.run.recorder import RunRecorder
 from service.store.errors import LeaseLost, StoreError
 from service.store.leases import Lease
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 from worlds.builders.store_builders import commit
 from worlds.builders.trajectory_builders import make_summary
 from worlds.runs.run_driver import write_checkpoint
@@ -121,7 +121,7 @@ class World:
     def __post_init__(self) -> None:
         self.place = RunDir(path=self.directory)
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
-        thread = StoreThread()
+        thread = WorkerThread("store")
         self.metrics = Metrics()
         self.recorder = RunRecorder(self.store, self.metrics, thread=thread, num_steps=100)
         self.term = ScriptedTerm()

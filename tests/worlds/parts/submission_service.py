@@ -16,7 +16,7 @@ from service.config.tree import ServiceSettings
 from service.intake.submission import RolloutRequest
 from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 from worlds.builders.queue_builders import cut, end, finalise_all, make_settings, take_all
 from worlds.builders.record_builders import step_record
 
@@ -41,7 +41,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
-        thread = StoreThread()
+        thread = WorkerThread("store")
         self.submissions = SubmissionQueue(
             self.store,
             thread=thread,

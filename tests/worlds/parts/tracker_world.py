@@ -13,8 +13,8 @@ from service.config.tree import Config
 from service.launch.run_dir import RunDir
 from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
 from service.trackers.trackers import Trackers, trackers_of
+from service.worker_thread import WorkerThread
 
 RUN_ID = "rayloom-small-0123abcd"
 ALL = {
@@ -48,8 +48,10 @@ def store_in(directory: Path) -> Iterator[RunStore]:
 async def begin(
     store: RunStore, config: Config, directory: Path
 ) -> tuple[RunRecorder, Trackers | None]:
-    """A process that goes on with the run."""
+    """Make the recorder and the trackers of a process that continues the run."""
     trackers = trackers_of(config, RunDir(path=directory), run_id=RUN_ID, store=store)
-    recorder = RunRecorder(store, Metrics(), thread=StoreThread(), num_steps=10, trackers=trackers)
+    recorder = RunRecorder(
+        store, Metrics(), thread=WorkerThread("store"), num_steps=10, trackers=trackers
+    )
     await recorder.begin_term(store.acquire_lease(owner="test"))
     return recorder, trackers

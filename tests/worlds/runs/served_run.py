@@ -28,7 +28,7 @@ from service.gateway.upload_routes import add_uploads
 from service.launch.run_dir import RunDir
 from service.run.checkpoint_writer import Commit
 from service.run.control import Control
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 from worlds.parts.control_world import AskedControl, ScriptedEngines, ScriptedTerm
 from worlds.parts.local_page import LocalPage
 from worlds.parts.local_run import LocalRun, LocalSessions
@@ -69,7 +69,7 @@ async def begin_control(service: Service) -> Control:
     term.commit.set_result(Commit(step=service.step, version=service.step, directory="step-0"))
     control = Control(
         service.store,
-        thread=StoreThread(),
+        thread=WorkerThread("store"),
         recorder=service.recorder,
         engines=cast(Any, ScriptedEngines(term)),
         checkpoints=RunDir(path=service.directory).checkpoints,

@@ -18,13 +18,13 @@ from service.run.recorder import RunRecorder
 from service.store.errors import LeaseLost
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
-from service.store.thread import StoreThread
+from service.worker_thread import WorkerThread
 
 TICK_S = 0.02
 
 
 async def begun(
-    directory: Path, metrics: Metrics, thread: StoreThread
+    directory: Path, metrics: Metrics, thread: WorkerThread
 ) -> tuple[RunRecorder, RunStore]:
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     recorder = RunRecorder(store, metrics, thread=thread, num_steps=10)
@@ -42,7 +42,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 async def test_the_event_loop_goes_on_while_the_database_is_locked(tmp_path: Path) -> None:
-    recorder, store = await begun(tmp_path, Metrics(), StoreThread())
+    recorder, store = await begun(tmp_path, Metrics(), WorkerThread("store"))
     with locked(tmp_path):
         writing = asyncio.create_task(recorder.step(step_record(1)))
         # Each of these is a turn of the loop.
@@ -54,7 +54,7 @@ async def test_the_event_loop_goes_on_while_the_database_is_locked(tmp_path: Pat
 
 
 async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_path: Path) -> None:
-    metrics, thread = Metrics(), StoreThread()
+    metrics, thread = Metrics(), WorkerThread("store")
     recorder, store = await begun(tmp_path, metrics, thread)
     with locked(tmp_path):
         steps = [asyncio.create_task(recorder.step(step_record(number))) for number in (1, 2)]
@@ -74,9 +74,9 @@ async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_pa
 async def test_a_failed_write_is_told_only_where_its_caller_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder, store = await begun(tmp_path, Metrics(), StoreThread())
+    recorder, store = await begun(tmp_path, Metrics(), WorkerThread("store", expected=LeaseLost))
     store.acquire_lease(owner="another")
-    with caplog.at_level(logging.INFO, logger="rayloom.store"):
+    with caplog.at_level(logging.DEBUG, logger="rayloom.store"):
         with pytest.raises(LeaseLost):
             await recorder.step(step_record(1))
         assert caplog.messages == []
@@ -89,4 +89,4 @@ async def test_a_failed_write_is_told_only_where_its_caller_is_gone(
             while not caplog.messages:
                 await asyncio.sleep(TICK_S)
     [told] = caplog.messages
-    assert told.startswith("a call of the store ended with LeaseLost: taken over by another")
+    assert told.startswith("LeaseLost: taken over by another")
