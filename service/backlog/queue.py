@@ -2,8 +2,7 @@
 
 An acceptance is stored before it is answered; the binding of a submission to a group is stored
 before the group is admitted. Ended submissions are removed from memory; the store keeps the newest
-of them.
-The supervisor has one queue, and calls it only from its event loop.
+of them. The supervisor has one queue, and calls it only from its event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -46,6 +45,8 @@ from service.intake.submission import (
     Submission,
     SubmissionView,
     SubmitReply,
+    independent_batches,
+    num_sessions,
 )
 from service.store.errors import LeaseLost, StoreError
 from service.store.feed import read_feed
@@ -62,8 +63,6 @@ MAX_RETRY_AFTER_S = 60
 # Limits for a page of a list: the rows of one read of the store, and the number of reads.
 ROWS_PER_READ = 500
 READS_PER_PAGE = 4
-# Most tasks of several requests in one transaction; a larger request has its own.
-MAX_TASKS_PER_COMMIT = 2048
 _OFFERS = msgspec.msgpack.Decoder(Offer)
 
 
@@ -151,7 +150,8 @@ class SubmissionQueue:
         limits: the limits of the request's API key.
         Raises: LeaseLost, StoreError.
         """
-        (answer,) = await self._submit([offer_of(requests, key=key, limits=limits)])
+        offer = offer_of(requests, key=key, limits=limits)
+        (answer,) = await self._thread.finish(self._answer([offer]))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -162,27 +162,24 @@ class SubmissionQueue:
         Returns: for each offer a `SubmitReply` as MessagePack, or the error that `submit` would
         raise.
         """
-        answers = await self._submit([_OFFERS.decode(each) for each in offers])
+        answers = await self._thread.finish(self._answer([_OFFERS.decode(each) for each in offers]))
         return [
             each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
             for each in answers
         ]
 
-    async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Return a reply or an error for each offer, in order."""
-        return await self._thread.finish(self._answer(offers))
-
     async def _answer(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
+        """Return a reply or an error for each offer, in order."""
         answers: list[SubmitReply | Exception] = []
         async with self._changing:
-            for batch in _independent(offers):
+            for batch in independent_batches(offers):
                 answers += await self._decide(batch)
         return answers
 
     async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
         """Answer offers as if they arrived one after the other; store all new tasks at once.
 
-        batch: offers that share no task id and no key (`_independent`).
+        batch: offers that share no task id and no key (`independent_batches`).
         """
         unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
         keys = [offer.key for offer in batch if offer.key]
@@ -244,8 +241,7 @@ class SubmissionQueue:
     ) -> SubmitReply:
         """Make the reply to an accepted offer.
 
-        new: positions of the offer's new tasks, by id. over: states of the offer's ended tasks, by
-        id.
+        new: positions of the offer's new tasks, by id. over: states of its ended tasks, by id.
         """
         return SubmitReply(
             places=tuple(
@@ -356,7 +352,7 @@ class SubmissionQueue:
         name = new[0].key_name
         for limit, measure, count in (
             ("max_waiting_tasks", len, self._table.num_waiting_of),
-            ("max_open_sessions", _num_sessions, self._table.num_open_sessions_of),
+            ("max_open_sessions", num_sessions, self._table.num_open_sessions_of),
         ):
             most, num_new = getattr(limits, limit), measure(new)
             if most is None or not num_new:
@@ -373,10 +369,7 @@ class SubmissionQueue:
         return None
 
     def _full(self, refusal: str, *, excess: int) -> SubmitReply:
-        """Make the reply that refuses a request because of a limit.
-
-        excess: number of tasks that must be admitted before there is room.
-        """
+        """Refuse a request until `excess` waiting tasks have been admitted to make room for it."""
         wait_s = math.ceil(math.ceil(excess / self._groups_per_step) * self._step_s)
         return SubmitReply(
             refusal=refusal,
@@ -385,11 +378,9 @@ class SubmissionQueue:
         )
 
     async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Return a submission's state.
+        """Return a submission's state; None if it is unknown, no longer kept, or not visible.
 
-        Return None if the submission was never accepted, is no longer kept, or belongs to a tenant
-        that is not visible. sees: the tenant whose tasks are visible; None makes every tenant's
-        tasks visible. Raises: StoreError.
+        sees: the tenant whose tasks are visible; None: all tasks are visible. Raises: StoreError.
         """
         if not may_see(sees, tenant_of(submission_id)):
             return None
@@ -449,13 +440,9 @@ class SubmissionQueue:
         return await self._thread.call(self._sessions.page, wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return the first `limit` entries of the feed after a number (see `read_feed`).
-
-        Raises: StoreError.
-        """
-        return await self._thread.call(
-            read_feed, self._run_store, after=after, limit=limit, sees=sees
-        )
+        """Return entries of the feed (see `read_feed`). Raises: StoreError."""
+        store = self._run_store
+        return await self._thread.call(read_feed, store, after=after, limit=limit, sees=sees)
 
     async def cancel(
         self,
@@ -610,26 +597,3 @@ class SubmissionQueue:
     def note_step_seconds(self, seconds: float) -> None:
         """Record the duration of a step, from which the Retry-After of refusals is estimated."""
         self._step_s = seconds
-
-
-def _num_sessions(requests: Sequence[PackedRequest]) -> int:
-    return sum(item.num_samples for item in requests if item.sessions is not None)
-
-
-def _independent(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
-    """Divide offers, in order, into batches of offers that share no task id and no key."""
-    batch: list[Offer] = []
-    names: set[str] = set()
-    for offer in offers:
-        own = {item.id for item in offer.tasks}
-        if offer.key:
-            # No id contains a blank.
-            own.add(f"key {offer.key}")
-        is_apart = names.isdisjoint(own)
-        if batch and not (is_apart and len(names) + len(own) <= MAX_TASKS_PER_COMMIT):
-            yield batch
-            batch, names = [], set()
-        names |= own
-        batch.append(offer)
-    if batch:
-        yield batch

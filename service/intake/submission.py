@@ -9,7 +9,7 @@ played again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from hashlib import sha256
@@ -22,6 +22,8 @@ from actors.types import Outcome, Task, TrajectorySummary
 from service.access.keys import NO_LIMITS, KeyLimits, tenant_of
 from service.intake.session import SessionRequest
 
+# Most tasks of several requests in one transaction; a larger request has its own.
+MAX_TASKS_PER_COMMIT = 2048
 _TASK_FIELDS = tuple(each.name for each in fields(Task))
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
@@ -154,6 +156,34 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def digest(self) -> str:
         """The digest of the requested tasks, in their order."""
         return sha256("\n".join(item.digest for item in self.tasks).encode()).hexdigest()
+
+
+def num_sessions(requests: Sequence[PackedRequest]) -> int:
+    """Return the number of sessions that the requested tasks open together."""
+    return sum(item.num_samples for item in requests if item.sessions is not None)
+
+
+def independent_batches(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
+    """Divide offers, in order, into batches of offers that share no task id and no key.
+
+    Each batch can be stored in one transaction, so a batch of several offers has at most
+    MAX_TASKS_PER_COMMIT tasks.
+    """
+    batch: list[Offer] = []
+    names: set[str] = set()
+    for offer in offers:
+        own = {item.id for item in offer.tasks}
+        if offer.key:
+            # No id contains a blank.
+            own.add(f"key {offer.key}")
+        is_apart = names.isdisjoint(own)
+        if batch and not (is_apart and len(names) + len(own) <= MAX_TASKS_PER_COMMIT):
+            yield batch
+            batch, names = [], set()
+        names |= own
+        batch.append(offer)
+    if batch:
+        yield batch
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
