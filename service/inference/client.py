@@ -1,15 +1,16 @@
-"""The policy client of environments, which sends many turns in one Serve call.
+"""The client with which environments sample turns; it sends many turns in one Serve call.
 
     client = ServePolicyClient(app_name)
     first = await client.generate(request)
     # Send the trajectory's next turn to the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
-A Serve call costs about a millisecond on either side, which is more than a small model's turn. So
-requests to the same replica within a few milliseconds share a call, and the replica streams the
-answers back as they finish. First turns have no replica yet, and turns of a lost replica need
-another one: such turns are sent in small calls, which Serve distributes by load. A client belongs
-to one event loop; it is pickled as its application's name.
+A Serve call costs about a millisecond in the client and in the replica, which is more than a small
+model's turn. So requests to the same replica within a few milliseconds share a call, and the
+replica streams the answers back as they finish. The first turn of a trajectory has no replica yet,
+and a turn of a lost replica needs another one: such turns are sent in small calls, which Serve
+distributes by load. A client belongs to one event loop; pickling a client keeps only the name of
+its application.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ _Answered = TypeVar("_Answered")
 
 
 class ReplicaAffinityRouter(RequestRouter):
-    """A router that sends a call to the replica in its session id, or otherwise by load.
+    """A router that sends a call to the replica that the call's session id names.
 
-    If the session id names no live replica, the less busy of two random ones is chosen. So the
-    trajectories of a lost replica are distributed by load; each then stays with the replica that
-    answered it (`GenerateRequest.replica`).
+    If the session id names no live replica, the call goes to the less busy of two random replicas.
+    So the trajectories of a lost replica are distributed by load; each then stays with the replica
+    that answered it (`GenerateRequest.replica`).
 
     Serve imports a router by its name in each process that uses a handle. A chosen replica gets the
     request for which it was chosen, not the oldest waiting request.
@@ -72,9 +73,9 @@ class ReplicaAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return groups of candidates in order of preference.
+        """Return one group of replicas, from which Serve picks the replica with the shortest queue.
 
-        Of each group, Serve picks the replica with the shortest queue.
+        The group is the replica that the request's session id names, or else two random replicas.
         """
         if not candidate_replicas:
             return []
@@ -84,9 +85,9 @@ class ReplicaAffinityRouter(RequestRouter):
 
 
 def engines_handle(app_name: str) -> DeploymentHandle[Any]:
-    """Return the handle of the deployment of an application's engines.
+    """Return the Serve handle through which to call the engines of an application.
 
-    This deployment is not always the application's ingress (`HaproxyIngress`).
+    The engines' deployment is not always the application's ingress (`HaproxyIngress`).
     Raises: RayServeException if there is no such deployment.
     """
     try:
@@ -96,10 +97,10 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """Return an error that can be pickled and has the same message.
+    """Return an error with the same message that can be pickled and sent to the client.
 
-    It is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. An error of vLLM may have a
-    subclass that cannot be pickled.
+    The returned error is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. An error of
+    vLLM may have a subclass that cannot be pickled.
     """
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
@@ -109,29 +110,29 @@ def as_answer(error: Failure) -> Failure:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """A pending request."""
+    """A request that waits for its answer."""
 
     request: GenerateRequest
     answer: asyncio.Future[Answer]
-    """The answer, to be set; cancelled if its caller no longer waits."""
+    """The future that gets the answer; it is cancelled if the caller no longer waits."""
     deadline_at: float
-    """The deadline in the event loop's time."""
+    """The request's deadline by the event loop's clock, in seconds."""
 
 
 class LostReplicas:
-    """The newest `MAX_LOST` replicas that did not answer a request sent to them."""
+    """The replicas that failed to answer a request sent to them; the newest `MAX_LOST` are kept."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     def address(self, replica: str) -> str:
-        """Return where to send a request: to `replica`, or "" (to any) if `replica` is lost."""
+        """Return the replica to which to send a request: `replica`, or "" (any) if it is lost."""
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record the answer to a request.
+        """Record whether the replica `asked` is lost, as the answer to a request shows.
 
-        asked: the replica to which the request was sent; empty if any replica could answer.
+        Args: asked: the replica to which the request was sent; empty if any replica could answer.
         """
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)
@@ -251,9 +252,9 @@ class ServePolicyClient:
 
 
 def linger_s(turn_s: float) -> float:
-    """Return the number of seconds for which to gather requests if a turn takes turn_s seconds.
+    """Return how many seconds the client gathers requests before it sends them in one call.
 
-    Example: linger_s(0.2) -> 0.004
+    Args: turn_s: mean duration of a turn in seconds. Example: linger_s(0.2) -> 0.004
     """
     return min(max(LINGER_SHARE * turn_s, SHORTEST_LINGER_S), LONGEST_LINGER_S)
 
@@ -264,7 +265,10 @@ def _resolve(call: _Call, answer: Answer) -> None:
 
 
 def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None:
-    """Cancel a batch's exchange once no caller waits for it; the engine then aborts its turns."""
+    """Cancel the task of a batch once no caller waits for its answers.
+
+    The engine then aborts the turns of the batch.
+    """
     num_open = len(batch)
 
     def count(future: asyncio.Future[Answer]) -> None:
@@ -282,9 +286,10 @@ async def until_available(
 ) -> _Answered:
     """Repeat an attempt until an engine answers, for at most deadline_s, and return the answer.
 
-    Repeating is safe: no token that a dead engine sampled was returned, and each attempt sends the
-    same token ids. The pauses between attempts avoid a busy loop while there is no engine.
-    Args: margin_s: seconds after deadline_s in which an attempt may still raise
+    Repeating is safe: a dead engine has returned none of the tokens that it sampled, and each
+    attempt sends the same token ids. The pauses between attempts avoid a busy loop while there is
+    no engine.
+    Args: margin_s: seconds after deadline_s for which to wait for an attempt that raises
         PolicyDeadlineExceeded itself.
     Raises: PolicyUnavailable if there was no engine until the deadline, or if an engine was lost
         and the remaining time was too short; PolicyDeadlineExceeded if there was an engine all the

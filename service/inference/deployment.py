@@ -1,6 +1,8 @@
-"""The inference deployment: vLLM engines, one in each Serve replica, with weights from a board.
+"""The inference deployment: vLLM engines, one in each Serve replica.
 
-A term deploys the engines, publishes its weights, and waits for the first ready replica:
+The engines load the weights that the trainer publishes on the weight board, an actor of the run.
+A term of the run (from a start or recovery to its end) deploys the engines, publishes its weights,
+and waits for the first ready replica:
 
     deploy_inference(settings, name="run-t1", board=board, run_id="run")
     ...                                    # the trainer publishes; the replicas load
@@ -43,9 +45,9 @@ _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
 
 
 def start_serve_for_engines() -> None:
-    """Start Serve without any HTTP proxy; do nothing if it runs already.
+    """Start Serve without any HTTP proxy; do nothing if Serve runs already.
 
-    An HTTP API that shares the cluster starts it earlier, with a proxy.
+    If the HTTP API shares the cluster, it has started Serve earlier, with a proxy.
     """
     serve.start(proxy_location=ProxyLocation.Disabled)
 
@@ -61,11 +63,12 @@ def deploy_inference(
 ) -> None:
     """Start the engines' deployment as the application `name`, or change its number of replicas.
 
-    Args: run_id, orphan_timeout_s: as for `InferenceReplica`. resources: resources that a replica
-    requests besides CPUs and GPUs.
+    The function does not wait. Replicas become ready after the weight board has a publication, so
+    publish first, then call `wait_ready`. If only `num_replicas` changes, running replicas stay
+    unchanged.
 
-    The function does not wait. Replicas become ready after the board has a publication, so publish
-    first, then call `wait_ready`. If only `num_replicas` changes, running replicas stay unchanged.
+    Args: run_id, orphan_timeout_s: as for `InferenceReplica`. resources: custom Ray resources that
+    a replica requests besides CPUs and GPUs.
     """
     start_serve_for_engines()
     deployment = serve.deployment(
@@ -98,10 +101,10 @@ def deploy_inference(
 
 
 class HaproxyIngress:
-    """A deployment in front of the engines that receives no requests.
+    """An ingress deployment in front of the engines' deployment; it receives no requests.
 
-    With HAProxy, Serve requires such a deployment for an application whose deployment has a request
-    router, as the engines have, even if no HTTP request can reach the application.
+    With HAProxy, Serve requires an ingress for each application with a request router, such as the
+    engines', even if no HTTP request can reach the application.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:
@@ -111,10 +114,10 @@ class HaproxyIngress:
 async def wait_ready(
     name: str, read_status: Callable[[], Awaitable[BoardStatus]], *, quiet_limit_s: float
 ) -> None:
-    """Wait until one replica has loaded the current version; others may follow later.
+    """Wait until one replica has loaded the current policy version; others may follow later.
 
-    Args: read_status: returns the board's status. quiet_limit_s: longest time without progress
-        (`BoardStatus.quiet_s`).
+    Args: name: the engines' application. read_status: returns the weight board's status.
+        quiet_limit_s: longest time in seconds without progress (`BoardStatus.quiet_s`).
     Raises: PolicyUnavailable, with the last failure of a replica, if the deployment has failed or
         there is no progress; any error of read_status.
     """
@@ -145,11 +148,11 @@ async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: floa
 
 
 def last_failure(messages: Sequence[str]) -> str:
-    """Return the last exception in Serve's messages, as one line that begins with its name.
+    """Return the last exception in Serve's messages, as one line "package.Name: what happened".
 
     If the last message contains no exception, return that message as one line.
-    Args: messages: the messages of the application and its deployments; the message of a failed
-    deployment ends with the traceback.
+    Args: messages: Serve's status messages of the application and its deployments; the message of
+    a failed deployment ends with the traceback.
     """
     texts = [message.strip() for message in messages if message.strip()]
     if not texts:
@@ -164,7 +167,7 @@ def _digest(settings: EngineSettings) -> str:
 
 
 def is_same_engine(one: EngineSettings, other: EngineSettings) -> bool:
-    """Return whether two settings differ at most in the number of engines."""
+    """Return whether two settings are equal, apart from the number of engines."""
     return _of_one(one) == _of_one(other)
 
 
@@ -173,17 +176,18 @@ def _of_one(settings: EngineSettings) -> EngineSettings:
 
 
 def application_name(run_id: str, *, term: int) -> str:
-    """Return the application name of a run's engines.
+    """Return the name of the Serve application of a run's engines.
 
-    Args: term: the term that started the engines.
+    Args: term: number of the run's term that deployed the engines.
     """
     return f"{run_id}-t{term}"
 
 
 def find_leftover(run_id: str, settings: EngineSettings) -> str:
-    """Return the name of a run's application, left by an earlier term, that has these settings.
+    """Return the Serve application of engines that an earlier term of the run left running.
 
-    Return an empty name if no engine with these settings answers.
+    Only engines with these settings count (`is_same_engine`). Return an empty name if no such
+    engine answers.
     """
     for name in _leftovers(run_id):
         with suppress(RayServeException, RayError, TimeoutError):
@@ -195,7 +199,7 @@ def find_leftover(run_id: str, settings: EngineSettings) -> str:
 
 
 def delete_leftovers(run_id: str, *, but: str = "") -> None:
-    """End the applications that earlier terms of a run left on the cluster, except `but`."""
+    """Delete the engines' applications that earlier terms of a run left, except `but`."""
     for name in _leftovers(run_id):
         if name != but:
             delete_inference(name)
@@ -208,5 +212,5 @@ def _leftovers(run_id: str) -> list[str]:
 
 
 def delete_inference(name: str) -> None:
-    """End an application, whose replicas may finish requests for graceful_shutdown_s seconds."""
+    """Delete an application; its replicas may finish requests for graceful_shutdown_s seconds."""
     serve.delete(name)

@@ -1,8 +1,9 @@
-"""One vLLM engine, which samples token ids with log-probabilities and policy versions.
+"""One vLLM engine, which samples token ids with their log-probabilities and policy versions.
 
-The module does not use Ray. Invariants: nothing is sampled before a version is loaded; requests in
-flight survive an update, and their replies have the version of each token; a new trajectory is
-never admitted during an update, so that its cache salt names the version that computes its prompt.
+The module does not use Ray. Invariants: nothing is sampled before a policy version is loaded;
+requests in flight survive a weight update, and their replies name the version of each token; a new
+trajectory never begins during an update, so that its cache salt names the version that computes its
+prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 class BroadcastFailed(Exception):
-    """A broadcast ended before this engine had received all weight groups, and changed nothing."""
+    """A weight broadcast failed before this engine had all groups; its weights are unchanged."""
 
 
 class PolicyEngine:
@@ -74,7 +75,7 @@ class PolicyEngine:
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
         """Store the settings, and start nothing.
 
-        Args: directory: place of this engine's own sockets and files; `shutdown` removes it.
+        Args: directory: directory of this engine's own sockets and files; `shutdown` removes it.
         """
         self.settings = settings
         self._directory = directory
@@ -93,8 +94,9 @@ class PolicyEngine:
         self._adapter_of_requests = None if settings.lora is None else policy_adapter()
 
     async def start(self) -> StartStages:
-        """Start the engine process with the weights in the model's directory; return the stages.
+        """Start the engine process with the weights in the model's directory.
 
+        Returns: the stages of the start with their seconds.
         Raises: ValueError if a parser that the settings name cannot be used.
         """
         began = time.time()
@@ -166,7 +168,7 @@ class PolicyEngine:
         return reply if parser is None else await _with_parts(reply, request, parser)
 
     async def _loaded_parser(self) -> ReplyParser:
-        """Return the parser of replies, which is loaded when a request first needs it.
+        """Return the parser of replies; load it when a request first needs it.
 
         Raises: ValueError if the parser cannot be loaded (`load_parser`).
         """
@@ -266,8 +268,8 @@ class PolicyEngine:
     ) -> None:
         """Load a published version into the engine between two steps of vLLM's scheduler.
 
-        Args: buffers: the buffers of the publication's groups, in the same order, on this machine.
-        on_progress: called after each group.
+        Args: buffers: the bytes of the publication's weight groups, in the same order, on this
+            machine. on_progress: called after each group is loaded.
         Raises: PolicyUnavailable if loading fails: the engine is then partly loaded and must end.
         """
         staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
@@ -289,10 +291,13 @@ class PolicyEngine:
         address: str,
         on_progress: Callable[[], None],
     ) -> None:
-        """Receive a version in a broadcast during sampling, then load it as `apply` does.
+        """Receive a published version in a broadcast, then load it as `apply` does.
 
-        Args: address: the address at which other members of the broadcast reach this node.
-        Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as in `apply`.
+        The engine samples while it receives the version.
+        Args: seat: this engine's ranks in the broadcast. address: the address at which the other
+            members of the broadcast reach this node.
+        Raises: BroadcastFailed if the broadcast failed: the engine is then unchanged;
+            PolicyUnavailable as in `apply`.
         """
         progress = self._directory / seat.name
         workers = [Path(f"{progress}.{number}") for number in range(self.num_workers)]
@@ -343,9 +348,10 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no others, or resume all turns.
+        """Freeze the turns in flight and begin no others (`is_held`), or resume all turns.
 
-        The requests' deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
+        Frozen turns keep their cache; their deadlines are not extended.
+        Raises: PolicyUnavailable if the engine is dead.
         """
         async with self._update_lock, self._failure_ends_engine("holding the turns"):
             if is_held == self.is_held:
@@ -360,7 +366,10 @@ class PolicyEngine:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Run vLLM's scheduler during the block, even if turns are held; these continue too."""
+        """Run vLLM's scheduler during the `with` block, even if turns are held.
+
+        Held turns continue during the block too.
+        """
         async with self._update_lock:
             if not self.is_held:
                 yield
@@ -409,9 +418,10 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the numbers of the layers whose experts are recorded; an empty tuple on CPU.
+    """Return the numbers of the layers for which the engine records each token's routed experts.
 
-    Only vLLM's model runner V2, which needs Triton, returns routed experts.
+    The tuple is empty on CPU, because only vLLM's model runner V2, which needs Triton, returns
+    routed experts.
     """
     if settings.inference.is_on_cpu:
         return ()
@@ -419,7 +429,10 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for these settings, without the options for training."""
+    """Return vLLM's options for these settings, without those that only training needs.
+
+    Training also needs weight transfer and records of routed experts (`_engine_args`).
+    """
     inference = settings.inference
     return {
         "model": settings.model,
@@ -444,11 +457,11 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for the policy's adapter; an empty dictionary without an adapter.
+    """Return vLLM's options for the policy's LoRA adapter; empty if the policy has no adapter.
 
-    The options name the adapted layers, so that vLLM leaves the others unchanged. Above all it must
-    leave the output head: vLLM's head with an adapter fails if it scores a prompt while other
-    requests run.
+    The options name the adapted layers, so that vLLM leaves the other layers unchanged. The output
+    head above all must stay unchanged: vLLM's head with LoRA fails if it scores a prompt while
+    other requests run.
     """
     if settings.lora is None:
         return {}
@@ -477,8 +490,9 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the stages of a start that took time; an eager engine has no stage of compilation.
+    """Return the stages of an engine's start with their seconds, without stages of no duration.
 
+    For example, an eager engine has no stage of compilation.
     Args: began, ended: times in seconds since 1970. workers: the result of `start_marks` of each
     worker; the slowest worker counts.
     """
@@ -521,7 +535,11 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
 async def _follow(
     paths: Sequence[Path], *, num_groups: int, on_progress: Callable[[], None]
 ) -> None:
-    """Wait until each worker has received all groups. Raises: BroadcastFailed if any fails."""
+    """Wait until each worker of the engine has received all weight groups of a broadcast.
+
+    Args: paths: one progress file per worker. on_progress: called when a group has arrived.
+    Raises: BroadcastFailed if a worker reports a failure or nothing arrives for too long.
+    """
     num_received, heard_at = 0, time.monotonic()
     while True:
         states = [read_progress(path) for path in paths]
@@ -542,7 +560,7 @@ async def _follow(
 async def _with_parts(
     reply: GenerateReply, request: GenerateRequest, parser: ReplyParser
 ) -> GenerateReply:
-    """Return the reply with its parsed text."""
+    """Return the reply with its parsed text (`ReplyParser.parse`) in `parsed`."""
     assert request.tools is not None
     arguments = (request.prompt_token_ids, reply.token_ids, request.tools)
     if reply.token_ids.shape[0] <= MAX_TOKENS_PARSED_INLINE:
@@ -551,7 +569,10 @@ async def _with_parts(
 
 
 def _scoring_params() -> SamplingParams:
-    """Return parameters that score the prompt; vLLM samples at least one token."""
+    """Return sampling parameters with which vLLM scores a prompt.
+
+    vLLM always samples at least one token, which is not used.
+    """
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,
@@ -563,7 +584,7 @@ def _scoring_params() -> SamplingParams:
 
 
 def _continuing_params(text: CheckText, temperature: float) -> SamplingParams:
-    """Return parameters for a continuation of `num_sampled` tokens, sampled like a turn."""
+    """Return parameters to sample a continuation of `text.num_sampled` tokens, as in a turn."""
     return SamplingParams(
         temperature=temperature,
         top_p=1.0,

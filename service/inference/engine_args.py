@@ -1,8 +1,8 @@
-"""The arguments of vLLM's AsyncEngineArgs that `inference.engine_args` may set. Pure.
+"""The arguments of vLLM's AsyncEngineArgs that the setting `inference.engine_args` may set.
 
-Each argument of the pinned vLLM is in one table: allowed, with the type of its value, or refused,
-with a reason. A test compares the names with vLLM's source, so that an upgrade of vLLM needs a
-decision for each new argument. Called by `service.config`.
+Each argument of the pinned vLLM is in one of two tables: allowed, with the type of its value, or
+refused, with a reason. A test compares the names with vLLM's source, so that an upgrade of vLLM
+needs a decision for each new argument. `service.config` calls this module, which is pure.
 """
 
 from __future__ import annotations
@@ -242,7 +242,10 @@ _TYPE_NAMES = {
 
 
 def engine_args_problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each argument that is unknown, refused or of another type."""
+    """Yield an error message for each argument that is unknown, refused or of the wrong type.
+
+    Args: given: the value of `inference.engine_args`.
+    """
     for name, value in given.items():
         key = f"inference.engine_args.{name}"
         if name in REFUSED:

@@ -1,8 +1,8 @@
-"""One LoRA adapter in vLLM: replace it in a running engine, and apply it on CPU.
+"""The policy's LoRA adapter in vLLM: replace it in a running engine, and apply it on CPU.
 
 vLLM itself reads an adapter from the files that a request names. Here the weight transfer brings
-the tensors, and every request names the same installed adapter (`policy_adapter`), for which vLLM
-reads no file.
+the adapter's tensors, and every request names the same installed adapter (`policy_adapter`), for
+which vLLM reads no file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ADAPTER_ID = 1
 
 
 def policy_adapter() -> LoRARequest:
-    """Return the LoRARequest that names the installed adapter; every request to vLLM has it.
+    """Return the LoRARequest with which every request to vLLM uses the installed adapter.
 
-    If no adapter is installed, vLLM tries to read an adapter from the path, and fails.
+    If no adapter is installed, vLLM tries to read one from the LoRARequest's path, and fails.
     """
     return LoRARequest("policy", _ADAPTER_ID, "/no-adapter-is-installed")
 
 
 def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) -> None:
-    """Install tensors as the adapter of an engine's worker, between two steps of the scheduler.
+    """Install tensors as the LoRA adapter of an engine's worker, between two scheduler steps.
 
     Args: tensors: A and alpha / rank * B of every adapted layer, by PEFT's names.
     Raises: ValueError if there are no tensors, or if vLLM's model lacks an adapted layer.
@@ -63,14 +63,17 @@ def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) ->
 
 
 class OneAdapter(PunicaWrapperCPU):
-    """vLLM's arithmetic of LoRA on CPU, for an engine with one adapter.
+    """The LoRA arithmetic of a vLLM engine on CPU that has one adapter.
 
-    vLLM's own class copies the adapter's matrices for every token, which takes gigabytes for a
-    prompt. Rows without the adapter, as in vLLM's warm-up, keep their output.
+    It replaces vLLM's own class, which copies the adapter's matrices for every token and so takes
+    gigabytes for a prompt. Tokens without the adapter, as in vLLM's warm-up, keep their output.
     """
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
-        """Write scale * A x to y. Args: y: [T, rank] float32. w_t_all: A as [1, 1, rank, in]."""
+        """Write scale * A x to y.
+
+        Args: y: [T, rank] float32. x: [T, in]. w_t_all: A as [1, 1, rank, in].
+        """
         is_adapted = (self.token_lora_indices >= 0)[:, None]
         shrunk = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
         y[:, : shrunk.shape[1]] = torch.where(is_adapted, scale * shrunk, 0.0)
@@ -84,7 +87,11 @@ class OneAdapter(PunicaWrapperCPU):
         y_slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        """Add B x to a slice of y. Args: x: [T, rank]. w_t_all: B as [1, 1, out, rank]."""
+        """Add B x to columns of y, or replace them by B x if not add_inputs.
+
+        Args: x: [T, rank]. w_t_all: B as [1, 1, out, rank]. y_offset, y_slice_size: first column
+        and number of columns.
+        """
         part: Any = y[:, y_offset : y_offset + y_slice_size]
         expanded = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
         if add_inputs:

@@ -1,12 +1,12 @@
 """Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
-Invariant: `ReplyParser.parse` never raises, whatever was sampled; unreadable text stays content.
-vLLM's parsers do not report failures, so a turn counts as malformed if its text has the start of a
-call and the parser found no call; the turn loop checks the found calls
+Invariant: `ReplyParser.parse` never raises, whatever was sampled; text that cannot be parsed stays
+content. vLLM's parsers do not report failures, so a turn counts as malformed if its text has the
+start of a call and the parser found no call; the turn loop checks the calls that were found
 (`actors.environment.tool_calls.check_calls`).
 
-The engine's replica imports this module after all of vLLM; in another process the import takes
-eleven seconds. The tokenizer is loaded with the first request that needs it.
+The engine's replica imports this module after it has imported vLLM; in a process without vLLM the
+import takes eleven seconds. The tokenizer is loaded with the first request that needs it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ UNREADABLE = MalformedCall(
 
 
 def load_parser(settings: EngineSettings) -> ReplyParser:
-    """Load a model's tokenizer, and return the parser of its replies.
+    """Load a model's tokenizer, and return the parser of the model's replies.
 
-    Raises: ValueError if the tokenizer cannot be loaded, or if a parser named by the settings does
+    Raises: ValueError if the tokenizer cannot be loaded, or if the settings name a parser that does
         not exist or cannot be used with the tokenizer.
     """
     # Some parsers log a traceback for a reply that they cannot parse, which is not an engine error.
@@ -84,10 +84,11 @@ def find_parser(
     reasoning_parser: str = AUTO,
     stop_token_ids: Sequence[int] = (),
 ) -> ReplyParser:
-    """Return a parser that uses vLLM's parsers of these names, or those of the chat template.
+    """Return a parser of replies that uses vLLM's parsers of tool calls and of thinking.
 
     Args: tokenizer: a result of vLLM's `get_cached_tokenizer`; another tokenizer would build its
-    vocabulary again for each reply.
+    vocabulary again for each reply. tool_parser, reasoning_parser: vLLM's name of the parser; auto
+    for the one that fits the chat template; none for no parser.
     Raises: ValueError if vLLM does not know a name, or the parser does not fit the tokenizer.
     """
     renderer = ChatRenderer(tokenizer)
@@ -105,9 +106,11 @@ def find_parser(
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
-    """Return the name of the parser: `wanted`, or `found` if `wanted` is auto; None for no parser.
+    """Return the name of the parser to use: `wanted`, or `found` if `wanted` is auto.
 
-    Raises: ValueError if the wanted parser cannot be used.
+    Return None for no parser. Args: wanted: the value of the setting. found: the parser that fits
+    the chat template. setting: name of the setting: tool_parser or reasoning_parser.
+    Raises: ValueError if a parser that the setting names cannot be used.
     """
     name = found if wanted == AUTO else wanted
     if name == NONE:
@@ -133,7 +136,7 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
 def _compose(
     tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> type[Parser] | None:
-    """Return vLLM's class that combines the named parsers; None if no parser is named.
+    """Return the class in which vLLM combines the named parsers; None if no parser is named.
 
     Raises: TypeError if a parser cannot be used.
     """
@@ -177,8 +180,9 @@ class ReplyParser:
     ) -> ParsedReply:
         """Split a sampled reply, and return its thinking, content and tool calls.
 
-        Args: prompt: [P] int32, the prompt, whose end may open a thought. sampled: [A] int32.
-        tools: the tools that the prompt declares; if empty, the reply is not searched for calls.
+        Args: prompt: [P] int32, the prompt, whose last tokens may begin the reply's thinking.
+        sampled: [A] int32, the reply. tools: the tools that the prompt declares; if empty, the
+        reply is not searched for calls.
         """
         text = self._text(sampled)
         try:
@@ -244,7 +248,7 @@ class ReplyParser:
         )
 
     def _faults(self, text: str, tools: tuple[ToolSchema, ...]) -> tuple[MalformedCall, ...]:
-        """Return the malformed calls in a text in which the parser found no call."""
+        """Return the malformed tool calls in a text in which vLLM's parser found no call."""
         if self._is_usual_form:
             found = parse_tool_calls(text, tools)
             if faults := tuple(call for call in found if isinstance(call, MalformedCall)):
@@ -252,7 +256,10 @@ class ReplyParser:
         return (UNREADABLE,) if self._start is not None and self._start in text else ()
 
     def _text(self, sampled: TokenIds) -> str:
-        """Return the reply's text with special tokens, which parsers need, up to the end token."""
+        """Return the reply's text without the end tokens, but with other special tokens.
+
+        The parsers need those other special tokens.
+        """
         ids = sampled.tolist()
         while ids and ids[-1] in self._end_ids:
             ids.pop()
@@ -269,7 +276,10 @@ class ReplyParser:
         return is_open
 
     def _marks_of_thought(self) -> tuple[str, ...]:
-        """Return the start and the end mark of a thought; empty if vLLM's parser has none."""
+        """Return the two strings between which a model thinks, such as <think> and </think>.
+
+        The tuple is empty if there is no parser of thinking, or if it has no such strings.
+        """
         parser_class = _compose(self.tokenizer, reasoning_parser=self.reasoning_parser)
         reasoning = None if parser_class is None else parser_class(self.tokenizer).reasoning_parser
         if reasoning is None:
@@ -286,7 +296,7 @@ class ReplyParser:
 
 
 def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
-    """Return a request with these tools, which vLLM's parsers require besides the text."""
+    """Return a chat request with these tools; vLLM's parsers require one besides the text."""
     body: dict[str, Any] = {"messages": []}
     if tools:
         body |= {"tools": [tool.for_template() for tool in tools], "tool_choice": "auto"}
@@ -294,5 +304,5 @@ def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
 
 
 def _sound(text: str) -> str:
-    """Return a text without lone surrogates, which JSON can contain but UTF-8 cannot."""
+    """Return the text with "?" for lone surrogates, which JSON can contain but UTF-8 cannot."""
     return text.encode(errors="replace").decode()

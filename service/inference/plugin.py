@@ -1,6 +1,6 @@
-"""vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-It registers the weight-transfer backends and the arithmetic of adapters by name, and ends the
+The plugin registers the weight-transfer backends and the LoRA arithmetic by name, and ends the
 engine's processes when the replica ends. Ray does not know these processes, so nothing else would
 end them if the replica is killed.
 """
@@ -29,7 +29,10 @@ registered_at = 0.0
 
 
 def register() -> None:
-    """Register the backends and start to watch the owner process; a second call does nothing."""
+    """Register the weight-transfer backends with vLLM, and end this process with its owner.
+
+    The owner is the replica's process. A second call does nothing.
+    """
     global registered_at
     if registered_at:
         return
@@ -51,7 +54,7 @@ def register() -> None:
 
 
 def check_installed() -> None:
-    """Raise RuntimeError if vLLM's processes would not find this plugin."""
+    """Raise RuntimeError if this plugin is not installed, so that vLLM would not find it."""
     if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT_NAME):
         raise RuntimeError(
             f"inference: got no vLLM plugin {ENTRY_POINT_NAME!r} among the installed packages, "

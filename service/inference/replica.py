@@ -1,12 +1,13 @@
-"""A Serve replica with one vLLM engine, which loads the weights that the board publishes.
+"""A Serve replica with one vLLM engine, which loads the weights published on the weight board.
 
-A replica joins its board before it loads an engine. If the board has died, it waits for the board
-of the run's next term, which it finds by name; if none appears, it deletes its own application,
-which Serve would otherwise restart forever. A replica is ready only with the current policy
-version, for which its constructor waits. Then a background task pulls new versions. A replica whose
-engine or pulling has died, or whose loading makes no progress, ends its own process, which Serve
-notices sooner than failed health checks; a replica that gets no answer from the board for too long
-fails its health check. In both cases Serve replaces it.
+The weight board is an actor of the run; the trainer publishes policy versions on it. A replica
+joins the board before it loads an engine. If the board has died, the replica waits for the board of
+the run's next term and finds it by name; if no board appears, the replica deletes its own
+application, which Serve would otherwise restart forever. A replica is ready only with the current
+policy version: its constructor waits for it. Then a background task pulls new versions. A replica
+ends its own process if its engine or its background task has died, or if loading makes no progress;
+Serve notices that sooner than failed health checks. A replica that gets no answer from the board
+for too long fails its health check. In both cases Serve replaces the replica.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDescription:
-    """The state of a replica, for tests and the search for leftover engines."""
+    """The state of a replica, as used by tests and by `deployment.find_leftover`."""
 
     name: str
     """Serve's unique id of the replica."""
@@ -84,7 +85,7 @@ class ReplicaDescription:
 
 
 def session_directory() -> Path:
-    """Return the path, on this machine, of the directory of the current Ray session."""
+    """Return the directory of the current Ray session on this machine."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir()) / context.get_session_name()
 
@@ -93,9 +94,9 @@ def make_engine_directory(parent: Path, name: str) -> Path:
     """Create and return a directory in `parent` for one engine's sockets and temporary files.
 
     By default vLLM creates such files in the system's temporary directory, and a killed engine
-    leaves them there. In the directory of the Ray session they are separate from the files of other
-    runs, and are removed with the session. If the path would be too long for a socket, create the
-    directory in the system's temporary directory.
+    leaves them there. If `parent` is the directory of the Ray session, the files are separate from
+    those of other runs and are removed with the session. If the path would be too long for a
+    socket, create the directory in the system's temporary directory instead.
     """
     directory = parent / f"engine-{name}"
     if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
@@ -105,15 +106,16 @@ def make_engine_directory(parent: Path, name: str) -> Path:
 
 
 class InferenceReplica:
-    """A Serve replica with one engine."""
+    """A Serve replica with one vLLM engine, which samples turns and loads published weights."""
 
     async def __init__(  # type: ignore[misc]
         self, settings: EngineSettings, board: ActorHandle, run_id: str, orphan_timeout_s: float
     ) -> None:
-        """Join the board, start the engine and wait for the current version.
+        """Join the weight board, start the engine and load the current policy version.
 
-        Args: run_id: names the run's board and the endpoint that gets vLLM's metrics.
-        orphan_timeout_s: seconds to wait for a board before the application is deleted.
+        Args: run_id: the run whose weight board the replica joins and whose metrics endpoint gets
+            vLLM's metrics. orphan_timeout_s: seconds to wait for a new weight board if the board
+            has died; then the replica deletes its application.
         """
         self._settings = settings
         self._board = board
@@ -146,7 +148,7 @@ class InferenceReplica:
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Join the board, or the next term's board if this one has died.
+        """Join the weight board, or the board of the run's next term if the board has died.
 
         Raises: PolicyUnavailable if the next board does not appear in time.
         """
@@ -156,9 +158,9 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _meet_next_board(self) -> None:
-        """Wait for the board of the run's next term, and join it.
+        """Wait for the weight board of the run's next term, and join it.
 
-        If no board appears, delete this application. Raises: PolicyUnavailable in this case.
+        Raises: PolicyUnavailable if no board appears in time; before, delete this application.
         """
         logger.warning("inference: the weight board is gone; waiting for the next one")
 
@@ -189,7 +191,7 @@ class InferenceReplica:
     async def generate_batch(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[AnswerChunk]:
-        """Sample the turns of a batch; yield the answers in chunks, as they finish."""
+        """Sample the turns of a batch; yield the answers in chunks, as the turns finish."""
         finished: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
 
         async def run(position: int, request: GenerateRequest) -> None:
@@ -258,7 +260,7 @@ class InferenceReplica:
             )
 
     async def _end_if_dead(self) -> None:
-        """End this process if its engine is dead; otherwise Serve would still send it requests."""
+        """End this process if the engine is dead, so that Serve sends it no more requests."""
         try:
             await self._engine.check_health()
         except PolicyUnavailable as error:
@@ -308,7 +310,10 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _pull(self) -> None:
-        """Ask the board once for a publication or an order to hold turns, and carry it out."""
+        """Ask the weight board once what to do, and do it.
+
+        The board answers with a publication to load, or with an order to hold or resume turns.
+        """
         try:
             publication = await self._poll()
         except (TimeoutError, ActorUnavailableError):
@@ -339,7 +344,7 @@ class InferenceReplica:
         return publication
 
     async def _load_with_beats(self, publication: Publication) -> None:
-        """Load a publication, and report the progress to the board meanwhile.
+        """Load a publication, and meanwhile report the progress to the weight board.
 
         Raises: PolicyUnavailable if there is no progress for publish_deadline_s.
         """
@@ -381,7 +386,7 @@ class InferenceReplica:
     async def _load_broadcast(self, publication: Publication) -> bool:
         """Load a version from the next broadcast, and return whether it was loaded.
 
-        It was not if there was no broadcast, or if the broadcast failed.
+        Return False if there was no broadcast, or if the broadcast failed.
         """
         from service.inference.engine import BroadcastFailed
 
@@ -427,11 +432,11 @@ class InferenceReplica:
         await retry(report, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
 
     async def _checked(self, publication: Publication) -> EngineScores | None:
-        """Return the engine's scores of the publication's text.
+        """Return the engine's log-probabilities of the publication's check text.
 
-        Return None if the scores did not arrive in time, or if the publication is not checked
-        (`NO_TEXT`). The wait counts as progress, because a text that fills the context may take
-        longer than a load may.
+        The trainer compares them with its own. Return None if they did not arrive in time, or if
+        the publication has no text to check (`NO_TEXT`). The wait counts as progress, because
+        scoring a text that fills the context may take longer than loading is allowed to.
         """
         if publication.check is not None and not publication.check.token_ids.size:
             return None
@@ -445,10 +450,10 @@ class InferenceReplica:
 
 
 class _StartReports:
-    """Reports the progress of an engine's start to the board.
+    """A context manager that reports the progress of an engine's start to the weight board.
 
-    A thread sends the reports, because the start blocks the event loop. If a start hangs, its
-    reports show no more work; a frozen process sends none.
+    A thread sends the reports, because the start blocks the event loop. If a start hangs, the
+    reports show no more work; a frozen process sends no reports.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:
@@ -468,9 +473,9 @@ class _StartReports:
 
 
 def _work_so_far() -> float:
-    """Return the processor seconds plus the mebibytes read of this process and its descendants.
+    """Return a number that grows as long as the start of an engine makes progress.
 
-    The sum has no unit; it grows as long as a start makes progress.
+    The number is the CPU seconds plus the MiB read, of this process and its descendants.
     """
     this = psutil.Process()
     work = 0.0
@@ -506,9 +511,9 @@ SHOWN = frozenset(
 
 
 def engine_metrics(*, replica: str, registry: CollectorRegistry = REGISTRY) -> list[Metric]:
-    """Return the current metrics of this process that are in SHOWN, with the replica as a label.
+    """Return vLLM's metrics of this process that are in SHOWN, with the replica as a label.
 
-    Args: registry: defaults to the library's own registry, the only one that vLLM uses.
+    Args: registry: the Prometheus registry to read; vLLM uses only the default one.
     """
     found = []
     for family in registry.collect():

@@ -1,7 +1,7 @@
-"""The settings of the engines: their part of the configuration, and the settings of each replica.
+"""The settings of the vLLM engines: the configuration's section, and the settings of a replica.
 
-Plain data, without Ray, vLLM and torch, that the deployment passes to every replica. Values that
-the engine derives from the model, such as its vocabulary, are not repeated here.
+This is plain data, which the deployment passes to every replica; the module does not import Ray,
+vLLM or torch. Values that the engine derives from the model, such as the vocabulary, are not here.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class InferenceSettings:
 
     @property
     def block_size(self) -> int | None:
-        """Return the number of tokens of a block; None for vLLM's default.
+        """Return the number of tokens in a block of the cache; None for vLLM's default.
 
-        On CPU that default is 128, so large that turns of a short conversation would share nothing.
+        On CPU this is never None: vLLM's default there is 128 tokens, so that turns of a short
+        conversation would share no block.
         """
         return self.block_tokens or (CPU_BLOCK_TOKENS if self.is_on_cpu else None)
 
@@ -85,18 +86,21 @@ class InferenceSettings:
 
     @property
     def names_parser(self) -> bool:
-        """Whether the settings name a parser, which must then exist."""
+        """Whether the settings name a parser of vLLM, which must then exist."""
         return not {self.tool_parser, self.reasoning_parser} <= {AUTO, NONE}
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Return the size of the cache in bytes; None on a GPU, which uses gpu_memory_fraction."""
+        """Return the size of the key-value cache in bytes; None on a GPU.
+
+        On a GPU, gpu_memory_fraction determines the size.
+        """
         return int(self.kv_cache_gib * GIB) if self.is_on_cpu else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The settings of each replica's engine."""
+    """The settings with which each replica starts its engine; equal for all replicas of a run."""
 
     inference: InferenceSettings
     model: str
@@ -126,7 +130,7 @@ class EngineSettings:
     unhealthy."""
     graceful_shutdown_s: float = 10.0
     health_check_period_s: float = 0.5
-    """Seconds between two health checks of Serve, which show it that a replica has ended."""
+    """Seconds between two health checks, by which Serve notices that a replica has ended."""
     health_check_timeout_s: float = 30.0
 
     @property
@@ -158,8 +162,12 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployed:
-    """A record of the deployed engines, which their board keeps for the next supervisor."""
+    """The name and settings of the deployed engines.
+
+    The weight board keeps this record, so that a new supervisor of the run can take the engines
+    over.
+    """
 
     name: str
-    """Name of the engines' application."""
+    """Name of the engines' Serve application."""
     settings: EngineSettings

@@ -1,7 +1,7 @@
-"""The two weight backends in vLLM's worker, which load the same packed weight groups.
+"""The two weight-transfer backends in vLLM's worker, which load packed groups of tensors.
 
-The groups hold whole weights, or, in an engine with LoRA, only the tensors of the policy's adapter:
-these are collected, and `install_adapter` gives them to vLLM.
+The groups hold the whole weights or, in an engine with LoRA, only the tensors of the policy's
+adapter. In that case the backend collects the tensors, and `install_adapter` gives them to vLLM.
 
 collective: the worker receives the groups in a broadcast (`actors.weights.collective`).
 
@@ -75,8 +75,9 @@ class StagedBuffer:
 
 
 def map_buffer(path: str, *, num_bytes: int) -> Bytes:
-    """Return a staged buffer, mapped into memory as long as the array and its views exist.
+    """Map the file of a `StagedBuffer` into memory, and return its bytes.
 
+    The file stays mapped as long as the returned array or a view of the array exists.
     Raises: ValueError if the file is not num_bytes long.
     """
     with open(path, "rb") as file:
@@ -91,7 +92,7 @@ def map_buffer(path: str, *, num_bytes: int) -> Bytes:
 
 @dataclass
 class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
-    """The arguments of an update with one weight group."""
+    """The arguments with which a worker loads one weight group by the object_store backend."""
 
     path: str
     checksum: str
@@ -101,35 +102,36 @@ class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class CollectiveInitInfo(WeightTransferInitInfo):
-    """Arguments with which the workers of an engine join a broadcast and check its groups."""
+    """The arguments with which an engine's workers join a broadcast and check its weight groups."""
 
     seat: dict[str, Any]
-    """The fields of the engine's `Seat`; its rank is that of the engine's first worker."""
+    """The fields of the engine's `Seat`; `rank` is the rank of the engine's first worker."""
     address: str
-    """The address at which other members reach this node."""
+    """The address at which other members of the broadcast reach this node."""
     progress: str
-    """Prefix of the names of progress files; each worker's file has its number appended."""
+    """Prefix of the paths of the progress files; worker N writes to the prefix + ".N"."""
     manifests: list[dict[str, Any]]
     checksums: list[str]
 
 
 @dataclass
 class CollectiveUpdateInfo(WeightTransferUpdateInfo):
-    """The argument of an update: the index of a weight group that the worker has received."""
+    """The argument with which a worker loads one weight group that it received in a broadcast."""
 
     index: int
+    """Index of the weight group in the publication."""
 
 
 class WorkerExtension:
-    """An extension of vLLM's worker: it reports the stages of its start, and installs adapters."""
+    """Methods that vLLM adds to its worker class: they report start times and install adapters."""
 
     vllm_config: VllmConfig
     weight_transfer_engine: WeightTransferEngine[Any, Any]
 
     def start_marks(self) -> tuple[float, float, float]:
-        """Return the time of vLLM's import, that of the model's loading, and the compile seconds.
+        """Return when vLLM was imported, when the model was loaded, and the compile duration.
 
-        Both times are in seconds since 1970.
+        The two times are in seconds since 1970, the duration is in seconds.
         """
         transfer = self.weight_transfer_engine
         assert isinstance(transfer, _LayerwiseReload)
@@ -137,9 +139,9 @@ class WorkerExtension:
         return plugin.registered_at, transfer.made_at, compilation.compilation_time
 
     def install_adapter(self) -> None:
-        """Replace the policy's adapter by the adapter that the last update has transferred.
+        """Replace the policy's adapter by the adapter that the last weight update transferred.
 
-        Call this after vLLM has ended an update, because its end removes all adapters.
+        Call this after `finish_weight_update`, in which vLLM removes all adapters.
         Raises: ValueError as `service.inference.lora.install_adapter`.
         """
         transfer = self.weight_transfer_engine
@@ -148,12 +150,12 @@ class WorkerExtension:
 
 
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
-    """A loader of packed weight groups that uses vLLM's layerwise reload."""
+    """Base class of both backends: it loads packed weight groups by vLLM's layerwise reload."""
 
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any) -> None:
-        """Record the time; vLLM calls this after the worker has loaded the model."""
+        """Record in `made_at` when the model was loaded: vLLM calls this directly afterwards."""
         super().__init__(*arguments)
         self.made_at = time.time()
         self._adapter: dict[str, Tensor] | None = None
@@ -166,7 +168,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             initialize_layerwise_reload(self.model)
 
     def load(self, manifest: WeightManifest, buffer: Tensor) -> None:
-        """Load a group of weights into the model; with LoRA, keep it for `take_adapter`."""
+        """Load a group's weights into the model; with LoRA, keep the group for `take_adapter`."""
         tensors = unpack_group(manifest, buffer)
         if self._adapter is None:
             self.model.load_weights(tensors)
@@ -175,7 +177,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             self._adapter |= {name: tensor.clone() for name, tensor in tensors}
 
     def take_adapter(self) -> dict[str, Tensor]:
-        """Return the transferred tensors by PEFT's names, and forget them."""
+        """Return the adapter's transferred tensors by PEFT's names, and forget them."""
         adapter, self._adapter = self._adapter, None
         return adapter or {}
 
@@ -194,19 +196,19 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             repack_kept_weights(self.model)
 
     def shutdown(self) -> None:
-        """Do nothing: no state outlives an update."""
+        """Do nothing: this class keeps nothing between two weight updates that must be released."""
 
 
 class ObjectStoreWeightTransferEngine(
     _LayerwiseReload[WeightTransferInitInfo, ObjectStoreUpdateInfo]
 ):
-    """A loader of weight groups from memory that the replica shares."""
+    """The object_store backend: it loads weight groups from memory that the replica shares."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = ObjectStoreUpdateInfo
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Do nothing: this backend has no group to join."""
+        """Do nothing: this backend has no process group to join."""
 
     def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:
         manifest = WeightManifest(**update_info.manifest)
@@ -220,10 +222,10 @@ class ObjectStoreWeightTransferEngine(
 
 
 class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, CollectiveUpdateInfo]):
-    """A loader of weight groups that this worker has received in a broadcast.
+    """The collective backend: it loads weight groups that this worker has received in a broadcast.
 
-    The groups are received during sampling, into the host's memory; the model is changed only after
-    all groups have arrived.
+    The worker receives the groups during sampling, into the host's memory; the model is changed
+    only after all groups have arrived.
     """
 
     init_info_cls = CollectiveInitInfo
@@ -231,7 +233,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
     _reception: Reception | None = None
 
     def init_transfer_engine(self, init_info: CollectiveInitInfo) -> None:
-        """Start to receive a broadcast's groups, and return at once."""
+        """Start to receive the weight groups of a broadcast in the background."""
         seat, worker = Seat(**init_info.seat), self.parallel_config.rank
         self._reception = Reception(
             seat,
@@ -255,11 +257,11 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack the weights that vLLM's CPU kernels read in packed form and a reload leaves unpacked.
+    """Pack those weights again that vLLM's CPU kernels read packed and a reload left unpacked.
 
-    A head that shares its weight with the embedding gets the new weight by the reload, but the
-    kernel would continue to use an old packed copy. A mixture's experts are packed in place only
-    when the engine starts; after a reload their kernel would read plain weights as packed ones.
+    An output head that shares its weight with the embedding gets the new weight by the reload, but
+    its kernel would still use the old packed copy. The experts of a mixture are packed in place
+    only when the engine starts; after a reload their kernel would read plain weights as packed.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
