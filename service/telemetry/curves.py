@@ -1,4 +1,4 @@
-"""Name every number of a record for the page and the trackers. Pure."""
+"""Compute the named numbers of a record that the run's page and the trackers draw. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
     """Return the numbers of a step by name; a number that the record lacks is None.
 
-    Counts have the names of the record's fields, and statistics have their own names. The others
-    are `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
-    `rewards.NAME`, `metrics.NAME`, for a mixture `environments.NAME/…`, and values that are
-    computed from several of these.
+    A count has the name of the record's field, a statistic its own name. The other names are
+    `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
+    `rewards.NAME`, `metrics.NAME`, `environments.NAME/…` in a mixture of environments, and the
+    names of values that are computed from several numbers, such as clip_fraction.
     """
     counts = {
         each.name: value
@@ -75,10 +75,9 @@ def _environment_numbers(
 
 
 def step_curves(record: StepRecord) -> dict[str, float]:
-    """Return the known numbers of a step under the trackers' names, such as train/loss and
-    stages/merge.
+    """Return the known numbers of a step under the names that experiment trackers show.
 
-    Outcomes are shares of the step's trajectories.
+    Such names are train/loss and stages/merge. Outcomes are shares of the step's trajectories.
     """
     ages = {name: record.value(name) for name in ("policy_age_mean", "policy_age_max")}
     known = {
@@ -90,7 +89,7 @@ def step_curves(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, float]:
-    """Return the known numbers of an evaluation, each name with the prefix."""
+    """Return the known numbers of an evaluation for trackers, each named prefix/NAME."""
     numbers = {
         "num_tasks": record.num_tasks,
         "policy_version": record.policy_version,
@@ -105,16 +104,19 @@ def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, flo
 
 
 def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, float]:
-    """Return the share of every outcome, 0 if it did not occur; empty if no rollout ended."""
+    """Return the share of each outcome among the ended rollouts; empty if no rollout ended.
+
+    An outcome that did not occur has the share 0.
+    """
     total = sum(outcomes.values())
     return {f"{prefix}/{each}": outcomes.get(each, 0) / total for each in Outcome if total}
 
 
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite curves under unique names that every tracker accepts.
+    """Return the finite values under unique names that every tracker accepts.
 
-    Letters, marks and digits of any script are kept. If two names would become equal, a digest is
-    appended to each of them.
+    Letters, combining marks and digits of any script are kept in a name; most other characters are
+    replaced. If two names would become equal, a digest is appended to both.
     """
     finite = {name: value for name, value in curves.items() if math.isfinite(value)}
     names = {name: _clean_name(name) for name in finite}

@@ -1,4 +1,6 @@
-"""Collect all metrics of a run at one endpoint, which outlives the processes that push to it.
+"""Serve all metrics of a run at one HTTP endpoint, to which the run's processes push.
+
+The endpoint outlives the processes that push to it.
 
 A process pushes two kinds of metric families. *Increments* are the increases, since the last push,
 of the counters and histograms that the database does not store; the endpoint adds them up, and
@@ -46,7 +48,7 @@ class Push:
     role: str
     """Role, such as "supervisor" or an engine's name; at most one process has it at a time."""
     epoch: int
-    """Number of the process; a later process with the same role has a greater number."""
+    """Number of the process among those with this role: a later process has a greater number."""
     number: int
     """Number of this push in its process: 1, 2, and so on."""
     increments: tuple[Metric, ...] = ()
@@ -56,10 +58,13 @@ class Push:
 
 
 class PushedMetrics(Collector):
-    """The pushed metrics, as a collector for scrapes. Several threads may use it."""
+    """The metrics that processes have pushed, as a collector of the Prometheus client library.
+
+    Several threads may use it.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **labels: str) -> None:
-        """Start without metrics. labels: labels of every series."""
+        """Start without metrics. Args: labels: labels to add to every series."""
         self._clock = clock
         self._labels = labels
         self._lock = threading.Lock()
@@ -70,7 +75,7 @@ class PushedMetrics(Collector):
         self._sums = {}
 
     def push(self, push: Push) -> None:
-        """Store a push, unless the same push or one of a later process is already stored."""
+        """Store a push; ignore a repeated push and a push of a replaced process."""
         with self._lock:
             before, _ = self._heard.get(push.role, (None, 0.0))
             if before and (before.epoch, before.number) >= (push.epoch, push.number):
@@ -80,7 +85,10 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace the metric families `values` of a dead process, until its successor pushes."""
+        """Replace some values of a dead process, until the next process with its role pushes.
+
+        Args: role: the role of the dead process. values: the metric families with new values.
+        """
         names = {family.name for family in values}
         with self._lock:
             if role not in self._heard:
@@ -141,8 +149,9 @@ class _SilentHandler(WSGIRequestHandler):
 def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
     """Return a server that always answers in Prometheus' text format.
 
-    It ignores the Accept header, because in the other format, OpenMetrics, the library replaces the
-    colon of vLLM's names. Raises: OSError.
+    The server ignores the Accept header, because in the OpenMetrics format the library replaces the
+    colon in vLLM's metric names.
+    Raises: OSError if the server cannot listen at the address.
     """
     answer = make_wsgi_app(registry)
 
@@ -155,7 +164,10 @@ def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
 
 
 class MetricsEndpoint:
-    """A Ray actor that serves /metrics. It belongs to the process that starts the supervisors."""
+    """A Ray actor that serves a run's metrics at /metrics.
+
+    The process that starts the run's supervisors owns this actor.
+    """
 
     def __init__(self, run: str, *, host: str, port: int) -> None:
         self._pushed = PushedMetrics(run=run)
@@ -178,7 +190,7 @@ class MetricsEndpoint:
         return await self.address()
 
     async def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace some metrics of a dead process, as `PushedMetrics.amend` does."""
+        """Replace some values of a dead process (`PushedMetrics.amend`)."""
         self._pushed.amend(role, values)
 
     async def address(self) -> str:
@@ -189,15 +201,16 @@ class MetricsEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The metrics of a process at one moment."""
+    """The metrics of a process at one moment, from which a `Pusher` makes a push."""
 
     gained: Sequence[Metric] = ()
-    """Counters and histograms that started at 0 with the process."""
+    """Counters and histograms that count since the process's start; their increases are pushed."""
     values: Sequence[Metric] = ()
+    """All other metrics; their current values are pushed."""
 
 
 class Pusher:
-    """A sender of this process's metrics to the endpoint."""
+    """A sender of this process's metrics to the run's endpoint."""
 
     def __init__(
         self,
@@ -206,7 +219,10 @@ class Pusher:
         role: str,
         read: Callable[[], Reading],
     ) -> None:
-        """Create a pusher. send: the endpoint's `push`."""
+        """Create a pusher, and push nothing yet.
+
+        Args: send: the endpoint's `push`. role: as in `Push`. read: returns the current metrics.
+        """
         self._send = send
         self._role = role
         self._epoch = time.time_ns()
@@ -242,8 +258,9 @@ class Pusher:
         return address
 
     def _increments(self, gained: Iterable[Metric]) -> Iterable[Metric]:
-        """Yield the increases of counters and histograms; yield a new one even if its increase is
-        0.
+        """Yield the increases of counters and histograms since the last push.
+
+        A new series is yielded even if its increase is 0.
         """
         for family in gained:
             grown = Metric(family.name, family.documentation, family.type)
@@ -258,8 +275,9 @@ class Pusher:
 
 
 class NamedEndpoint:
-    """The endpoint of a run, found by name; used by processes that the endpoint's owner does not
-    start.
+    """A client of a run's metrics endpoint that finds the endpoint's actor by name.
+
+    Processes that have no handle of the actor, such as the engines' replicas, use this class.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -287,7 +305,10 @@ def endpoint_name(run_id: str) -> str:
 
 
 async def push_forever(run_id: str, *, role: str, read: Callable[[], Reading]) -> None:
-    """Push every second, for as long as the run has an endpoint."""
+    """Push this process's metrics to the run's endpoint every second, until cancelled.
+
+    Errors are ignored, so the pushes continue when the run has an endpoint again.
+    """
     pusher = Pusher(NamedEndpoint(run_id).push, role=role, read=read)
     while True:
         with suppress(ValueError, RayError, TimeoutError):

@@ -1,8 +1,9 @@
 """Compute the results of an evaluation: avg@n, pass@k and majority@n over its rollouts. Pure.
 
-A rollout that ended with an error (`UNSCORED`) is missing, not failed: it is not part of n, and is
-counted by its outcome. A sample's value is its return, divided by the best possible return if
-that is known. The loop, an operator's control and `rayloom evaluate` call this module.
+A rollout that ended with an error (`UNSCORED`) does not count as one of the n samples, so it cannot
+lower the results; it is counted only in the outcomes. The value of a sample is its return, divided
+by the best possible return if that is known. The training loop, the requests of operators and
+`rayloom evaluate` call this module.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def evaluation_record(
     name: str = "",
     is_scheduled: bool = True,
 ) -> EvaluationRecord:
-    """Return the record of an evaluation.
+    """Compute the results of an evaluation from the summaries of its rollouts.
 
-    pass@k leaves out tasks with fewer than k scored samples. version: the newest policy version
-    when the evaluation began. name: name of the set; empty for the run's own set.
+    pass@k leaves out tasks with fewer than k scored samples.
+    Args: step: the last finished step when the evaluation began. version: the newest policy version
+    at that time. name: name of the task set; empty for the run's own set.
     """
     scored = [each for each in summaries if is_scored(each)]
     scaled = [each.scaled_return for each in scored if each.scaled_return is not None]
@@ -76,34 +78,37 @@ def evaluation_record(
 
 
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
-    """Return one sampling for all parts of a mixture.
+    """Return the sampling settings with which to record the joint result of a mixture's parts.
 
-    If the parts differ, return the sampling of the first part, without pass@k.
+    If the settings of the parts differ, return those of the first part, without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())
 
 
 def evaluation_file(step: int, what: str) -> str:
-    """Return the name of an evaluation's file of rollouts, without its suffix.
+    """Return the name, without suffix, of the file that stores an evaluation's rollouts.
 
-    what: a text that distinguishes the evaluations of a step.
-
+    Args: what: a text that distinguishes the evaluations of a step.
     Example: evaluation_file(20, "term-0001") -> step-000020-term-0001
     """
     return f"step-{step:06d}-{what}"
 
 
 def is_scored(summary: TrajectorySummary) -> bool:
-    """Return whether an environment scored the rollout.
+    """Return whether the rollout has a return that counts in the results.
 
-    A rollout that was cut off counts as scored.
+    A rollout that was truncated counts; a rollout without a sampled token, or that ended with an
+    error, does not.
     """
     return summary.num_sampled > 0 and summary.outcome not in UNSCORED
 
 
 def value_of(summary: TrajectorySummary) -> float:
-    """Return the scaled return, or the plain return if the scaled one is unknown."""
+    """Return the rollout's return as a share of the best possible return.
+
+    If the best possible return is not known, return the plain return.
+    """
     scaled = summary.scaled_return
     return summary.episode_return if scaled is None else scaled
 
@@ -122,10 +127,11 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
 
 
 def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard error of the mean over tasks; a task's value is the mean of its samples.
+    """Return the standard error of an evaluation's mean over tasks; None with fewer than two tasks.
 
-    The result is s / sqrt(T), where s is the standard deviation (divisor T - 1) of the T tasks'
-    values. None if T < 2.
+    The result is s / sqrt(T), where s is the standard deviation (divisor T - 1) of the values of
+    the T tasks. The value of a task is the mean of its samples.
+    Args: tasks: the values of each task's samples.
 
     Example: standard_error([[1, 0], [1, 1], [0, 0]]) -> 0.289, which is 0.5 / sqrt(3)
     """
@@ -134,10 +140,10 @@ def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
 
 
 def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
-    """Return the mean over tasks of the majority answer's value; None if no sample has an answer.
+    """Return majority@n: the mean, over tasks, of the value of the most frequent answer.
 
-    A sample without an answer does not vote. If no sample of a task votes, the task's value is the
-    mean over all its samples.
+    A sample without an answer does not vote. If no sample of a task votes, the task counts with the
+    mean value of all its samples. Return None if no sample of any task has an answer.
     """
     if not any(each.answer is not None for task in tasks for each in task):
         return None
@@ -145,8 +151,10 @@ def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
 
 
 def majority(votes: Sequence[tuple[str | None, float]]) -> float:
-    """Return the mean value of the samples with the most frequent answer, or answers if tied.
+    """Return the mean value of the samples of a task that gave the most frequent answer.
 
+    If answers are tied, their samples all count; a sample without an answer (None) has no vote.
+    Args: votes: the answer and the value of each sample.
     Example: majority([("7", 1), ("7", 1), ("8", 0)]) -> 1;
         majority([("7", 1), ("8", 0), ("9", 0), (None, 0)]) -> 0.333
     """

@@ -1,8 +1,8 @@
 """Measure the memory of a run on one machine: a process and all its descendants.
 
-A page that processes share, such as a page of Ray's object store, counts once (the kernel's
-proportional set size). The supervisor of a run with its own Ray calls this module; any run that
-restarts a part calls `memory_shortage`.
+A memory page that processes share, such as a page of Ray's object store, counts once (the kernel's
+proportional set size). The supervisor of a run that has started its own Ray calls this module; any
+run that restarts one of its actors calls `memory_shortage`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHORT = 0.9
 
 
 def memory_of(process_id: int) -> int | None:
-    """Return the bytes that a process and its descendants hold; None if the process has ended."""
+    """Return the bytes that a process and its descendants use; None if the process has ended."""
     try:
         root = psutil.Process(process_id)
         processes = [root, *root.children(recursive=True)]
@@ -30,7 +30,7 @@ def memory_of(process_id: int) -> int | None:
 
 
 def _share_of(process_id: int) -> int:
-    """Return the memory of one process in bytes; 0 if the process has ended."""
+    """Return the proportional set size of one process in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -42,8 +42,9 @@ def memory_shortage(cgroup: Path = _CGROUP) -> str:
     """Return a notice if more than nine tenths of this machine's memory is used, otherwise "".
 
     Ray does not report why it restarts an actor, so this notice is the only hint that Ray's memory
-    monitor may have ended the actor. cgroup: directory of the container's cgroup (version 2); its
-    limit counts if it is below the machine's memory.
+    monitor may have ended the actor.
+    Args: cgroup: directory of the container's cgroup (version 2); the cgroup's limit counts instead
+    of the machine's memory if it is lower.
     """
     machine = psutil.virtual_memory()
     used, total = machine.total - machine.available, machine.total
@@ -68,18 +69,15 @@ def memory_shortage(cgroup: Path = _CGROUP) -> str:
 
 
 class PeakMemory:
-    """The largest memory of a process and its descendants among all measurements."""
+    """The largest memory that a process and its descendants had in any call of `measure`."""
 
     def __init__(self, process_id: int | None) -> None:
-        """Start without a measurement.
-
-        process_id: id of the process; if it is None, nothing is measured.
-        """
+        """Start without a measurement; if process_id is None, `measure` does nothing."""
         self._process_id = process_id
         self.num_bytes: int | None = None
 
     def measure(self) -> None:
-        """Measure once. This takes milliseconds for each gibibyte."""
+        """Measure the memory once, which takes milliseconds per GiB, and keep the largest value."""
         now = None if self._process_id is None else memory_of(self._process_id)
         if now is not None:
             self.num_bytes = max(now, self.num_bytes or 0)

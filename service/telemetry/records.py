@@ -1,8 +1,8 @@
-"""The records of training steps and of evaluations, and the findings of the audit.
+"""The records of training steps, of evaluations, and of the findings of the reward-hacking audit.
 
-Records are stored unchanged. The line in the log and the displays, the metrics, the report and
-summary.json are all made from them, so that they always agree. A finding of the audit for reward
-hacking describes an observation, without a judgement.
+Records are stored and never changed. The line in the log, the displays, the metrics, the report and
+summary.json are all made from the records, so that they always agree. A finding describes what the
+audit observed, without a judgement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StageSeconds:
     """Wall seconds that the loop spent in each stage of a step; their sum is the step's time."""
 
     collect: float = 0.0
-    """Seconds of waiting for closed groups."""
+    """Seconds of waiting until the step's groups of rollouts were complete."""
     merge: float = 0.0
     score: float = 0.0
     """Seconds of scoring by a reference model or critic, before shaping rewards; 0 if there is
@@ -55,23 +55,24 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(StepReport):
-    """One training step: the merge actor's report with the numbers of trainer and publication.
+    """The numbers of one training step, as they are stored and shown.
 
-    step: number of the step, from 1. statistics: statistics of all parts of the run, by name; a
-    statistic that is not known is absent.
+    The record extends the merge actor's report by the numbers of the trainer and of the publication
+    of the new weights. `step` counts from 1. `statistics` has the statistics of all parts of the
+    run, by name; a statistic that is not known is absent.
     """
 
     policy_version: int
     """Policy version that the engines have after the step."""
     wall_time: float
-    """Unix seconds."""
+    """Time at which the record was made; Unix seconds."""
     learning_rate: float
     is_skipped: bool
     """Whether an update was not applied because its loss or gradient was not finite."""
     stages: StageSeconds = field(default_factory=StageSeconds)
 
     def value(self, name: str) -> float | None:
-        """Return a statistic; None if the record lacks it."""
+        """Return the statistic of this name; None if the record lacks it."""
         assert name in BY_NAME, f"{name} is not in the table of statistics"
         return self.statistics.get(name)
 
@@ -89,7 +90,7 @@ class StepRecord(StepReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSample:
-    """A trajectory of an evaluation as text for people."""
+    """One trajectory of an evaluation as text, to be read by people."""
 
     task_id: str
     outcome: Outcome
@@ -99,7 +100,10 @@ class EvaluationSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Results on held-out tasks of a scheduled or a requested evaluation."""
+    """The results of one evaluation on held-out tasks.
+
+    The schedule or an operator's request began the evaluation.
+    """
 
     step: int
     """Last finished step when the evaluation began."""
@@ -131,8 +135,8 @@ class EvaluationRecord:
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """Mean of `pass_at_k` by k, over the tasks with at least k scored samples."""
     last_policy_version: int | None = None
-    """Newest version that sampled a token, if training continued meanwhile; if None, it is
-    `policy_version`.
+    """Newest policy version that sampled a token, which may be above `policy_version` if training
+    continued meanwhile; None means `policy_version`.
     """
     wall_time: float = 0.0
     """Unix seconds; 0 if not recorded."""
@@ -162,10 +166,11 @@ def step_record(
     check: LogprobCheck | None,
     stages: StageSeconds,
 ) -> StepRecord:
-    """Return the merge actor's report with the trainer's statistics and the publication's numbers.
+    """Return the record of a step: the merge actor's report with the numbers of later stages.
 
-    version: version under which the weights were published. check: the log-probability check; None
-    if no engine answered.
+    Args: report: the merge actor's report. stats: the trainer's statistics. version: policy version
+    under which the step's weights were published. check: the log-probability check after the
+    publication; None if no engine answered.
     """
     checked = {} if check is None else check.statistics
     known = {**report.statistics, **stats.statistics, **checked}
@@ -181,9 +186,10 @@ def step_record(
 
 
 def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) -> str:
-    """Return a line on one step for people, at most LINE_WIDTH characters; omit unknown numbers.
+    """Return the line that the log shows for one step, with at most LINE_WIDTH characters.
 
-    Args: steps: number of planned steps. left_s: seconds until the last step; None if unknown.
+    Unknown numbers are left out. Args: steps: number of planned steps. left_s: seconds until the
+    last step; None if unknown.
     Example: step  12/120  reward 0.41  loss 0.012  3.1k tok/s  1.4 s (collect 0.8)
     256 rollouts, 6 max_turns  trained 94 %  4 min left
     """
@@ -221,8 +227,10 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
 
 
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
-    """Return the most important parts that fit into LINE_WIDTH, joined; the top part is always
-    kept.
+    """Join the most important parts that fit into LINE_WIDTH characters.
+
+    Args: parts: importance and text of each part, in the order of the line; the parts of the
+    greatest importance are always kept.
     """
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
@@ -234,7 +242,7 @@ def _fitting(parts: Sequence[tuple[int, str]]) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Return a line on an evaluation for people.
+    """Return the line that the log shows for an evaluation.
 
     Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
 
@@ -261,8 +269,9 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 
 
 def _trained(tokens: TokenCounts) -> str:
-    """Return the trained share of the sampled tokens as text, with the main cause if it is below
-    half.
+    """Return the share of the sampled tokens that were trained, as text.
+
+    If the share is below one half, the text names the main cause.
     """
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:
@@ -272,7 +281,7 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Return the number of rollouts, and the numbers of incomplete ones by outcome."""
+    """Return a text such as "256 rollouts, 6 max_turns", with the outcomes other than completed."""
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]
@@ -282,7 +291,10 @@ def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
 
 
 class Kind(StrEnum):
-    """A kind of pattern. Lists show the value; the text of a finding has the numbers."""
+    """A pattern of reward hacking for which the audit searches.
+
+    Lists show the member's value; the text of a finding has the numbers.
+    """
 
     EQUAL_ANSWERS = "equal_answers"
     MALFORMED_PAID = "malformed_paid"
@@ -298,21 +310,24 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A pattern that is new in the run and increases the reward."""
+    """A finding of the reward-hacking audit: a pattern that is new and increases the reward.
+
+    A pattern is new if earlier steps of the run did not have it, or had it less often.
+    """
 
     kind: Kind
     environment: str
     onset: int
-    """First step with the pattern, as well as it can be determined."""
+    """Estimated first step with the pattern."""
     step: int
     """Step at which the pattern was found."""
     before: float
     """Share of trajectories with the pattern in earlier steps.
 
-    For `component_falls`, the mean of the component in earlier steps.
+    For `component_falls`, the mean of the reward component in earlier steps.
     """
     now: float
-    """The share or mean in the newest steps; `before` is that in earlier steps."""
+    """The same share or mean as `before`, but in the newest steps."""
     reward_before: float
     """Mean return in earlier steps, divided by the best possible return if it is known."""
     reward_now: float

@@ -1,10 +1,11 @@
 """Detect that the mean return of a run has collapsed.
 
-Each step's mean return is compared with the best level of the steps before it. The comparison is
-free of scale and offset: a fall counts if it is large against the noise of the run's own history,
-and also against the spread of the returns within a step. `python -m benchmarks.reward_drop`
-measures both error rates; the thresholds were chosen on its tuning runs. The recorder owns the
-`RewardWatch`.
+The mean return of the newest steps is compared with the best level of the steps before them, where
+a level is the mean over LEVEL_STEPS successive steps. The comparison does not depend on the scale
+or offset of the rewards: a fall counts if it is large compared with the noise of the run's own
+history, and also with the spread of the returns within a step. `python -m benchmarks.reward_drop`
+measures how often a drop is missed or reported wrongly; the thresholds were chosen on that
+program's tuning runs. The recorder owns the `RewardWatch`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from statistics import fmean, median
 from service.telemetry.records import StepRecord
 
 WINDOWS = (3, 6, 12)
-"""Numbers of newest steps that are compared with the level before them."""
+"""Lengths of the windows of newest steps, each of which is compared with the level before it."""
 LEVEL_STEPS = 20
 """A level is the mean return of this many successive steps."""
 MIN_EARLIER_STEPS = 40
 KEPT_STEPS = 200
 """Number of newest steps among which the best level is searched."""
 MIN_NOISES = 4.2
-"""Smallest fall that counts, in standard deviations of the comparison."""
+"""Smallest fall that counts, in standard deviations of the difference that is compared."""
 MIN_SPREADS = 0.33
 """Smallest fall that counts, in standard deviations of a step's returns."""
 # Standard deviation of a normal distribution, divided by its median absolute deviation.
@@ -36,14 +37,14 @@ _CALM_STEPS = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardDrop:
-    """A collapse of the mean return that has not recovered."""
+    """A collapse of a run's mean return that has not recovered."""
 
     since: int
-    """The first step after the last step at the former level."""
+    """Estimated first step of the fall."""
     found: int
     """Step at which the fall was found."""
     before: float
-    """Mean return of the former level."""
+    """Mean return at the best level before the fall."""
     now: float
     """Mean return of the newest steps when the fall was found."""
 
@@ -63,11 +64,14 @@ class _Step:
     error: float
     """Standard error of the mean, if the returns are independent."""
     level: float | None
-    """Mean of the newest LEVEL_STEPS steps; None if there are fewer steps."""
+    """Mean return of this step and the LEVEL_STEPS - 1 steps before; None if fewer steps exist."""
 
 
 class RewardWatch:
-    """A detector of reward drops in one lineage; call `see` or `add` for each step in order."""
+    """A detector of reward drops in a run; call `see` or `add` for each step in order.
+
+    If steps are undone, begin again with a new detector.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
@@ -78,19 +82,19 @@ class RewardWatch:
 
     @property
     def drop(self) -> RewardDrop | None:
-        """The fall that has not recovered; None if there is none."""
+        """The drop that has not recovered; None if the reward has not dropped or has recovered."""
         return self._drop
 
     def see(self, record: StepRecord) -> None:
-        """Add a step if its mean return is known."""
+        """Add the step of a record, if its mean return is known (`add`)."""
         mean, std = record.value("reward_mean"), record.value("reward_std")
         if mean is not None:
             self.add(record.step, mean=mean, std=std or 0.0, num_returns=record.num_trajectories)
 
     def add(self, step: int, *, mean: float, std: float, num_returns: int) -> None:
-        """Add a step, unless the mean or the standard deviation is not finite.
+        """Add the next step and update `drop`; ignore the step if mean or std is not finite.
 
-        mean, std: mean and standard deviation of the step's returns.
+        Args: mean, std: mean and standard deviation of the step's returns.
         """
         if not (math.isfinite(mean) and math.isfinite(std)):
             return
@@ -148,13 +152,11 @@ class RewardWatch:
 
 
 def _onset(steps: Sequence[_Step], border: float) -> int:
-    """Return the first step of the fall.
+    """Return the number of the step at which the mean return began to fall below `border`.
 
-    That step has the largest sum of `border` minus the mean return, over the steps from it to the
-    last step.
-
-    The search begins after the last step whose level was above the border, but LEVEL_STEPS // 4
-    steps earlier, because the last quarter of that level's steps may have fallen already.
+    It is the step from which the sum of `border` minus the mean return, up to the last step, is
+    largest. The search begins LEVEL_STEPS // 4 steps before the first step after the last level
+    above the border, because the last quarter of that level's steps may have fallen already.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
@@ -167,7 +169,10 @@ def _onset(steps: Sequence[_Step], border: float) -> int:
 
 
 def _step_noise(steps: Sequence[_Step]) -> float:
-    """Return the standard deviation of a step's mean about its level, in the newest steps."""
+    """Return the standard deviation of single steps' mean returns among the newest steps.
+
+    The estimate is robust and ignores slow changes: it uses differences of neighbouring steps.
+    """
     newest = steps[-3 * LEVEL_STEPS :]
     changes = [abs(b.mean - a.mean) for a, b in pairwise(newest)]
     return max(
@@ -177,7 +182,10 @@ def _step_noise(steps: Sequence[_Step]) -> float:
 
 
 def _window_noise(steps: Sequence[_Step], window: int) -> float:
-    """Return the standard deviation of a window's mean, even if its steps are correlated."""
+    """Return the standard deviation of the mean return of `window` successive steps.
+
+    The estimate compares neighbouring windows, so that it holds even if steps are correlated.
+    """
     sums = [0.0, *accumulate(each.mean for each in steps)]
     changes = [
         abs(sums[i + window] - 2 * sums[i] + sums[i - window]) / window
@@ -187,7 +195,7 @@ def _window_noise(steps: Sequence[_Step], window: int) -> float:
 
 
 def _scale_of(values: Sequence[float]) -> float:
-    """Return a robust standard deviation; 0 without values."""
+    """Return the standard deviation, estimated by the median absolute deviation; 0 if empty."""
     if not values:
         return 0.0
     centre = median(values)

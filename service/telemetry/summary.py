@@ -1,7 +1,7 @@
 """Compute the content of summary.json from a run's records, and write the file.
 
-The report and the closing lines use the same RunSummary, so that they always agree. A mean of no
-values is None, never 0. The supervisor calls this module when a run ends.
+The report and the last lines of the log use the same RunSummary, so that they always agree. A mean
+of no values is None, never 0. The supervisor calls this module when a run ends.
 """
 
 from __future__ import annotations
@@ -30,35 +30,38 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The surviving records of a run, in order."""
+    """The stored records of a run from which its summary and report are made, in order.
+
+    Records of steps that a recovery has undone are left out.
+    """
 
     steps: tuple[StepRecord, ...]
-    """The kept steps (`service.store.retention`): the first ones, some of the older ones, all
-    newest ones."""
+    """The steps whose records are kept (`service.store.retention`): the first, some of the older,
+    and all of the newest steps."""
     evaluations: tuple[EvaluationRecord, ...]
     totals: RunTotals
-    """Totals of all steps of the lineage."""
+    """Totals over all steps that were not undone, including those whose records are not kept."""
     num_terms: int
     """Number of the newest term; 0 for a run that never had a lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchTotals:
-    """Mismatch of trainer and engines, in nats.
-
-    mean_k3: mean over steps, weighted by their trained tokens.
-    """
+    """The difference between the log-probabilities of trainer and engines over a run, in nats."""
 
     mean_k3: float | None
+    """Mean of the k3 estimate over steps, weighted by the steps' trained tokens."""
     max_abs_delta: float | None
+    """Largest absolute difference of a single token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobChecks:
-    """Largest values of the log-probability checks of all steps, and the time of the checks.
+    """The worst results of the log-probability checks of all steps, and the time of the checks.
 
-    The first step of a term includes the check at the start. A value is None if no engine has
-    answered.
+    A check compares the log-probabilities of trainer and engines for a text. Each value is the
+    largest of all steps, or None if no engine has answered. The first step of a term includes the
+    check at the term's start.
     """
 
     tokens: float | None
@@ -71,12 +74,13 @@ class LogprobChecks:
     seconds: float | None
     """Duration of the check after one publication, in seconds."""
     share: float | None
-    """Time of checks after publications divided by the time of all steps; None without steps."""
+    """Time of all checks after publications, divided by the time of all steps; None without steps.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstAndLast:
-    """Means over the first and over the last five steps; None if nothing was measured."""
+    """The mean of a number over the first five and over the last five steps; None if unknown."""
 
     first: float | None
     last: float | None
@@ -84,19 +88,26 @@ class FirstAndLast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """The first and the last scheduled evaluation of a run; None if there is none."""
+    """The evaluations of a run that summary.json contains.
+
+    `first` and `last` are the first and the last scheduled evaluation of the run's own tasks; None
+    if there was no such evaluation.
+    """
 
     first: EvaluationRecord | None
     last: EvaluationRecord | None
     asked: tuple[EvaluationRecord, ...] = ()
     """The newest evaluations that operators requested, in order."""
     sets: Mapping[str, EvaluationRecord] = field(default_factory=dict)
-    """The last evaluation of each named set."""
+    """The last scheduled evaluation of each named task set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The numbers of summary.json under the names of the file; a mean of no values is None."""
+    """The content of summary.json; the fields have the names used in the file.
+
+    A mean of no values is None.
+    """
 
     name: str
     exit_reason: str | None
@@ -120,7 +131,7 @@ class RunSummary:
     inserted_tokens: int
     merge: MergeReport
     ledger: LedgerCounts
-    """Counts over the whole lineage."""
+    """Counts of the rollouts of all steps that were not undone."""
     mismatch: MismatchTotals
     logprob_check_max: float | None
     logprob_check: LogprobChecks
@@ -152,7 +163,7 @@ class RunSummary:
         return max(0, self.terms - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON tree; a number that is not finite becomes null."""
+        """Return the tree to be written as JSON; a number that is not finite becomes null."""
         tree: dict[str, Any] = json.loads(_SUMMARY.dump_json(self))
         tree["merge"]["ratio"] = self.merge.ratio
         tree["ledger"]["is_balanced"] = self.ledger.is_balanced
@@ -176,10 +187,10 @@ def summarize_run(
     findings: Sequence[Finding] = (),
     peak_memory_bytes: int | None = None,
 ) -> RunSummary:
-    """Return the summary of a run with any number of steps, including none.
+    """Return the summary of a run, which may have no steps yet.
 
-    wall_s: seconds of all terms. versions: versions of vllm, ray, torch and other packages.
-    findings: findings of the audit for reward hacking. peak_memory_bytes: see `RunSummary`.
+    Args: wall_s: duration of all terms in seconds. versions: versions of vllm, ray, torch and other
+    packages. findings: findings of the reward-hacking audit. peak_memory_bytes: see `RunSummary`.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
     scheduled = [each for each in evaluations if each.is_charted]
@@ -248,12 +259,12 @@ def _checked_share(totals: RunTotals) -> float | None:
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write summary.json under another name, then rename it, so that readers see whole files."""
+    """Write summary.json by `write_aside`, so that a reader never sees a part of the file."""
     write_aside(path, json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Write a file durably under another name, then rename it to `path`.
+    """Replace the file `path` at once: write and sync a temporary file, then rename it.
 
     Raises: OSError, after removing the temporary file.
     """

@@ -1,9 +1,9 @@
 """Sums over a run's step records, updated with each step, so that old rows are not read again.
 
-Invariant: `plus` over records in their order gives bitwise the same sums as plain loops over all of
-them. The store keeps two kinds of totals: the total of every step that was ever stored, which the
-metrics use, and for each checkpoint the total of the steps in its lineage, which summary.json and
-the report use.
+Invariant: adding records one by one with `plus`, in their order, gives bitwise the same sums as
+plain loops over all records. The store keeps two kinds of totals: the totals of all steps ever
+stored, which the metrics use, and for each checkpoint the totals of the steps that led to it
+(without undone steps), which summary.json and the report use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_TURNS = MergeReport(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The data of a histogram."""
+    """A histogram of values: the count in each bucket, and the sum of all values."""
 
     counts: tuple[int, ...] = ()
     """Number of values in each bucket: above the previous bound, up to the bucket's own bound.
@@ -65,7 +65,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
-    """Sums over steps."""
+    """Sums and extremes over the step records of a run."""
 
     num_steps: int = 0
     summed: Mapping[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class RunTotals:
     tokens: TokenCounts = field(default_factory=TokenCounts)
     stage_seconds: Mapping[str, Distribution] = field(default_factory=dict)
     policy_age: Distribution = field(default_factory=Distribution)
-    """Policy ages in versions, for the steps that trained any token."""
+    """Histogram of the steps' largest policy age in versions, over steps that trained a token."""
     max_policy_age: int = 0
     mismatch_tokens: float = 0.0
     """Number of trained tokens of the steps whose record has k3, the estimate of the mismatch."""
@@ -84,7 +84,7 @@ class RunTotals:
     checked_s: float = 0.0
     """Seconds that the log-probability checks after publications took, over all steps."""
     statistics: Mapping[str, Extent] = field(default_factory=dict)
-    """Extents of the statistics by name."""
+    """First, least, greatest and last value of each statistic, by its name."""
     last_version: int | None = None
     num_version_breaks: int = 0
     """Number of steps whose policy version is not the previous version plus one."""
@@ -94,9 +94,9 @@ class RunTotals:
     """Time of the newest step; seconds since 1970."""
 
     def plus(self, record: StepRecord, *, begun_at: float = 0.0) -> RunTotals:
-        """Return the totals with the next step added.
+        """Return the totals with the record of the next step added.
 
-        begun_at: start of the step's term, in seconds since 1970.
+        Args: begun_at: start of the step's term, in seconds since 1970.
         """
         statistics = dict(self.statistics)
         for name, value in record.statistics.items():
@@ -138,7 +138,10 @@ class RunTotals:
 
     @property
     def mean_k3(self) -> float | None:
-        """Mean of k3 over steps, weighted by their trained tokens; nats."""
+        """Mean of k3 over steps in nats, weighted by trained tokens; None if no step has k3.
+
+        k3 estimates the KL divergence between trainer and engines.
+        """
         return self.mismatch_sum / self.mismatch_tokens if self.mismatch_tokens else None
 
     def greatest(self, name: str) -> float | None:
@@ -150,9 +153,10 @@ class RunTotals:
 def totals_of(
     records: Iterable[StepRecord], *, base: RunTotals | None = None, begun_at: float = 0.0
 ) -> RunTotals:
-    """Return the totals of records.
+    """Return the totals over successive step records.
 
-    base: totals of the earlier steps; None if there are none.
+    Args: base: totals of the earlier steps; None if there are no earlier steps. begun_at: start of
+    the records' term, in seconds since 1970.
     """
     totals = base or RunTotals()
     for record in records:

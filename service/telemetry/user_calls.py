@@ -1,8 +1,9 @@
-"""Count the calls of user functions that returned no answer, and the memory of workers.
+"""Count the calls of user functions that returned no answer, and report the workers' memory.
 
-Each environment actor counts its own calls since its start; this module adds up the counts of the
-actors of all terms, and makes metrics and notices from them. The recorder owns a `UserCalls`, and
-the pool of environment actors passes it each actor's counts.
+A call returns no answer if it reaches its time limit or if its worker process dies. Each
+environment actor counts its own calls since its start; this module adds up the counts of all actors
+and makes metrics and notices from the sums. The recorder owns a `UserCalls`, and the pool of
+environment actors passes it each actor's counts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from actors.metrics import Metrics
 
 MAX_FUNCTIONS = 32
 OTHERS = "others"
-"""Label that the functions after the first MAX_FUNCTIONS share."""
+"""Metric label under which all functions after the first MAX_FUNCTIONS are counted."""
 NOTICED_AGAIN = 10
 """Factor by which a function's count must grow before it is reported again."""
 
 
 class UserCalls:
+    """The counts of user functions' calls without an answer, over all environment actors."""
+
     def __init__(self, metrics: Metrics, notice: Callable[[str], None]) -> None:
         self._metrics = metrics
         self._notice = notice
@@ -34,10 +37,10 @@ class UserCalls:
         self._noticed: Counter[str] = Counter()
 
     def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
-        """Add the counts that an actor has gained since its last report.
+        """Add what an environment actor has counted since its last report.
 
-        lost: the actor's counts since its start. resident_bytes: memory of the actor's largest
-        worker; 0 if it has no worker.
+        Args: lost: the actor's counts since its start. resident_bytes: memory of the actor's
+        largest worker process; 0 if the actor has no worker.
         """
         with self._metrics.together():
             for each in lost:
@@ -52,7 +55,7 @@ class UserCalls:
                 self._notice(self._text(function))
 
     def ended(self, actor_id: str) -> None:
-        """Forget the memory of an actor that has ended. Its counts stay."""
+        """Forget the memory of an actor that has ended, but keep its counts."""
         self._resident_bytes.pop(actor_id, None)
         self._show_memory()
 
