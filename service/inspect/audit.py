@@ -1,4 +1,4 @@
-"""Check every trajectory, group and step of a journal, and report the result as text.
+"""Audit a journal: check the invariants of every trajectory, group and step, and report the result.
 
 Steps are read one after another, so that memory does not grow with the run. The command
 `rayloom inspect --audit` uses this module.
@@ -28,7 +28,7 @@ from service.units import visible_text
 
 
 class Check(StrEnum):
-    """An invariant; its value is a sentence that states the invariant."""
+    """An invariant that the audit checks; the member's value is a sentence that states it."""
 
     LOGPROBS = "every sampled token has a finite log-probability"
     SAMPLED = "every trained token was sampled"
@@ -47,10 +47,10 @@ class Check(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offence:
-    """A violation that a check has found.
+    """A violation of an invariant that the audit has found.
 
-    subject: name of a trajectory, group or step. is_explained: whether the rules allow the
-    violation, which is then shown but does not fail the audit.
+    subject: name of the trajectory, group or step. is_explained: whether the violation has a known
+    and allowed reason; it is then shown but does not fail the audit.
     """
 
     check: Check
@@ -69,8 +69,8 @@ _WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DA
 _WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
 # Number of steps that a note lists.
 _MAX_NAMED_STEPS = 8
-# Number of newest files that may have no record of their step: the file of the current step, and
-# that of the step before it while the engines load its version.
+# Number of newest files whose steps may have no record: the current step, and the step before it
+# while the engines load the version that it made.
 MAX_UNRECORDED = 2
 
 
@@ -78,10 +78,10 @@ MAX_UNRECORDED = 2
 class Audit:
     """The result of an audit.
 
-    unchecked: reasons why checks could not be made. missing_steps: steps that the run recorded
-    within the kept range, but that have no file. unrecorded_steps: steps that have a file, but are
-    unfinished or were interrupted. refused_steps: steps that trained nothing because the trainer
-    refused their updates.
+    unchecked: why a check could not be made, by check. missing_steps: steps that the run recorded
+    and whose file should still be kept, but that have no file. unrecorded_steps: steps that have a
+    file, but are unfinished or were interrupted. refused_steps: steps that trained nothing because
+    the trainer refused their updates.
     """
 
     num_steps: int
@@ -100,7 +100,7 @@ class Audit:
 
 
 def audit(journal: OpenJournal) -> Audit:
-    """Check a journal, and return the result. Raises: ConfigError if a file cannot be read."""
+    """Check every step of a journal. Raises: ConfigError if a file cannot be read."""
     recorded, events = None, None
     if journal.run_dir is not None and journal.has_database:
         recorded = read_rows(journal.run_dir, recorded_steps)
@@ -141,7 +141,11 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """Collects the offences of all steps; recorded, events: steps and events in the database."""
+    """A checker of the steps of one journal, in order; it remembers the rollouts already trained.
+
+    recorded, events: the steps and the ledger events in the run's database; events is None without
+    a database.
+    """
 
     def __init__(
         self, journal: OpenJournal, recorded: Iterable[int], events: Sequence[LedgerEvent] | None
@@ -191,7 +195,7 @@ def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
 
 
 def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
-    """Run each check of one trajectory, and yield its offences."""
+    """Yield the violations of the invariants that concern a single trajectory."""
     name = entry.trajectory.trajectory_id
     for check, text in _tokens_findings(step, entry):
         yield Offence(check=check, step=step.step, subject=name, text=text)
@@ -277,7 +281,7 @@ def _check_rewards(
 
 
 def _worst_completed(step: JournalStep, group: int) -> float:
-    """Return the lowest return of a group's completed members; infinity if none has completed."""
+    """Return the lowest return of a group's completed rollouts; infinity if none has completed."""
     returns = [
         entry.trajectory.episode_return
         for entry in step.entries
@@ -314,9 +318,10 @@ _WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 def check_groups(
     step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
 ) -> Iterator[Offence]:
-    """Yield the offences of every group of a step.
+    """Yield the violations of the invariants that concern a group, for all groups of a step.
 
-    admitted: the ledger's events of rollouts by group; None if they are not known.
+    Args: admitted: the newest ledger event of each admitted rollout, by group and rollout; None if
+    the ledger is not known.
     """
     groups: dict[str, list[TrajectoryEntry]] = {}
     for entry in step.entries:
@@ -329,9 +334,9 @@ def check_groups(
 
 
 def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float] | None:
-    """Return a group's advantages (r_i - b_i) / s; None for a group without a signal.
+    """Return a group's advantages (r_i - b_i) / s; None for a group that gives no learning signal.
 
-    They are computed with plain sums, independently of the code that trains.
+    The audit computes them with plain sums, independently of the code that trains.
 
     Example: [1, 0, 0, 0] with mean and std -> [1.499997, -.499999, -.499999, -.499999]
     """
@@ -409,8 +414,9 @@ def _check_sum(
 ) -> Iterator[tuple[Check, str]]:
     """Yield a problem if the advantages of a group do not add up to 0, although they must.
 
-    They must with the baselines mean and leave-one-out, with any scale. An untrained member counts
-    with the advantage that the group's returns give it.
+    With the baselines mean and leave-one-out they must, whatever the scale. An untrained member
+    counts with the advantage that the group's returns give it.
+    Args: members: each entry with the advantage that follows from the group's returns.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
@@ -433,9 +439,10 @@ def _check_admitted(
     entries: Sequence[TrajectoryEntry],
     admitted: Mapping[str, LedgerEvent],
 ) -> Iterator[Offence]:
-    """Yield an offence if admitted rollouts are missing from a group's baseline.
+    """Yield a violation if admitted rollouts are missing from a group's baseline.
 
-    The offence is explained if the journal or the ledger has a reason for each missing rollout.
+    The violation is allowed (`is_explained`) if the journal or the ledger has a reason for each
+    missing rollout. Args: admitted: the newest ledger event of each admitted rollout of the group.
     """
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)
@@ -459,7 +466,10 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the newest events of rollouts by group and rollout, from those by rollout."""
+    """Return the same ledger events by group id, then by rollout id.
+
+    Args: newest: the newest ledger event of each rollout, by rollout id.
+    """
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
@@ -467,9 +477,9 @@ def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEve
 
 
 def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
-    """Yield an offence for each rollout of the step that differs between journal and ledger.
+    """Yield a violation for each rollout of the step for which journal and ledger disagree.
 
-    newest: the newest event of each rollout in the ledger.
+    Args: newest: the newest ledger event of each rollout, by rollout id.
     """
     present = {entry.trajectory.rollout_id for entry in step.entries}
     for entry in step.entries:
@@ -505,7 +515,7 @@ def _exit(event: LedgerEvent) -> str:
 
 
 def _plan(journal: OpenJournal) -> RunSettings | None:
-    """Return the run's settings `run` from its configuration; None if they are not known."""
+    """Return the section `run` of the run's configuration; None if it cannot be read."""
     try:
         return config_beside(journal.run_dir).run if journal.run_dir else None
     except ConfigError:
@@ -517,7 +527,8 @@ def missing_steps(
 ) -> tuple[int, ...]:
     """Return the recorded steps that should have a journal file but have none.
 
-    plan: the run's settings; None if the number of kept steps is unknown.
+    Args: present: steps with a journal file. recorded: steps in the database. plan: the settings
+    with the number of steps whose files are kept; None if it is unknown.
     Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
     """
     first, last = min(present), max(present)
@@ -531,7 +542,10 @@ def missing_steps(
 def steps_beyond(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> Iterator[Offence]:
-    """Yield an offence for each step that has a file although the run cannot have begun it."""
+    """Yield a violation for each step that has a file although the run cannot have begun the step.
+
+    Args: present: steps with a journal file. recorded: steps in the database.
+    """
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED
     if plan is not None:
@@ -549,9 +563,9 @@ def steps_beyond(
 
 
 def describe(result: Audit, *, limit: int) -> list[str]:
-    """Return a line for each check, followed by its violations.
+    """Return the result of an audit as lines: one for each check, followed by its violations.
 
-    limit: maximum number of violations; 0 for all.
+    Args: limit: maximum number of violations to list for a check; 0 for all.
     """
     lines = [
         f"{result.num_steps} steps, {result.num_trajectories} trajectories, "

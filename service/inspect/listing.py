@@ -1,6 +1,7 @@
-"""List the trajectories of a journal, one in each line, the newest step first.
+"""List the trajectories of a run's journal, one in each line, the newest step first.
 
-`rayloom inspect` uses this module, and so does the API, in a separate process on the run's node.
+The journal has the stored tokens of the newest steps. `rayloom inspect` uses this module, and so
+does the API, in a separate process on the run's node.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "toke
 _WORDS = frozenset({"trajectory", "outcome", "ledger", "environment"})
 
 Place = tuple[int, int]
-"""A step, and the number of an entry in it."""
+"""(step, index of an entry in that step of the journal)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalLineAnswer:
-    """A trajectory of the journal."""
+    """One trajectory in a list of the journal's trajectories."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     step: int
-    """the training step that took it"""
+    """the training step that took the trajectory"""
     id: str
     task: str
     outcome: Outcome
     episode_return: float
     advantage: str
-    """one number, or its range; empty: nothing was trained"""
+    """one number, or the range over the trained tokens; empty: nothing was trained"""
     num_turns: int
     num_trained: int
     """number of trained tokens"""
@@ -50,7 +51,7 @@ class JournalLineAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalAnswer:
-    """A page of the journal, the newest step first."""
+    """One page of the list of the journal's trajectories, the newest step first."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -61,9 +62,9 @@ class JournalAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The filters of a list; if step, outcome or task is None, it selects all.
+    """The filters of a list of trajectories.
 
-    limit: maximum number of rows; 0 for all.
+    If step, task or outcome is None, it excludes nothing. limit: maximum number of rows; 0 for all.
     """
 
     step: int | None = None
@@ -73,7 +74,10 @@ class Filters:
 
 
 def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
-    """Return a table in plain text, and a line that states how many rows it shows."""
+    """Return the list of trajectories as a plain-text table.
+
+    The last line says how many of the matching trajectories the table shows.
+    """
     rows: list[tuple[str, ...]] = []
     num_found = 0
     for step, _, entry in matching(journal, filters):
@@ -84,9 +88,11 @@ def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
 
 
 def journal_page(run_dir: RunDir, wanted: Filters, after: Place | None) -> JournalAnswer:
-    """Return a page of trajectories, which is empty if there is no journal.
+    """Return one page of a run's list of trajectories; it is empty if the run has no journal.
 
-    Raises: ConfigError if a file is damaged.
+    Args: wanted: the filters; `limit` is the size of the page. after: the page begins after this
+    entry; None for the first page.
+    Raises: ConfigError if a file of the journal is damaged.
     """
     journal = journal_of(run_dir)
     lines: list[JournalLineAnswer] = []
@@ -130,10 +136,10 @@ def _row(line: JournalLineAnswer) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with the rows in aligned columns, two spaces apart.
+    """Return a line for each row, with aligned columns that are two spaces apart.
 
-    The names in the first row decide the side: columns of words are aligned to the left, others to
-    the right.
+    The first row has the names of the columns. The columns in `_WORDS` are aligned to the left, the
+    others to the right.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -148,9 +154,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def matching(
     journal: OpenJournal, filters: Filters, *, after: tuple[int, int] | None = None
 ) -> Iterator[tuple[JournalStep, int, TrajectoryEntry]]:
-    """Yield each matching entry with its number in its step, the newest step first.
+    """Yield the journal's entries that pass the filters, the newest step first.
 
-    after: a step and the number of an entry in it; only entries after that one are yielded.
+    Yields: the step, the entry's index in the step, and the entry.
+    Args: after: (step, index) of an entry; only entries after that entry are yielded.
     """
     last_step, last_place = after or (math.inf, -1)
     for file in reversed(journal.files):

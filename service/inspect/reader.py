@@ -1,8 +1,8 @@
-"""Find a run's journal, and the file that has a trajectory, without writing anything.
+"""Read a run's journal, and find the trajectory with an id, without writing anything.
 
-A run's directory may have two files of a step, from two terms; the run's database records from
-which term the run continued. If the journal was copied without the database, the newest term of
-each step counts.
+If a run went back to a checkpoint, two terms may have written a file for the same step. The run's
+database records which of the two counts. If the journal was copied without the database, the file
+of the newest term counts.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
-    """Return the spans of the run's lineage, from its database; None if there is only a journal.
+    """Return the parts of the run's terms that were not undone, as the run's database records them.
 
-    Each span has the rollouts whose update was refused as not finite, after the journal had been
-    written. Raises: ConfigError if the database is lost or damaged, or has no run.
+    Each part (`Span`) maps to the ids of its refused rollouts: the trainer refused their update
+    because it was not finite, but the journal, written before, records them as trained. Return None
+    if a journal was copied without the database.
+    Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:
         url = run_dir.database_url
@@ -81,7 +83,10 @@ def _surviving(store: ReadOnlyStore) -> dict[Span, frozenset[str]]:
 
 
 def read_rows(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
-    """Return the result of reading the run's store. Raises: ConfigError if it cannot be read."""
+    """Call `read` with the run's store, and return its result.
+
+    Raises: ConfigError if the store cannot be read.
+    """
     try:
         with run_dir.looked_into() as store:
             return read(store)
@@ -98,10 +103,10 @@ def read_rows(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answe
 def surviving_files(
     files: Sequence[JournalFile], spans: Collection[Span] | None
 ) -> list[JournalFile]:
-    """Return one file for each step, from the terms of the run's lineage.
+    """Return one journal file for each step, without the files of steps that were undone.
 
-    spans: the terms of the lineage, each with its last step; if None, the newest term of each step
-    counts.
+    Args: spans: the terms that were not undone entirely, each with the last step that counts; if
+    None, the newest term of each step counts.
     Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. The files are
     those of steps 1 and 2 of term 1, and of step 3 of term 2.
     """
@@ -117,7 +122,10 @@ def surviving_files(
 
 
 def _check_copied(run_dir: RunDir, database: Path) -> None:
-    """Raise ConfigError if this is a run's own directory without its database, and not a copy."""
+    """Raise ConfigError if a run's own directory has lost its database.
+
+    A copy of the journal may lack the database; a directory with other files of the run may not.
+    """
     left = (
         run_dir.checkpoints,
         run_dir.log_file,
@@ -137,17 +145,18 @@ RUNS = Path("runs")
 
 
 class UnknownTrajectory(ConfigError):
-    """Raised if the journal has no trajectory of a name; the message lists similar ids."""
+    """Raised if the journal has no trajectory with the given name; the message has similar ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJournal:
-    """An open journal, which is that of a run's directory or a single file.
+    """A journal to read: the journal of a run's directory, or a single journal file.
 
-    place: the path that the user gave. run_dir: None for a single file. files: the surviving files,
-    in the order of steps. num_superseded: number of files whose steps a later term played again.
-    has_database: whether the run's database determined the surviving files. refused: rollouts whose
-    update the trainer refused because it was not finite; only the database records this.
+    place: the path that the user gave. run_dir: None for a single file. files: the file of each
+    step, in the order of steps, without files of undone steps. num_superseded: number of files left
+    out because a later term played their steps again. has_database: whether the run's database
+    determined which files count. refused: ids of rollouts whose update the trainer refused because
+    it was not finite; only the database records this.
     """
 
     place: Path
@@ -164,15 +173,15 @@ class OpenJournal:
 
 
 def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
-    """Return whether the trainer refused the update of an entry that is recorded as trained."""
+    """Return whether an entry is recorded as trained although the trainer refused its update."""
     return entry.reason is None and entry.trajectory.rollout_id in journal.refused
 
 
 def newest_run(wanted: str, runs: Path = RUNS) -> Path:
-    """Return the run directory under runs/ whose journal was written last.
+    """Return the directory of the run under runs/ whose journal was written last.
 
-    wanted: the trajectory to look up in that run, for the message. Raises: ConfigError if no run
-    under runs/ has a journal.
+    Args: wanted: the trajectory that the user wants to see, for the error message.
+    Raises: ConfigError if no run under runs/ has a journal.
     """
     journals = [path for path in runs.glob("*/journal") if path.is_dir()]
     if not journals:
@@ -185,7 +194,7 @@ def newest_run(wanted: str, runs: Path = RUNS) -> Path:
 
 
 def open_journal(place: Path) -> OpenJournal:
-    """Open the journal of a run's directory, or one journal file, and return it.
+    """Return the journal at a path, which is a run's directory or one journal file.
 
     Raises: ConfigError if there is no usable journal.
     """
@@ -236,7 +245,7 @@ def journal_of(run_dir: RunDir) -> OpenJournal | None:
 
 
 def load_step(path: Path) -> JournalStep:
-    """Return the step in a journal file. Raises: ConfigError if the file cannot be read."""
+    """Read a journal file, which has one step. Raises: ConfigError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return read_step(file)
@@ -245,11 +254,11 @@ def load_step(path: Path) -> JournalStep:
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
-    """Return a trajectory and its step.
+    """Return the trajectory with a name, and its step; the newest if there were several attempts.
 
-    name: the trajectory's id, its rollout's id, or its task and member (TASK-MEMBER), which is also
-    the id of a session. If there were several attempts, return the newest.
-    Raises: UnknownTrajectory if there is none; ConfigError if a file cannot be read.
+    Args: name: the trajectory's id, its rollout's id, or TASK-MEMBER, which is the task's id and
+    the member's number in the group, and also the id of a session.
+    Raises: UnknownTrajectory if no trajectory has the name; ConfigError if a file cannot be read.
     """
     known: list[str] = []
     for file in reversed(journal.files):
@@ -284,7 +293,10 @@ def _find_member(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajecto
 
 
 def tokenizer_of(journal: OpenJournal) -> TokenText:
-    """Return the tokenizer of the run's model, which is the tiny model or the configured model."""
+    """Return the tokenizer of the configured model, or of the tiny model that the run has made.
+
+    If neither is available, return a `TokenText` that shows token ids and says why.
+    """
     run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
     try:
         config = config_beside(run_dir)
@@ -300,7 +312,7 @@ def tokenizer_of(journal: OpenJournal) -> TokenText:
 
 
 def config_beside(run_dir: RunDir) -> Config:
-    """Return the configuration of the run to which a journal belongs.
+    """Return the run's configuration, from the file next to the journal.
 
     Raises: ConfigError if the file cannot be read, or if the journal was copied without the file.
     """

@@ -1,7 +1,7 @@
-"""Convert token ids to their bytes, or to the text of their numbers if there is no tokenizer.
+"""Convert token ids to bytes to show; without a tokenizer, show the ids themselves.
 
 A token need not consist of whole characters, because byte-level tokenizers cut characters anywhere.
-Each token is therefore shown as its own bytes, independent of its neighbours.
+Each token is therefore converted to its own bytes, independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from actors.environment.protocol import Message, Role
 from actors.environment.rendering import ChatRenderer
 from actors.types import TokenIds
 
-# The text of a chat template around messages: the headers and footers of each role.
+# The headers and footers are the text that a chat template writes around the messages of each role.
 #
-# They are found by rendering marked chats, for any template; a template that refuses a role has no
-# marks for it. They only colour tokens, and never decide what was trained.
+# They are found by rendering chats that contain _MARK, with any template; for a role that a
+# template refuses, none are found. They only colour tokens, and never decide what was trained.
 _MARK = "zqzmark"
 _USER = {"role": "user", "content": "ask"}
 _ASSISTANT = {"role": "assistant", "content": "reply"}
@@ -32,14 +32,17 @@ _CHATS: tuple[tuple[list[dict[str, str]], str], ...] = (
     ([_USER], "assistant"),
     ([_USER, _ASSISTANT], "tool"),
 )
-# Shorter marks, such as a line break, are not evidence of a template.
+# Shorter headers and footers, such as a line break, are not evidence of a template.
 _SHORTEST = 3
 
 
 def _chat_marks(
     tokenizer: Any, options: dict[str, Any]
 ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """Find the headers and the footers of a tokenizer's chat template, as `TokenText` has them."""
+    """Return the texts that a chat template writes before and after messages.
+
+    They are the `headers` and the `footers` of `TokenText`.
+    """
     headers: set[str] = set()
     footers: set[str] = set()
     for before, role in _CHATS:
@@ -82,10 +85,13 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
-    """Converts token ids to bytes; this class is for a missing tokenizer, and shows the ids."""
+    """A converter of token ids to bytes for display, without a tokenizer: it shows the ids.
+
+    The subclass `TokenizerText` uses a tokenizer.
+    """
 
     note: str = ""
-    """A sentence on the texts that cannot be shown, and why; empty if all can be shown."""
+    """The reason why texts cannot be shown; empty if all texts can be shown."""
     special_ids: frozenset[int] = frozenset()
     headers: tuple[bytes, ...] = ()
     """Texts of the chat template that open a message, including the generation prompt, longest
@@ -95,17 +101,17 @@ class TokenText:
     Example: b"<|im_end|>\\n" """
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token."""
+        """Return the bytes with which to show each token."""
         return [f"⟨{token}⟩".encode() for token in token_ids]
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """Return the number of tokens that were inserted after the reply `sampled` to close it."""
+        """Return how many tokens the renderer inserted after the reply `sampled` to close it."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerText(TokenText):
-    """Converts token ids to text with a Hugging Face tokenizer and its chat template."""
+    """A converter of token ids to bytes with a Hugging Face tokenizer and its chat template."""
 
     tokenizer: Any
     renderer: ChatRenderer
@@ -149,9 +155,10 @@ def token_text(
     chat_template: str | None,
     why_not: str,
 ) -> TokenText:
-    """Return the tokenizer of a model directory or hub name, or the base class if it has none.
+    """Return a converter with the tokenizer of a model, or one that shows ids if there is none.
 
-    why_not: the note if `model` is None.
+    Args: model: directory or hub name; None if the model is not known. why_not: the note if `model`
+    is None.
     """
     if model is None:
         return TokenText(note=why_not)
@@ -180,7 +187,7 @@ def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerTex
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary, as in GPT-2's encoder."""
+    """Return a table from each character of GPT-2's byte-level vocabulary to the byte it means."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): byte for byte in plain}

@@ -1,12 +1,12 @@
-"""The view of a trajectory, with its samples, segments and tokens, their columns and their faults.
+"""The view of a trajectory: what is shown about its samples and about each of their tokens.
 
 The spans of the turns show which tokens were sampled, the advantages that the trainer received show
-which were trained, and the tokenizer shows which belong to the template. A token has a fault if
-these sources disagree. The facts summarise the trajectory in a few labelled lines. The terminal
-(`service.cli.inspect`), the page and the API show only this view; the page and the API as one JSON
-tree, `trajectory_document`. All text of models and environments in it is printable, and the page
-never shows it as markup. The API makes it in a separate process on the run's node, because the
-tokenizer's import takes seconds.
+which were trained, and the tokenizer shows which belong to the chat template. A token has a fault
+if these sources disagree. The facts summarise the trajectory in a few labelled lines. The terminal
+(`service.cli.inspect`), the page and the API show trajectories only by this view; the page and the
+API as one JSON tree, `trajectory_document`. All text of models and environments in the view is
+printable, and the page never shows it as markup. The API makes the view in a separate process on
+the run's node, because the tokenizer's import takes seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REFUSED = "the step's update was not finite, and was refused"
 
 
 class TokenClass(StrEnum):
-    """The role of a token in training."""
+    """The role of a token in training; `MEANINGS` explains each role."""
 
     TRAINED = "trained"
     MASKED = "masked"
@@ -64,10 +64,11 @@ class Token:
     """A token of a sample.
 
     position: index of the token in the sample. text: the token's text on one line. turn: the turn
-    that sampled the token; None if it was not sampled. logprob: the sampler's log-probability in
-    nats; None if not recorded. version: the policy version that sampled the token. advantage: the
-    value that the trainer received. starts_branch: whether the history differs, from this token on,
-    from the sample that it should extend.
+    that sampled the token; None if it was not sampled. logprob: the engine's log-probability in
+    nats; None if not recorded. version: the policy version that sampled the token; None like
+    logprob. advantage: the value that the trainer received; None if the token was not trained.
+    starts_branch: whether this is the first token at which the sample differs from the earlier
+    sample that it should have extended.
     """
 
     position: int
@@ -85,9 +86,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of one sample: a first prompt, a reply, or the tokens between two replies.
+    """A part of one sample: the first prompt, a reply, or the tokens between two replies.
 
-    note: a reply's reward and finish reason, and whether it was malformed.
+    note: for a reply, its reward, its finish reason and whether it was malformed; else empty.
     """
 
     title: str
@@ -98,11 +99,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """The view of one sample.
+    """The view of one sample: one or more turns of a trajectory in one token sequence.
 
-    opening: why the sample began, and the turns that it merges. parent: number of the sample from
-    which it branches off; None if it shares nothing. num_shared: number of shared tokens from the
-    start.
+    opening: the turns in the sample, and why the sample does not extend an earlier one. parent:
+    number of the sample from which this sample branches off; None if it shares no tokens with an
+    earlier sample. num_shared: number of tokens at the start that are equal to the parent's.
     """
 
     title: str
@@ -120,8 +121,8 @@ class SampleView:
 class TrajectoryView:
     """The view of a whole trajectory.
 
-    note: what could not be shown. is_refused: whether the trainer received it, but refused the
-    step's update.
+    note: why texts could not be shown; empty if all are shown. is_refused: whether the trainer
+    received the trajectory, but refused the step's update because it was not finite.
     """
 
     step: JournalStep
@@ -132,7 +133,7 @@ class TrajectoryView:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Labelled values: the trajectory's end and its reason, rewards, tokens and versions."""
+        """(label, value) pairs on outcome, rewards, tokens and versions of the trajectory."""
         return _facts(self.step, self.entry, is_refused=self.is_refused)
 
     @property
@@ -142,7 +143,7 @@ class TrajectoryView:
 
     @property
     def fault_counts(self) -> dict[str, int]:
-        """Number of tokens with each fault, by the fault's name, in order of first occurrence."""
+        """Number of tokens with each fault, by the fault's text, in order of first occurrence."""
         tokens = (token for sample in self.samples for token in sample.tokens)
         return dict(Counter(fault for token in tokens for fault in token.faults))
 
@@ -192,7 +193,7 @@ def exit_of(entry: TrajectoryEntry, *, is_refused: bool) -> str:
 
 
 def advantage(entry: TrajectoryEntry) -> str:
-    """Return the advantage of the trained tokens as text, or the range if they differ.
+    """Return the advantage of a trajectory's trained tokens as text, as a range if they differ.
 
     The text is empty if nothing was trained.
     """
@@ -211,7 +212,7 @@ def number(value: float) -> str:
 
 
 def turn_note(turn: TurnSpan) -> str:
-    """Return a note on a turn: its reward, its finish reason, and whether it was malformed."""
+    """Return a text with the turn's reward and finish reason, and whether it was malformed."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:
         parts = visible_text(
@@ -246,7 +247,11 @@ HEADER_TRAINED = "a role header, trained"
 def build_view(
     step: JournalStep, entry: TrajectoryEntry, text: TokenText, *, is_refused: bool = False
 ) -> TrajectoryView:
-    """Return the view of a trajectory. is_refused: whether the step's update was refused."""
+    """Return the view of a trajectory.
+
+    Args: text: converts token ids to text. is_refused: whether the trainer refused the step's
+    update.
+    """
     samples = [
         _SampleBuilder(sample, _trained(entry, number), text).build(number)
         for number, sample in enumerate(entry.trajectory.samples)
@@ -257,7 +262,10 @@ def build_view(
 
 
 def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
-    """Return the advantages that the trainer received for a sample, by the token's position."""
+    """Return the advantages that the trainer received for a sample, by the position of the token.
+
+    Args: number: index of the sample in the trajectory.
+    """
     if not entry.advantages:
         return {}
     positions = np.flatnonzero(entry.trajectory.samples[number].mask).tolist()
@@ -265,7 +273,7 @@ def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
 
 
 class _SampleBuilder:
-    """Builds the view of one sample. trained: advantages by the token's position."""
+    """A builder of the view of one sample. trained: advantages by the position of the token."""
 
     def __init__(self, sample: Sample, trained: Mapping[int, float], text: TokenText) -> None:
         self._sample, self._trained, self._text = sample, trained, text
@@ -345,7 +353,7 @@ class _SampleBuilder:
         return found
 
     def _inserted_positions(self) -> frozenset[int]:
-        """Return the positions of tokens that the renderer inserted after a reply to close it."""
+        """Return the positions of the tokens that the renderer inserted to close replies."""
         found: list[int] = []
         ids, turns = self._sample.token_ids, self._sample.turns
         next_starts = [*(turn.start for turn in turns[1:]), self._sample.num_tokens]
@@ -366,7 +374,11 @@ def _opening(sample: Sample) -> str:
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:
-    """Return the indices of the tokens that lie entirely within an occurrence of a mark."""
+    """Return the indices of the tokens that belong to a header or footer of the chat template.
+
+    Such a token is entirely within an occurrence of one of the `marks`.
+    Args: pieces: the bytes of each token. marks: the headers or footers to find.
+    """
     whole = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])
     starts = ends - [len(piece) for piece in pieces] if pieces else ends
@@ -395,7 +407,10 @@ _NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
 
 
 def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
-    """Return the data of the page; each column of a sample has a value for each token, in order."""
+    """Return the view as the JSON tree that the page and the API show.
+
+    Each column of a sample, such as `ids`, has one value for each token, in order.
+    """
     trajectory, counts = view.entry.trajectory, view.counts
     return {
         "kind": "trajectory",
@@ -422,9 +437,9 @@ def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
 
 
 def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
-    """Return the page's document on a trajectory; None if the journal does not have it.
+    """Return the trajectory's document as JSON; None if the journal lacks the trajectory.
 
-    name: see `find_entry`. Raises: ConfigError if a file is damaged.
+    Args: name: see `find_entry`. Raises: ConfigError if a file is damaged.
     """
     journal = journal_of(run_dir)
     if journal is None:
