@@ -47,7 +47,10 @@ _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def cpus_wanted(config: Config) -> float:
-    """Return the CPUs that the run's processes reserve in Ray; small parts reserve none."""
+    """Return how many CPUs the run's engines, ranks and environment actors reserve in Ray.
+
+    Smaller actors, such as the supervisor, reserve no CPU.
+    """
     return (
         config.inference.num_replicas * config.inference.cpus_per_replica
         + config.trainer.num_ranks
@@ -62,7 +65,7 @@ DOOR = "service.api.door.middlewares"
 
 
 def prepare_environment(config: Config) -> None:
-    """Set the variables that Ray and vLLM read from the process environment before they start."""
+    """Set environment variables that Ray and vLLM read when they start, unless already set."""
     defaults = {
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -81,8 +84,9 @@ def prepare_environment(config: Config) -> None:
 
 @contextmanager
 def joined(config: Config, *, address: str | None) -> Iterator[None]:
-    """Join the cluster at `address`, or start a local Ray and stop it at the end.
+    """Join the Ray cluster at `address` for the `with` block; if it is None, start a local Ray.
 
+    At the end, leave the cluster or stop the local Ray.
     Raises: ConfigError if the cluster cannot be reached or lacks resources that the run needs.
     """
     prepare_environment(config)
@@ -100,7 +104,10 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
 
 @contextmanager
 def attached(address: str) -> Iterator[None]:
-    """Join a cluster to read its runs, without starting one. Raises: ConfigError."""
+    """Join a cluster for the `with` block, in order to read the state of its runs.
+
+    Raises: ConfigError if no cluster answers at `address`.
+    """
     try:
         _connect(address)
         yield
@@ -109,10 +116,11 @@ def attached(address: str) -> Iterator[None]:
 
 
 def short_temp_dir(asked: str) -> str | None:
-    """Return the directory for Ray's session; None if Ray's own choice is short enough.
+    """Return a directory for Ray's session whose path is short enough for Ray's sockets.
 
-    asked: the temporary directory that Ray would use. Raises: ConfigError if that path is too long
-    and /tmp cannot be written.
+    Return None if the directory that Ray would choose is short enough.
+    Args: asked: the temporary directory that Ray would use. Raises: ConfigError if that path is too
+    long and /tmp cannot be written.
     """
     longest = len(os.fsencode(os.path.join(asked, "ray", _SESSION)))
     if longest <= MAX_SOCKET_PATH:
@@ -189,8 +197,7 @@ def start_ray(**options: Any) -> None:
 def _init(**options: Any) -> None:
     """Call `ray.init`, and raise KeyboardInterrupt if a SIGTERM arrived during the call.
 
-    Ray's own handler of SIGTERM raises SystemExit, which Python may drop.
-    Raises: KeyboardInterrupt.
+    Ray's own handler of SIGTERM raises SystemExit, which Python drops in some cases.
     """
     with signals_noted() as noted:
         try:
@@ -202,7 +209,10 @@ def _init(**options: Any) -> None:
 
 
 def _join(address: str, config: Config) -> None:
-    """Join the cluster at an address, and ship the run's files there. Raises: ConfigError."""
+    """Join the cluster at an address, and send it the files that the run's processes need.
+
+    Raises: ConfigError.
+    """
     _connect(address, runtime_env=shipped_files(config, cwd=Path.cwd()))
 
 
@@ -229,11 +239,11 @@ def _unanswered(address: str, error: Exception) -> ConfigError:
 
 
 def _check_answers(address: str) -> None:
-    """Check that HOST:PORT answers by gRPC, as a head node's control store does.
+    """Check that a head node's control store answers at the address HOST:PORT.
 
-    Ray itself would try for many minutes. The address auto is that of RAY_ADDRESS, or of the last
-    cluster that was started on this machine, which may have ended. Addresses in another form are
-    left to Ray. Raises: ConfigError.
+    Without this check, Ray would try to connect for many minutes. The address auto means the value
+    of RAY_ADDRESS, or else the last cluster that was started on this machine, which may have ended.
+    An address in another form is not checked here, but by Ray. Raises: ConfigError.
     """
     place = address
     if address == "auto":
@@ -263,8 +273,10 @@ def _check_answers(address: str) -> None:
 
 
 def _greet(host: str, port: int) -> None:
-    """Connect and exchange the preface of HTTP/2. Raises: OSError if no HTTP/2 answer arrives
-    within HEAD_ANSWER_S.
+    """Check that a server of HTTP/2, such as a gRPC server, answers at an address.
+
+    With Ray's TLS on, check only that a connection can be opened.
+    Raises: OSError if no answer arrives within HEAD_ANSWER_S.
     """
     with socket.create_connection((host, port), timeout=HEAD_ANSWER_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
@@ -277,11 +289,11 @@ def _greet(host: str, port: int) -> None:
 
 
 def _check_authentication(address: str) -> None:
-    """Check that the cluster uses this process's mode of authentication. Raises: ConfigError.
+    """Check that the cluster and this process use the same RAY_AUTH_MODE.
 
     If the modes differ, Ray accepts the connection, but this process refuses the calls of the
     control store. The control store then concludes that nobody uses this process's actors, and ends
-    them.
+    the actors. Raises: ConfigError if the modes differ or the cluster runs no task.
     """
     own = _authentication_mode()
     asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()
@@ -302,7 +314,10 @@ def _check_authentication(address: str) -> None:
 
 
 def _authentication_mode() -> str:
-    """Return the mode that Ray has set for this process; Ray sets the variable if it was unset."""
+    """Return Ray's authentication mode in this process, such as "token".
+
+    Ray sets RAY_AUTH_MODE if it was unset.
+    """
     return os.environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
@@ -323,23 +338,23 @@ def alive_nodes() -> list[Node]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Return the strategy that places a task or an actor only on this node."""
+    """Return Ray's scheduling strategy that places a task or an actor on the node `node_id`."""
     return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
-    """Return the strategy that places an actor only on the node of the calling process.
+    """Return Ray's scheduling strategy that places an actor on the node of the calling process.
 
-    It is for actors that are useless without that process.
+    Use it for actors that are useless without the calling process.
     """
     return on_node(ray.get_runtime_context().get_node_id())
 
 
 def check_places(config: Config, *, limit_s: float = 0.0) -> None:
-    """Check that all engines, ranks and environment actors fit on the nodes together.
+    """Check that all engines, trainer ranks and environment actors fit on the cluster's nodes.
 
     Args: limit_s: seconds to wait for nodes that have not joined yet.
-    Raises: ConfigError, with the first part that fits on no node.
+    Raises: ConfigError that names the first process that fits on no node.
     """
     poll(lambda: True if misfit(config, alive_nodes()) is None else None, limit_s=limit_s)
     if (fault := misfit(config, alive_nodes())) is not None:
@@ -363,10 +378,10 @@ def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
 
 
 def seen_from_afar(config: Config, *, cwd: Path) -> Config:
-    """Return the configuration with paths that are valid on other nodes.
+    """Return the configuration with paths that are valid on other nodes of the cluster.
 
-    The working directory has another path there. Tasks that are shipped with the working directory
-    get a path relative to it.
+    Ray copies the working directory to another path on these nodes. So a task file in the working
+    directory gets a relative path, and other paths become absolute.
     """
     mixture = {
         name: replace(each, tasks=_named_from(cwd, each.tasks))
@@ -394,20 +409,24 @@ def _named_from(cwd: Path, tasks: TasksOrSet) -> TasksOrSet:
 
 
 def _absolute(model: str | None, cwd: Path) -> str | None:
-    """Return the absolute path of a model's directory, or the unchanged name of a hub's model."""
+    """Return the absolute path if `model` is a directory; return another name unchanged."""
     if model is None or not (directory := cwd / Path(model).expanduser()).is_dir():
         return model
     return str(directory)
 
 
 def _user_modules(config: Config) -> list[Path]:
-    """Return the paths of the user's modules, such as those of environments and rewards."""
+    """Return the paths of the user's own modules that the configuration names, not installed ones.
+
+    Examples are modules with environments and rewards.
+    """
     return [path for name in user_modules(config) if (path := _user_module(name)) is not None]
 
 
 def _user_module(name: str) -> Path | None:
-    """Return the package directory or file of a user's module; None if it is installed or
-    missing.
+    """Return the directory of a user's package, or the file of a user's module.
+
+    Return None if the module is missing, or is part of an installed package.
     """
     spec = find_spec(name.partition(".")[0])
     if spec is None:
@@ -420,9 +439,6 @@ def _user_module(name: str) -> Path | None:
 
 
 def _import_path() -> str:
-    """Return PYTHONPATH with the current directory in front.
-
-    The user's own environments are imported from there.
-    """
+    """Return PYTHONPATH with the current directory in front, where the user's own modules are."""
     parts = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(part for part in parts if part)

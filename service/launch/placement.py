@@ -1,9 +1,10 @@
 """Decide which nodes the parts of a run may use, and whether all parts fit. Pure.
 
-A node offers a role by a custom resource with the role's name. If a node offers a role, the role's
-parts request a share of that resource; otherwise they request only CPUs and GPUs. So on a laptop,
-or on a cluster without roles, parts are placed only by CPUs and GPUs. `cluster` calls this module
-before the start, and so does each term.
+The parts are the run's actors: engines, trainer ranks, environment actors and the supervisor. Each
+belongs to a role. A node offers a role by a custom Ray resource with the role's name. If any node
+offers a role, the parts of the role request a small amount of that resource, so that Ray places
+them on such nodes; otherwise they request only CPUs and GPUs. `cluster` calls this module before
+the start, and so does each term of the run.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from enum import StrEnum
 
 from service.config.tree import Config
 
-# Amount of a role's resource that a part takes; a node that offers 1 has room for 1 / SHARE parts.
+# Amount of a role's resource that a part requests: a node that offers 1 has room for 1 / SHARE.
 SHARE = 0.001
 # Ray's own resource, which only the head node has.
 HEAD_NODE = "node:__internal_head__"
 
 
 class Role(StrEnum):
-    """The purpose of a node; the value is the name of the custom resource that it offers."""
+    """The purpose of a node; the value is the name of the custom Ray resource that offers it."""
 
     CONTROL = "rayloom_control"
-    """The role of the supervisor and, on its node, of queue, merge actor and weight board."""
+    """The role of the supervisor; the queue, the merge actor and the weight board use its node."""
     INFERENCE = "rayloom_inference"
     TRAINER = "rayloom_trainer"
     ENVIRONMENTS = "rayloom_environments"
@@ -41,15 +42,14 @@ class Node:
 
 
 Roles = frozenset[Role]
-"""The roles that nodes offer, which determine the resources that parts request."""
+"""The roles that nodes of the cluster offer; they determine what parts request."""
 
 
 def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
-    """Return the roles that the nodes offer.
+    """Return the roles that the cluster's nodes offer, or have offered earlier in the run.
 
-    before: roles that were offered earlier in the run. If all nodes of such a role are lost, the
-    parts of the role wait for new ones, because other nodes may not have the paths or the room that
-    they need.
+    Args: before: the roles offered earlier. If all nodes of such a role are lost, the role's parts
+    wait for new nodes that offer it, because other nodes may lack the needed paths or resources.
     """
     return before | {
         role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0
@@ -57,8 +57,10 @@ def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
 
 
 def resources_of(role: Role, offered: Roles) -> dict[str, float]:
-    """Return the custom resources that a part of the role requests. If no node offers control, the
-    control part is placed on the head node.
+    """Return the custom Ray resources that a part of the role must request.
+
+    They are empty if no node offers the role; but if no node offers the role control, its parts
+    request the head node.
     """
     if role in offered:
         return {role.value: SHARE}
@@ -66,13 +68,13 @@ def resources_of(role: Role, offered: Roles) -> dict[str, float]:
 
 
 def nodes_of(role: Role, offered: Roles, nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes on which parts of the role may run."""
+    """Return the nodes that have the resources that a part of the role requests."""
     asked = resources_of(role, offered)
     return [node for node in nodes if all(name in node.resources for name in asked)]
 
 
 def describe_places(offered: Roles, nodes: Sequence[Node]) -> str:
-    """Return one line with the nodes on which each part may run."""
+    """Return one line for the log that names, for each role, the nodes that its parts may use."""
     where = []
     for role in Role:
         addresses = ", ".join(sorted(node.address for node in nodes_of(role, offered, nodes)))
@@ -85,11 +87,11 @@ def describe_places(offered: Roles, nodes: Sequence[Node]) -> str:
 
 
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
-    """Return a sentence on the first part that fits on no node; None if all parts fit.
+    """Return an error message on the first part that fits on no node; None if all parts fit.
 
     The most demanding parts are placed first, each on the node with the least room that is enough.
-    Comparing only sums would be wrong: two engines with 2 GPUs each do not fit on nodes with 3 and
-    1 GPUs.
+    It would be wrong to compare only sums: two engines with 2 GPUs each do not fit on two nodes
+    with 3 GPUs and 1 GPU.
     """
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)
@@ -111,8 +113,10 @@ _Part = tuple[str, str, Mapping[str, float]]
 
 
 def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
-    """Yield the name of each part, the settings that determine the number and the size of such
-    parts, and its resources.
+    """Yield each part that needs CPUs or GPUs.
+
+    Yields: the part's name, the settings that determine the number and size of such parts, and the
+    resources that the part requests.
     """
     inference, trainer = config.inference, config.trainer
     kinds = (
@@ -148,7 +152,7 @@ def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
-    """Return the sort key of a part: first whether it is bound to a role, then its size."""
+    """Return a sort key: parts that request a role's resource are largest, then those with GPUs."""
     _, _, resources = part
     return len(resources) > 2, resources["GPU"], resources["CPU"]
 
@@ -167,7 +171,10 @@ def _format_resources(resources: Mapping[str, float]) -> str:
 
 
 def _left(nodes: Sequence[Node], left: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a text with the resources that each node has left for more parts."""
+    """Return a text with the resources that are left on each node.
+
+    Args: left: the resources that are left, by node id.
+    """
     sentences = []
     for node in nodes:
         free = left[node.node_id]

@@ -1,4 +1,4 @@
-"""A run's directory: its files, whether a run may start or resume in it, and its preparation."""
+"""A run's directory: its files' paths, its creation, and the checks before a start or resume."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """The paths of a run, below the resolved path of its directory; this class creates no files."""
+    """The paths of a run's files, all in the run's directory; this class creates no files."""
 
     path: Path
     patience_s: float = 0.0
-    """Time in seconds that a reader waits for a database that does not answer."""
+    """Longest time in seconds to wait for a database that does not answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.resolve())
@@ -65,31 +65,34 @@ class RunDir:
 
     @property
     def sources_file(self) -> Path:
-        """File that records the tasks and modules of the configuration at the start."""
+        """File that records which tasks and modules the configuration meant at the run's start."""
         return self.path / "sources.json"
 
     @property
     def store_file(self) -> Path:
-        """File with the location of the database, if it is not in this directory."""
+        """File with the location of the run's database; absent if that is in this directory."""
         return self.path / "store.json"
 
     @property
     def secret_file(self) -> Path:
-        """File with the secret from which sessions' keys are derived if the API requires no key."""
+        """File with the secret from which the keys of sessions are derived.
+
+        The secret is used if the API requires no key.
+        """
         return self.path / "session.key"
 
     @property
     def database_url(self) -> str:
-        """Location of the database, without a password. Raises: StoreError."""
+        """Location of the run's database, without a password. Raises: StoreError."""
         return recorded_url(self.store_file)
 
     @property
     def database_file(self) -> Path:
-        """File of the database, unless `store_file` records another location."""
+        """File of the run's database, unless `store_file` records another location."""
         return self.path / DATABASE
 
     def has_run(self) -> bool:
-        """Return whether a database of a run exists.
+        """Return whether a run was started here, which is so if its database exists.
 
         Raises: StoreError if the database does not answer.
         """
@@ -99,7 +102,7 @@ class RunDir:
         return has_run(url, patience_s=self.patience_s)
 
     def may_have_run(self) -> bool:
-        """Return the result of `has_run`, or True if the database does not answer now."""
+        """Return False only if there is certainly no run: `has_run`, but True if it raises."""
         try:
             return self.has_run()
         except StoreError:
@@ -113,9 +116,9 @@ class RunDir:
         may_be_older: bool = False,
         any_format: bool = False,
     ) -> Iterator[ReadOnlyStore]:
-        """Open the database of an existing run for reading, and close it at the end.
+        """Open the run's database for reading, and close it at the end of the `with` block.
 
-        patience_s: seconds to wait for the database; None for the directory's own patience_s.
+        Args: patience_s: seconds to wait for the database; None for the field patience_s.
         may_be_older, any_format: see `ReadOnlyStore`. Raises: StoreError.
         """
         store = ReadOnlyStore(
@@ -135,7 +138,7 @@ class RunDir:
 
     @property
     def functions(self) -> Path:
-        """Directory of the functions and rows that `rayloom.train` stores for the run."""
+        """Directory of the user's functions and data rows that `rayloom.train` stores."""
         return self.path / "functions"
 
     @property
@@ -144,7 +147,7 @@ class RunDir:
 
     @property
     def chats_file(self) -> Path:
-        """File with the digest of the chats; only a directory of `rayloom sft` has it."""
+        """File with the digest of the training chats; only a directory of `rayloom sft` has it."""
         return self.path / "chats.json"
 
     @property
@@ -174,10 +177,10 @@ def default_run_dir(config: Config) -> RunDir:
 
 
 def check_new(run_dir: RunDir) -> None:
-    """Check that a new run may use the directory, which must be empty or hold only files of an
-    interrupted start.
+    """Check that a new run may use the directory.
 
-    Raises: ConfigError.
+    Raises: ConfigError unless the directory is missing, empty or has only files of an interrupted
+    start.
     """
     with _refusing(run_dir):
         if not run_dir.path.exists():
@@ -203,10 +206,10 @@ def check_new(run_dir: RunDir) -> None:
 
 
 def check_no_sft(run_dir: RunDir, *, what: str) -> None:
-    """Check that a directory is not that of a supervised training, which has no database.
+    """Raise ConfigError if the directory is one of `rayloom sft` (supervised fine-tuning).
 
-    what: the option or command that names the directory, for the message; may be empty. Raises:
-    ConfigError.
+    Such a directory has no database, and commands for runs cannot use it.
+    Args: what: the option or command that names the directory, for the message; may be empty.
     """
     if run_dir.chats_file.is_file():
         raise ConfigError(
@@ -218,8 +221,9 @@ def check_no_sft(run_dir: RunDir, *, what: str) -> None:
 
 @contextmanager
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
-    """Create the directory of a new run; remove the created files if no run starts.
+    """Create and lock the directory of a run for the `with` block, in which the run is prepared.
 
+    If there is no run at the end of the block, remove what was created.
     Raises: ConfigError if another start uses the directory, or if it cannot be written.
     """
     # os.path.exists, because Path.exists raises for a path that cannot be created.
@@ -242,7 +246,10 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
 
 
 def _check_writable(directory: Path) -> None:
-    """Write a few bytes and remove them. Raises: OSError, also for a full disk."""
+    """Check that a directory can be written: write a few bytes and remove them.
+
+    Raises: OSError if that fails, also on a full disk.
+    """
     # On most file systems the file has no name, so a process that is killed here leaves no file.
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(PROBE_BYTES))
@@ -252,9 +259,10 @@ def _check_writable(directory: Path) -> None:
 
 @contextmanager
 def held_alone(run_dir: RunDir) -> Iterator[None]:
-    """Lock the directory against other starts; do nothing if it may have a run.
+    """Lock the directory against other starts during the `with` block.
 
-    The lease in a run's database protects the run. Raises: ConfigError.
+    If the directory may have a run, do nothing, because the lease in the run's database protects
+    it. Raises: ConfigError if another start holds the lock.
     """
     if run_dir.may_have_run():
         yield
@@ -278,7 +286,10 @@ def held_alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _clear(run_dir: RunDir, *, had_model: bool) -> None:
-    """Remove the files of a start that did not become a run."""
+    """Remove the files that a start has created, because no run has begun.
+
+    Args: had_model: whether the tiny model existed before the start; it is then kept.
+    """
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
     files = (run_dir.config_file, run_dir.sources_file, run_dir.store_file, run_dir.secret_file)
@@ -288,8 +299,9 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
 
 
 def session_secret(run_dir: RunDir) -> str:
-    """Return the run's own secret, which the first call creates, readable only by its owner.
+    """Return the secret from which the keys of the run's sessions are derived (`secret_file`).
 
+    The first call creates the file, which only the file's owner may read.
     Raises: ConfigError if the file cannot be read or written, or is damaged.
     """
     file = run_dir.secret_file
@@ -315,7 +327,7 @@ def session_secret(run_dir: RunDir) -> str:
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:
-    """Write the run's own configuration. Raises: ConfigError if it cannot be written."""
+    """Write the configuration to the run's directory. Raises: ConfigError if that fails."""
     with _refusing(run_dir):
         run_dir.config_file.write_text(dump_config(config))
 
@@ -337,10 +349,10 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
-    """Return whether a path may come from an interrupted start.
+    """Return whether an interrupted start may have left this path, so that it may be overwritten.
 
-    A configuration must have exactly the form that Rayloom writes, so that a user's own file is
-    never overwritten.
+    A config.yaml counts only if it has exactly the form that Rayloom writes, so that a user's own
+    file is never overwritten.
     """
     if path == run_dir.tiny_model:
         return (path / MARKER).is_file()
@@ -360,9 +372,10 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
 
 
 def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.TRAIN) -> None:
-    """Check that a run of this kind can resume with this configuration.
+    """Check that the run in a directory can be resumed with this configuration.
 
-    Raises: ConfigError.
+    Args: config: the configuration, which may differ from the run's own only in some settings.
+    kind: the kind of run that is expected. Raises: ConfigError.
     """
     # The database comes first: the configuration of another format may be unreadable too.
     _check_database(run_dir, kind)
@@ -392,7 +405,10 @@ def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.
 
 
 def _check_database(run_dir: RunDir, kind: RunKind) -> None:
-    """Check a run's database. Raises: ConfigError if it is missing, damaged or of another run."""
+    """Check the database of a run to be resumed.
+
+    Raises: ConfigError if it is missing or damaged, or if it is of another run or another kind.
+    """
     try:
         place = shown(run_dir.database_url)
         check_local(run_dir.database_url)
@@ -419,9 +435,10 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
 
 
 def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
-    """Check that the directory is not a copy of a run that still exists and uses the database.
+    """Check that the directory is not a copy of a run's directory that still exists.
 
-    directory: the run's directory that the database records. Raises: ConfigError.
+    Original and copy would use the same database.
+    Args: directory: the run's directory as recorded in the database. Raises: ConfigError.
     """
     original = RunDir(path=Path(directory or run_dir.path))
     if original.path == run_dir.path or not original.config_file.is_file():
@@ -475,12 +492,14 @@ def prepared_run(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> Iterator[str]:
-    """Run all checks before a start and build a missing model; yield the model's path or name.
+    """Check the configuration and prepare the run's directory for the start in the `with` block.
 
-    is_local: whether the run uses only this machine. store: location of a new run's database.
-    check_stop: called after each slow stage; if it raises, the start ends. begin: called with the
-    name of each stage. trial, tell: see `check_without_model`. The directory is removed if no run
-    starts in it. Raises: ConfigError.
+    Build the tiny model if it is missing. If no run has begun at the end of the block, remove the
+    directory.
+    Args: is_local: whether the run uses only this machine. store: location of a new run's database.
+        check_stop: called after each slow stage; if it raises, the start ends. begin: called with
+        the name of each stage. trial, tell: see `check_without_model`.
+    Yields: the path or hub name of the policy's model. Raises: ConfigError.
     """
     begin("reading rows")
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=tell)
@@ -504,8 +523,9 @@ def prepared_run(
 
 
 def run_id_of(config: Config, run_dir: RunDir) -> str:
-    """Return a run's id, which is the same at every start, so that the actors of a dead run can be
-    found.
+    """Return a run's id, made of the run's name and a digest of the directory's path.
+
+    The id is the same at every start, so that a start finds the actors that a dead run left.
     """
     digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
     return f"rayloom-{config.run.name}-{digest}"
@@ -518,7 +538,7 @@ def run_name_of(run_id: str) -> str | None:
 
 
 def model_path(config: Config, run_dir: RunDir) -> str:
-    """Return the policy's directory or hub name; build the tiny model if it is missing.
+    """Return the directory or hub name of the policy's model; build the tiny model if missing.
 
     Raises: ConfigError.
     """

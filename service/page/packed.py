@@ -1,7 +1,9 @@
-"""The packed page: one HTML file with its program, its styles and, if given, its document.
+"""The web page on runs, packed into one HTML file with its program, its styles and maybe its data.
 
-`packed.html` is built from `src/` by `make page`, the only part that needs npm. It contains no
-address and requests only the run's own API; a content security policy in it enforces that.
+The data is a JSON document, such as a trajectory. Without a document, the page requests its data
+from the API that served it. `make page` builds `packed.html` from `src/`; only this needs npm. The
+page contains no address and requests only the run's own API; its content security policy enforces
+that.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from typing import Any
 HERE = Path(__file__).parent
 PACKED = HERE / "packed.html"
 SOURCES_SHA256 = "rayloom-page-sources"
-"""Name of the <meta> that holds the digest of the sources that the page was packed from."""
+"""Name of the <meta> element of packed.html that has the digest of the page's sources."""
 _PLACE = '<script id="document" type="application/json">null</script>'
 
 
 @cache
 def empty_page() -> str:
-    """Return the page without a document; it requests its data from the API that served it."""
+    """Return the page without a document; the page requests data from the API that served it."""
     return PACKED.read_text(encoding="utf-8")
 
 
 def page_with(document: Mapping[str, Any]) -> str:
-    """Return the page with a document inside, which can be kept, mailed and opened offline.
+    """Return the page with its data inside, so that the file can be kept and opened offline.
 
-    document: a tree of JSON; strings that end a script element or begin a comment are escaped.
+    Args: document: the data, a JSON tree; characters that could end the script element are escaped.
     """
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A lone surrogate, which no file can hold, may be in the text of an environment.
@@ -41,7 +43,7 @@ def page_with(document: Mapping[str, Any]) -> str:
 
 
 def sources_digest() -> str:
-    """Return a digest of all files that the packed page is made of, by names and contents."""
+    """Return a digest of all source files of the packed page, to detect an outdated page."""
     names = ["build.mjs", "package.json", "package-lock.json", "page.html", "tsconfig.json"]
     paths = [HERE / name for name in names]
     paths += [path for path in (HERE / "src").iterdir() if path.is_file()]

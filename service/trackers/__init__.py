@@ -1,1 +1,1 @@
-"""Export a run's curves to JSONL, TensorBoard, W&B, Trackio and MLflow."""
+"""Export a run's curves to experiment trackers: JSONL, TensorBoard, W&B, Trackio and MLflow."""

@@ -1,6 +1,7 @@
 """Write a run to an MLflow tracking server through its REST API, without the package `mlflow`.
 
-The server chooses the ids of its runs; this module finds its run again by a tag with the run's id.
+The server chooses the id of each MLflow run, so this module finds the MLflow run of a Rayloom run
+by a tag with the Rayloom run's id.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ TAG = "rayloom.run_id"
 
 
 class Mlflow:
-    """A tracker that sends a request for each point; a repeated request has the same times."""
+    """The tracker for MLflow, which sends one request for each point.
+
+    If a point is sent again, the request has the same times as before.
+    """
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
-        """Find the run on the server, or create it. Raises: httpx.HTTPError; MlflowRefused."""
+        """Find the run on the MLflow server, or create it.
+
+        Raises: httpx.HTTPError; MlflowRefused.
+        """
         # Imported here, because it takes a tenth of a second and only this tracker uses it.
         import httpx
 
@@ -45,7 +52,10 @@ class Mlflow:
         """Do nothing, because `write` waits for the server's answer."""
 
     def close(self, *, is_ended: bool) -> None:
-        """Mark the run as finished if it has ended. Raises: httpx.HTTPError; MlflowRefused."""
+        """Mark the run as finished on the server, if `is_ended`, and close the connection.
+
+        Raises: httpx.HTTPError; MlflowRefused.
+        """
         try:
             if is_ended:
                 ended = {"status": "FINISHED", "end_time": round(time.time() * 1000)}
@@ -89,9 +99,9 @@ class Mlflow:
         return str(made["run"]["info"]["run_id"])
 
     def _ask(self, method: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request to the server, and return the answer.
+        """Send a request to the MLflow server, and return the JSON object of the answer.
 
-        Raises: httpx.HTTPError; MlflowRefused if the answer is not a success or not JSON.
+        Raises: httpx.HTTPError; MlflowRefused if the answer is not a success or not a JSON object.
         """
         if method == "GET":
             answer = self._client.get(route, params=body)
@@ -115,4 +125,4 @@ class MlflowRefused(Exception):
     def __init__(self, text: str, *, code: str) -> None:
         super().__init__(text)
         self.code = code
-        """The server's code, such as RESOURCE_DOES_NOT_EXIST."""
+        """The server's error code, such as RESOURCE_DOES_NOT_EXIST; empty if it sent none."""

@@ -1,8 +1,8 @@
-"""The protocol of trackers, the points of a run's curves, and the trackers that write files.
+"""The interface of a tracker, the points that a tracker writes, and the trackers that write files.
 
-TensorBoard's event files are written with tensorboardX, which needs neither torch nor TensorFlow. A
-term that continues from a checkpoint begins with a restart mark, so that TensorBoard drops the
-older values for the term's first step and later steps.
+The module writes TensorBoard's event files with tensorboardX, which needs neither torch nor
+TensorFlow. If a term continues from a checkpoint, its first event is a restart mark, so that
+TensorBoard drops the older values for the term's first step and later steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from service.telemetry.records import EvaluationSample, StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A trajectory of a training step as a row of a table, without the middle of long texts."""
+    """One trajectory of a training step as a row in a tracker's table of completions.
+
+    Long texts are shortened in the middle.
+    """
 
     task_id: str
     rollout_id: str
@@ -55,46 +58,47 @@ COMPLETION_COLUMNS = (
 
 
 def completion_row(completion: Completion) -> dict[str, str | float | Mapping[str, float] | None]:
-    """Return the values of a completion by their names in `COMPLETION_COLUMNS`."""
+    """Return a completion's row for a tracker's table, by the names in `COMPLETION_COLUMNS`."""
     values = [getattr(completion, each.name) for each in fields(Completion)]
     return dict(zip(COMPLETION_COLUMNS, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The numbers of a step or of an evaluation."""
+    """The numbers, and some texts, that a tracker writes for one step or one evaluation."""
 
     kind: RecordKind
     term: int
     first_step: int
-    """First step of the term; older terms' values for this step and later ones are invalid."""
+    """First step of the term; values of older terms for this step and later steps are invalid."""
     is_first_of_term: bool
-    """Whether the tracker has no earlier point of this term."""
+    """Whether this is the first point of the term that the tracker gets."""
     step: int
     wall_time: float
     """Seconds since 1970."""
     curves: Mapping[str, float]
+    """The numbers, by the names that the tracker shows, such as train/loss."""
     samples: Sequence[EvaluationSample] = field(default=())
     completions: Sequence[Completion] = field(default=())
     """The step's first completions, at most `trackers.completions`; empty for an evaluation."""
 
 
 class Tracker(Protocol):
-    """A writer of points, which one thread calls.
+    """The interface of a tracker: an object that writes points to a file or a service.
 
-    Its methods may take long and may raise any error.
+    One thread makes all calls; the methods may take long and may raise any error.
     """
 
     def write(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Return once everything that was written is safe if this process ends."""
+        """Return when no written point would be lost if this process ended."""
         ...
 
     def close(self, *, is_ended: bool) -> None:
-        """Release all resources.
+        """Close the tracker, and release its files and connections.
 
-        is_ended: whether the run has ended; False if another process continues it.
+        Args: is_ended: whether the run has ended; False if another process continues the run.
         """
         ...
 
@@ -129,11 +133,11 @@ MAX_LINE_BYTES = 2**23
 class JsonLines:
     """A tracker that writes each point as a line of JSON.
 
-    A line that a crash or a full disk cut off is removed.
+    If a crash or a full disk cut off the last line, that line is removed.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises: OSError."""
+        """Open the file to append, and remove an incomplete last line. Raises: OSError."""
         # Without a buffer, which would keep bytes that a full disk refuses.
         self._file = path.open("ab+", buffering=0)
         size = self._file.seek(0, os.SEEK_END)
@@ -173,7 +177,7 @@ class JsonLines:
             )
 
     def flush(self) -> None:
-        """Do nothing, because each line has already been passed to the operating system."""
+        """Do nothing: `write` has passed each line to the operating system already."""
 
     def close(self, *, is_ended: bool) -> None:
         """Close the file. Raises: OSError."""
@@ -181,10 +185,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A tracker with one event file for each process that writes the run."""
+    """A tracker that writes TensorBoard event files, a new one in each process of the run."""
 
     def __init__(self, directory: Path) -> None:
-        """Open an event file. Raises: ImportError; OSError."""
+        """Open a new event file in `directory`. Raises: ImportError; OSError."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar, text
@@ -196,7 +200,7 @@ class TensorBoard:
         self._scalar, self._text = scalar, text
 
     def write(self, point: Point) -> None:
-        """Write a point. Raises: OSError."""
+        """Write a point's numbers and texts as events. Raises: OSError."""
         if point.is_first_of_term:
             self._add(point, session_log=self._restart, step=point.first_step)
         for name, value in point.curves.items():
@@ -206,7 +210,7 @@ class TensorBoard:
             self._add(point, summary=summary, step=point.step)
 
     def flush(self) -> None:
-        """Flush the file. Raises: OSError."""
+        """Write all buffered events to the file. Raises: OSError."""
         self._file.flush()
 
     def close(self, *, is_ended: bool) -> None:
@@ -218,7 +222,7 @@ class TensorBoard:
 
 
 def _markdown(sample: EvaluationSample) -> str:
-    """Return a sample as Markdown; its texts are indented, so that they are shown unchanged."""
+    """Return an evaluation's sample as Markdown, with indented texts that are shown unchanged."""
     parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
     shown = [
         f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())

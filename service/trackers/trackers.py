@@ -1,4 +1,4 @@
-"""The trackers of a run: each has a thread that follows the records that the recorder stores.
+"""Run the trackers of a run: a thread for each tracker writes the records that the recorder stores.
 
 The thread reads the records that it has not written yet from the run's database, so that no queue
 in memory is needed, and stores its progress in a file. Invariants: each stored record is written at
@@ -44,15 +44,15 @@ MAX_CHARS = 2000
 
 
 class Completions:
-    """A reader of the first `most` completions of each step of a run."""
+    """A reader of completions from a run's journal: the first `most` trajectories of a step."""
 
     def __init__(self, directory: Path, *, most: int) -> None:
         self._run_dir, self._most = RunDir(path=directory), most
 
     def of_step(self, step: int, *, term: int) -> list[Completion]:
-        """Return a step's completions in the order of its groups.
+        """Return the first completions of a step, in the order of the step's groups.
 
-        The list is empty if the journal no longer has the step.
+        Return an empty list if the journal no longer has the step.
         Raises: ConfigError if the step's file cannot be read.
         """
         path = self._run_dir.journal / file_name(step, term=term)
@@ -108,20 +108,24 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A tracker and the place to which it writes."""
+    """A tracker that the configuration turns on, and where it writes."""
 
     name: str
-    """Name of the setting that turns the tracker on."""
+    """Name of the setting in section `trackers` that turns the tracker on."""
     address: str
-    """Address of the run in the tracker, which stays the same after --resume."""
+    """Text that identifies where the tracker writes this run; it stays the same after --resume.
+    If it changes, all records are written again."""
     make: Callable[[], Tracker]
     """Function that creates the tracker; the follower's thread calls it until it succeeds."""
     completions: Completions | None = None
-    """Reader of the completions of a step for its point; None if points have no completions."""
+    """Reader of a step's completions; None if the tracker gets no completions."""
 
 
 class Follower(threading.Thread):
-    """The thread of a tracker: call `start` once, `wake` after each stored record, `end` last."""
+    """The thread that writes a run's records to one tracker.
+
+    Call `start` once, `wake` after each stored record, and `end` last.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,11 @@ class Follower(threading.Thread):
         places_file: Path,
         tell: Callable[[str], None],
     ) -> None:
-        """Create a follower. tell: function that shows a notice to the user."""
+        """Create the thread, but do not start it.
+
+        Args: places_file: file with the progress, which is the last written record of each kind.
+        tell: shows a notice to the user.
+        """
         super().__init__(name=f"tracker {target.name}", daemon=True)
         self._setting = f"trackers.{target.name}"
         self._target, self._store, self._tell = target, store, tell
@@ -140,16 +148,17 @@ class Follower(threading.Thread):
         self._woken, self._ending = threading.Event(), threading.Event()
         self._writes_rest = True
         self._num_failures = 0
-        """Number of consecutive failures."""
+        """Number of consecutive failed attempts to write."""
         self._has_noticed = False
 
     def wake(self) -> None:
         self._woken.set()
 
     def end(self, *, writes_rest: bool = True) -> None:
-        """Make the thread write the stored records, close the tracker and end, even after errors.
+        """Make the thread write the remaining records, close the tracker and end.
 
-        writes_rest: whether to write the records that are not written yet.
+        The thread tries once; after an error it ends too.
+        Args: writes_rest: whether to write the remaining records; if not, only close the tracker.
         """
         self._writes_rest = writes_rest
         self._ending.set()
@@ -183,10 +192,10 @@ class Follower(threading.Thread):
         self._num_failures = 0
 
     def _follow(self, *, is_last: bool) -> None:
-        """Write the records after the stored progress.
+        """Write the records that are not written yet, and store the progress.
 
-        is_last: whether the thread ends afterwards. In that case no tracker is made if there are no
-        new records.
+        Args: is_last: whether the thread ends afterwards. In that case no tracker is created if
+        there are no new records.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
@@ -231,9 +240,10 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """Return the progress of the target; if the target has changed, return the beginning.
+        """Return the place of the last written record of each kind.
 
-        Raises: OSError; ValueError if the file of the progress was altered.
+        Return an empty dictionary if nothing was written to the target's address yet.
+        Raises: OSError; ValueError if the progress file was altered.
         """
         if not self._places_file.exists():
             return {}
@@ -250,7 +260,7 @@ class Follower(threading.Thread):
             ) from error
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
-        """Write the progress of the target. Raises: OSError."""
+        """Store the places of the last written records in the progress file. Raises: OSError."""
         self._places_file.parent.mkdir(exist_ok=True)
         new = self._places_file.with_suffix(".new")
         new.write_text(json.dumps({"target": self._target.address, "places": places}))
@@ -258,9 +268,10 @@ class Follower(threading.Thread):
 
 
 def _call(method: Callable[..., object], *arguments: object, **named: object) -> None:
-    """Call a method of a tracker.
+    """Call a method of a tracker, which may be a user's own class.
 
-    Raises: TypeError if the method's body has not run; any error of the method.
+    Raises: TypeError if the method is async or a generator, so that its body has not run; any error
+    of the method.
     """
     found = method(*arguments, **named)
     if inspect.iscoroutine(found):
@@ -278,17 +289,20 @@ CLOSE_LIMIT_S = 30.0
 
 
 class Trackers:
-    """The trackers of a run. Only `close` and `catch_up` wait for a tracker."""
+    """The trackers of a run, each with its thread. Only `close` and `catch_up` wait for them."""
 
     def __init__(self, targets: Sequence[Target], *, store: Readable, directory: Path) -> None:
-        """Create the trackers. directory: directory for the files with each tracker's progress."""
+        """Store the targets, but start no thread.
+
+        Args: directory: directory of the files with each tracker's progress.
+        """
         self._targets, self._store, self._directory = targets, store, directory
         self._followers: list[Follower] = []
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Start to write the records that are not written yet.
+        """Start the threads, which write the records that are not written yet.
 
-        tell: shows a notice to the user; called in any thread.
+        Args: tell: shows a notice to the user; it may be called in any thread.
         """
         if not self._followers:
             self._followers = self._make(tell)
@@ -297,7 +311,7 @@ class Trackers:
         self.wake()
 
     def catch_up(self, tell: Callable[[str], None], *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write the missing records of an ended run once.
+        """Write the records of an ended run that are not written yet, and end the threads.
 
         This blocks for at most `limit_s` seconds.
         """
@@ -319,17 +333,16 @@ class Trackers:
         ]
 
     def wake(self) -> None:
-        """Wake the followers after a record has been stored."""
+        """Make the threads look for new records; call this after a record has been stored."""
         for follower in self._followers:
             follower.wake()
 
     def close(self, *, writes_rest: bool = True, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write the remaining records and close the trackers.
+        """Write the remaining records, close the trackers and end the threads.
 
         This blocks for at most `limit_s` seconds.
-
-        writes_rest: whether to write the remaining records; False if another process has taken over
-        the run.
+        Args: writes_rest: whether to write the remaining records; False if another process has
+        taken over the run.
         """
         for follower in self._followers:
             follower.end(writes_rest=writes_rest)
@@ -393,9 +406,9 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
 def _own_tracker(
     settings: OwnTrackerSettings, *, run_id: str, name: str, config: dict[str, Any], directory: Path
 ) -> Tracker:
-    """Create and return the user's own tracker.
+    """Create the tracker of the user's class or function that `trackers.own.use` names.
 
-    Raises: BadName; anything that its constructor raises.
+    Raises: BadName if there is no such name; anything that the class or function raises.
     """
     made: Tracker = find(settings.use, what="trackers.own.use")(
         run_id=run_id, name=name, config=config, directory=directory, **settings.options

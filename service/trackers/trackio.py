@@ -22,16 +22,17 @@ DIRECTORY_VARIABLE = "TRACKIO_DIR"
 
 
 class Trackio:
-    """A tracker that writes a row for each point.
+    """The tracker for Trackio, which writes a row for each point.
 
-    The rows have the run's id, so that --resume continues the same run.
+    The rows have the run's id, so that --resume continues the same run in Trackio.
     """
 
     def __init__(
         self, settings: TrackioSettings, *, run_id: str, name: str, config: Mapping[str, Any]
     ) -> None:
-        """Open the project. config: the configuration, which Trackio shows next to the curves.
+        """Prepare to write to the project that the settings name.
 
+        Args: config: the run's configuration, which Trackio shows next to the curves.
         Raises: ImportError without the package; OSError; ValueError if Trackio rejects the name of
         the project, or was imported in this process with another directory.
         """
@@ -94,10 +95,10 @@ class Trackio:
         """Do nothing, because `write` commits each point."""
 
     def close(self, *, is_ended: bool) -> None:
-        """Do nothing, because `write` opens the database and closes it again."""
+        """Do nothing: no connection is open, because `write` opens and closes the database."""
 
     def _id_of(self, point: Point) -> str:
-        """Return an id that depends only on run and point, so that a repeat has the same id."""
+        """Return an id of a point's row, so that a point that is written twice remains one row."""
         content = [self._run_id, point.kind, point.term, point.step, point.wall_time]
         written = json.dumps([*content, sorted(point.curves.items())])
         return blake2b(written.encode(), digest_size=16).hexdigest()

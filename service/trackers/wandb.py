@@ -1,4 +1,4 @@
-"""Write a run to Weights & Biases, or to its offline files, with the package `wandb`.
+"""Write a run to Weights & Biases, or to the offline files of W&B, with the package `wandb`.
 
 The package's own step can only increase, but a run may return to a checkpoint. The curves are
 therefore drawn over a metric `step`, and `term` distinguishes steps that were trained again.
@@ -14,22 +14,22 @@ from typing import Any
 from service.config.trackers import WandbSettings
 from service.trackers.tracker import COMPLETION_COLUMNS, Point, completion_row
 
-# Its process buffers data before it writes its file; a kill -9 of our process ends it too.
+# The wandb process buffers data before it writes its file; a kill -9 of our process ends it too.
 FLUSH_EVERY_S = 1.0
 FLUSHED_AFTER_S = 2.0
 _COLUMNS = ("step", "task", "prompt", "answer", "outcome", "return")
 
 
 class Wandb:
-    """A tracker that owns a wandb process, which ends with this process."""
+    """The tracker for W&B. It owns a wandb process, which ends with this process."""
 
     def __init__(
         self, settings: WandbSettings, *, run_id: str, name: str, config: Any, directory: Path
     ) -> None:
-        """Open the run.
+        """Begin or continue the W&B run with the id `run_id`.
 
-        config: the configuration that is shown next to the curves. Raises: ImportError;
-        wandb.Error; OSError.
+        Args: config: the run's configuration, which W&B shows next to the curves. directory: for
+        wandb's files. Raises: ImportError; wandb.Error; OSError.
         """
         import wandb
 
@@ -94,7 +94,7 @@ class Wandb:
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
-        # Not if another process continues the run, because wandb would show it as ended. The wandb
+        # If another process continues the run, wandb must not show the run as ended. The wandb
         # process ends with this one.
         if is_ended:
             self._run.finish()
