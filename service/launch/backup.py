@@ -1,10 +1,10 @@
 """Back a run up into a directory, and restore it from there.
 
 A backup is itself a run directory with an SQLite database, even if the run's own database is in
-PostgreSQL. It contains the newest state that the database had when the backup began, and the
-checkpoints of that state. The run may train meanwhile. Invariant: a backup and a restored run get
-their final name last, so that an interrupted command leaves only a directory whose name ends in
-`.part`.
+PostgreSQL. The backup contains the state that the database had when the backup began, and the
+checkpoints of that state; the run may train meanwhile. Invariant: the directory of a backup or of a
+restored run gets its final name last, so that an interrupted command leaves only a directory whose
+name ends in `.part`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NAMES = {
 
 
 def back_up(run_dir: RunDir, directory: Path) -> str:
-    """Write a backup of a run, which may still train, and return a sentence about it.
+    """Write a backup of a run, which may still train, into a new directory.
 
-    Raises: ConfigError.
+    Returns: a sentence for the user on what was copied. Raises: ConfigError.
     """
     with _refused("backup"), _new_directory(directory, command="backup") as part:
         if not run_dir.config_file.is_file() or not run_dir.has_run():
@@ -56,9 +56,10 @@ def back_up(run_dir: RunDir, directory: Path) -> str:
 
 
 def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
-    """Make a run directory from a backup, and return a sentence about it.
+    """Make a new run directory from a backup.
 
-    Raises: ConfigError. options: location of the run's database, as at a start.
+    Args: options: where to put the run's database, as for a new run.
+    Returns: a sentence for the user on what was restored. Raises: ConfigError.
     """
     with _refused("restore"), _new_directory(run_dir.path, command="restore") as part:
         if not backup.config_file.is_file() or not backup.database_file.is_file():
@@ -87,9 +88,9 @@ def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
 
 
 def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> list[str]:
-    """Copy checkpoints, newest first, compare them with their digests, and return their names.
+    """Copy the readable checkpoints, newest first, and return the names of the copies.
 
-    Checkpoints that are missing, incomplete or changed are not copied.
+    A checkpoint that is missing or incomplete, or that differs from its digests, is left out.
     """
     copied = []
     target.mkdir()
@@ -109,9 +110,10 @@ def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> 
 
 
 def state_files(run_dir: RunDir) -> dict[str, Path]:
-    """Return the files that a run needs, by their paths in its directory.
+    """Return the small files that a run needs, such as the configuration and the tiny model.
 
-    The files of the database, of the checkpoints and of the journal are not among them.
+    The keys are the paths in the run's directory. The files of the database, of the checkpoints and
+    of the journal are left out.
     """
     files = [run_dir.config_file, run_dir.sources_file, run_dir.secret_file]
     for directory in (run_dir.tiny_model, run_dir.functions):
@@ -120,7 +122,7 @@ def state_files(run_dir: RunDir) -> dict[str, Path]:
 
 
 def _copy_files(source: RunDir, target: RunDir) -> None:
-    """Copy the files of `state_files`, and the journal."""
+    """Copy the files of `state_files` and the journal to another run directory."""
     for name, file in state_files(source).items():
         copy = target.path / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,11 @@ def _copy_files(source: RunDir, target: RunDir) -> None:
 
 @contextmanager
 def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
-    """Yield a temporary directory, which is renamed to `directory`, or removed after an error."""
+    """Create `directory` at once with the content that the `with` block writes.
+
+    Yields: a temporary directory for the content. After the block it is renamed to `directory`, or
+    removed if the block has raised. Args: command: name of the command, for messages.
+    """
     if directory.exists():
         raise ConfigError(
             f"{command}: {directory} exists, expected a new directory; choose another"

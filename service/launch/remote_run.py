@@ -1,11 +1,11 @@
-"""Copy a run's checkpoints to its `run.checkpoint_url`, and restore a run from there.
+"""Upload a run's checkpoints to `run.checkpoint_url`, and restore a run from there.
 
-Each copy is a complete directory (`service.remote_files`) with the content of a backup: one
-checkpoint, the database at the time of the upload, and the run's small files. Invariants: this run
-never replaces or removes a copy that another run has made, or that another process has made after
-it continued this run elsewhere. A copy is removed only after the newest checkpoint is complete at
-the address. The command line calls this module, and so does `service.run.checkpoint_uploads` in its
-thread.
+The address has one directory for each uploaded checkpoint, called a copy (`service.remote_files`).
+A copy has all that a run needs to continue: the checkpoint, the database at the time of the upload,
+and the run's small files. Invariants: a run never replaces or removes a copy of another run, or of
+another process that has continued the run elsewhere. A copy is removed only after the newest
+checkpoint is complete at the address. The command line calls this module, and so does
+`service.run.checkpoint_uploads` in its thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PREFIX = "step-"
 
 
 class NotThisRun(RemoteError):
-    """The address has copies that another run has made."""
+    """Raised if the address has checkpoints that another run has uploaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A finished upload."""
+    """The result of the upload of one checkpoint."""
 
     commit: Checkpoint
     num_bytes: int
@@ -55,11 +55,11 @@ def upload_next(
     keep_best: int,
     begin: Callable[[str], None] = lambda directory: None,
 ) -> Upload | None:
-    """Copy the newest kept checkpoint that the address lacks, and remove the copies not kept.
+    """Upload the newest checkpoint that the address lacks, and remove copies that are not kept.
 
-    Args: keep, keep_best: as for `kept_commits`. begin: called with the checkpoint's name before
-        its files are read.
-    Returns: the upload; None if the address lacks no kept checkpoint.
+    Args: keep, keep_best: which checkpoints to keep, as for `resume.kept_commits`. begin: called
+        with the checkpoint's name before its files are read.
+    Returns: the upload; None if the address has all checkpoints that are kept.
     Raises: RemoteError; NotThisRun; StoreError; CheckpointError; OSError for a local file.
     """
     remote = RemoteDirectory(url)
@@ -82,9 +82,9 @@ def upload_next(
 
 
 def check_address(config: Config, run_dir: RunDir | None = None) -> None:
-    """Check that a run may copy its checkpoints to `run.checkpoint_url`, if it has one.
+    """Check that a run may upload its checkpoints to `run.checkpoint_url`, if that is set.
 
-    run_dir: directory of the run that resumes; None for a new run. Raises: ConfigError.
+    Args: run_dir: directory of the run that resumes; None for a new run. Raises: ConfigError.
     """
     if (url := config.run.checkpoint_url) is None:
         return
@@ -114,9 +114,9 @@ def check_address(config: Config, run_dir: RunDir | None = None) -> None:
 
 
 def fetch_missing(config: Config, run_dir: RunDir, *, tell: Callable[[str], None]) -> None:
-    """Make a missing or empty run directory from the copies at `run.checkpoint_url`.
+    """Restore the run from `run.checkpoint_url` if its directory is missing or empty.
 
-    Do nothing if the setting is not given. tell: called with a sentence about what was done.
+    Do nothing if the setting is not given. Args: tell: called with a sentence on what is done.
     Raises: ConfigError.
     """
     url = config.run.checkpoint_url
@@ -129,12 +129,12 @@ def fetch_missing(config: Config, run_dir: RunDir, *, tell: Callable[[str], None
 def fetch_run(
     url: str, run_dir: RunDir, options: StoreOptions, *, tell: Callable[[str], None]
 ) -> str:
-    """Make a run directory from the newest complete copy, and return a sentence about it.
+    """Restore a run from the newest usable copy of a checkpoint at an address.
 
-    Args: url: a run's address, or that of one copy. run_dir: must not exist, or be empty. options:
-        location of the run's database, as at a start. tell: called with a sentence for each copy
-        that cannot be used.
-    Raises: ConfigError.
+    Args: url: the `run.checkpoint_url` of the run, or the address of one copy in it. run_dir: the
+        directory to create; it may exist if it is empty. options: where to put the run's database,
+        as for a new run. tell: called with a sentence for each copy that cannot be used.
+    Returns: a sentence for the user on what was restored. Raises: ConfigError.
     """
     try:
         remote = RemoteDirectory(url)
@@ -155,7 +155,10 @@ def fetch_run(
 def _local_copy(
     remote: RemoteDirectory, run_dir: RunDir, *, tell: Callable[[str], None]
 ) -> Iterator[RunDir]:
-    """Yield a temporary directory with the newest copy that is not damaged."""
+    """Download the newest copy that is not damaged for the `with` block.
+
+    Yields: a temporary directory with the copy, next to the run's directory.
+    """
     copies = [remote] if remote.read() is not None else _newest_first(remote)
     if not copies:
         raise RemoteError(
@@ -182,12 +185,15 @@ def _local_copy(
 
 
 def _candidates(remote: RemoteDirectory) -> Iterator[str]:
-    """Return the names of the directories that may be copies, complete or not."""
+    """Return the names of the directories at the address that may be complete or partial copies."""
     return (name for name in remote.children() if name.startswith(_PREFIX))
 
 
 def _copies(remote: RemoteDirectory) -> dict[str, Marker]:
-    """Return the markers of the complete copies by the name of their directory."""
+    """Return the marker of each complete copy at the address, by the name of its directory.
+
+    A marker lists the files of a copy, and says which run made the copy.
+    """
     markers = {name: remote.child(name).read() for name in _candidates(remote)}
     return {name: marker for name, marker in markers.items() if marker is not None}
 
@@ -201,7 +207,11 @@ def _newest_first(remote: RemoteDirectory) -> list[RemoteDirectory]:
 def _check_own(
     remote: RemoteDirectory, copies: Mapping[str, Marker], leases: Mapping[int, str]
 ) -> None:
-    """Check that all copies are of this run. Raises: NotThisRun."""
+    """Check that this run has made all copies at the address.
+
+    Args: leases: digest of the lease of each of the run's terms, by term.
+    Raises: NotThisRun if another run has made a copy.
+    """
     for name, marker in copies.items():
         if not _is_own(marker, leases):
             note = marker.note
@@ -215,7 +225,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory that is not an interrupted upload of this run, if any."""
+    """Return the name of a directory at the address that is no interrupted upload of this run.
+
+    Return None if all directories are interrupted uploads of this run.
+    """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()
         if unfinished is None or not _is_own(unfinished, leases):
@@ -229,10 +242,7 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether a checkpoint needs no upload.
-
-    This is so if the address has the checkpoint, or if this machine lacks it.
-    """
+    """Return whether the address has a checkpoint already, or this machine lacks it."""
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

@@ -1,7 +1,8 @@
-"""The start and the retention of a stored run: its lease, the checkpoint to read, those to keep.
+"""Checks and choices for a stored run: may it resume, from which checkpoint, and which to keep.
 
 The command checks before anything starts whether the run can resume, and the supervisor checks it
-again at the start of each term. A term also removes checkpoints that need not be kept.
+again at the start of each term. A term also removes the checkpoints that need not be kept. In this
+module a commit is a checkpoint that the run's database records.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _STEP_AND_TERM = re.compile(r"step-(\d+)-t(\d+)")
 
 
 def check_lease_free(run_dir: RunDir) -> None:
-    """Wait up to LEASE_LIMIT_S for the lease's owner to end. Raises: ConfigError if the owner is
-    still alive.
+    """Check that no process owns the run; wait up to LEASE_LIMIT_S for an owner to end.
+
+    Raises: ConfigError if the owner of the run's lease is still alive.
     """
     with run_dir.looked_into(may_be_older=True) as store:
         poll(lambda: store.live_owner() is None or None, limit_s=LEASE_LIMIT_S)
@@ -50,9 +52,10 @@ def check_lease_free(run_dir: RunDir) -> None:
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
-    """Check the commits, newest first, until one can be read; return the faults of those before it.
+    """Check the committed checkpoints, newest first, until one can be read.
 
-    The result has a sentence for each commit that cannot be used, by the name of its directory.
+    Returns: the error message of each checkpoint that cannot be read, by the name of its directory;
+    older checkpoints than the first readable one are not checked.
     """
     faults: dict[str, str] = {}
     for commit in commits:
@@ -66,10 +69,9 @@ def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, s
 
 
 def newest_complete(checkpoints: Path) -> Path | None:
-    """Return the newest directory that is a complete checkpoint; None if there is none.
+    """Return the directory of the newest complete checkpoint; None if no checkpoint is complete.
 
-    This does not read the database, so the checkpoint may belong to a term that a later term has
-    superseded.
+    The function does not read the database, so a recovery may have undone the checkpoint's step.
     """
     numbered: list[tuple[int, int, Path]] = []
     for directory in checkpoints.glob("step-*-t*"):
@@ -85,8 +87,9 @@ def newest_complete(checkpoints: Path) -> Path | None:
 
 
 def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the newest commit whose manifest can be read; None if the run has no commits.
+    """Return the newest committed checkpoint that can be read; None if the run has no commits.
 
+    Args: commits: the run's committed checkpoints, newest first.
     Raises: StoreError if there are commits, but none can be read.
     """
     faults = find_faults(checkpoints, commits)
@@ -102,9 +105,9 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
 
 
 def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
-    """Return the checkpoint that `name` means: its directory's name, or the number of its step.
+    """Return the committed checkpoint that the user names by its directory or its step's number.
 
-    Raises: ConfigError if the run has no such checkpoint or it cannot be read.
+    Raises: ConfigError if the run has no such checkpoint, or if the checkpoint cannot be read.
     """
     try:
         with run_dir.looked_into() as store:
@@ -124,12 +127,10 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 
 
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
-    """Check that no other process has taken the run over.
+    """Check, after Ray has reported the supervisor as dead, that no other process owns the run.
 
-    The supervisor that Ray reports as dead may still be alive, so its own lease is not an error.
-
-    Args: lost: HOST:PID of the supervisor that Ray reports as dead; empty if it never reported its
-    name.
+    The supervisor reported as dead may still be alive, so the check accepts its lease.
+    Args: lost: HOST:PID of the supervisor reported as dead; empty if it never reported its name.
     Raises: LeaseLost if another living process owns the newest lease; StoreError.
     """
     with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
@@ -147,15 +148,16 @@ def kept_commits(
     keep_best: int = 0,
     collapsed_since: int | None = None,
 ) -> list[Checkpoint]:
-    """Return the commits of the lineage to keep, newest first.
+    """Return the committed checkpoints to keep, newest first; the caller may remove the others.
 
-    These are the newest and the best ones, and those of `milestones`.
-
-    Args: keep: number of newest commits to keep. keep_best: number of commits with the highest mean
-        return (`mean_returns`) to keep; of two with equal returns, the newer is kept.
-        collapsed_since: the first step of a suspected collapse of the reward.
-    Returns: an empty list unless this term has committed and a kept directory exists.
-    Raises: LeaseLost.
+    They are the newest and the best checkpoints, and the `milestones`.
+    Args: term: the caller's term, which must own the run. keep: number of newest checkpoints to
+        keep. keep_best: number of checkpoints with the highest mean return (`mean_returns`) to
+        keep; of two with equal returns, the newer is kept. collapsed_since: the first step of a
+        suspected collapse of the reward; None without one.
+    Returns: an empty list, with which nothing may be removed, if this term has not committed a
+        checkpoint or none of the checkpoints to keep exists.
+    Raises: LeaseLost if another term owns the run.
     """
     store.check_lease(term)
     kept = chosen_commits(store, keep=keep, keep_best=keep_best, collapsed_since=collapsed_since)
@@ -167,7 +169,7 @@ def kept_commits(
 def chosen_commits(
     store: ReadOnlyStore, *, keep: int, keep_best: int, collapsed_since: int | None = None
 ) -> list[Checkpoint]:
-    """Return the commits that `kept_commits` chooses, without a check of the lease."""
+    """Return the committed checkpoints to keep, as `kept_commits` does, without its checks."""
     commits = store.checkpoints()
     if not commits:
         return []
@@ -186,14 +188,13 @@ def chosen_commits(
 def prune_directories(
     checkpoints: Path, kept: Sequence[Checkpoint], *, uploading: str = ""
 ) -> None:
-    """Remove every checkpoint that is not in `kept`, and all but the newest skipped inputs.
+    """Remove the checkpoints that are not in `kept`, and old stored inputs of skipped updates.
 
-    uploading: name of one more directory to keep; empty for none.
-
-    A directory without a commit was left by an interrupted write or removal, and is removed too.
-    Two kinds of directories are kept: those of the newest term after its newest commit, because
-    they may still be committed, and those of a later term, which may have begun after `kept` was
-    read.
+    An interrupted write or removal leaves a directory without a commit, which is removed too.
+    Newer directories than the newest in `kept` stay: they may still be committed, or a later term
+    may have written them.
+    Args: kept: the commits to keep, newest first. uploading: name of one more directory to keep,
+        whose upload has not ended; empty for none.
     """
     names, newest = {uploading, *(commit.directory for commit in kept)}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):
@@ -215,7 +216,11 @@ def _modified_at(path: Path) -> float:
 
 
 def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpoint) -> str:
-    """Return a warning that the run resumes from an older checkpoint than the newest."""
+    """Return a warning for the user that the run resumes from an older checkpoint than the newest.
+
+    Args: faults: the result of `find_faults`. newest: the newest checkpoint, which cannot be used.
+    used: the checkpoint from which the run resumes.
+    """
     again = f"steps {used.step + 1} to {newest.step} are trained again"
     if newest.step == used.step + 1:
         again = f"step {newest.step} is trained again"
@@ -228,8 +233,10 @@ def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpo
 
 
 def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
-    """Return the run's last step if all its steps are done and reported, otherwise None.
+    """Return the last step of a run that has nothing left to do; None if something is left.
 
+    Nothing is left if all steps are in a checkpoint and summary.json is written.
+    Args: steps: number of planned steps.
     Raises: StoreError if there are checkpoints but none can be used.
     """
     with run_dir.looked_into(may_be_older=True) as store:
@@ -241,9 +248,9 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
 
 
 def move_finished(run_dir: RunDir) -> None:
-    """Convert the stored run to the current format, without beginning a term.
+    """Convert the database of a finished run to the current format, if it has an older format.
 
-    Raises: ConfigError if another process holds a run in an older format; StoreError.
+    Raises: ConfigError if another process owns the run; StoreError.
     """
     with run_dir.looked_into(may_be_older=True) as looked:
         if not looked.is_older():

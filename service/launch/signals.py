@@ -1,9 +1,10 @@
-"""Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal, for the first and the second signal.
+"""Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal in the command `rayloom train`.
 
-Before `hold`, the first signal raises KeyboardInterrupt, because no part needs an orderly end yet.
-After `hold`, the first signal only sets a flag, and the second one raises. After `ignore`, during
-the end, no signal raises. SIGHUP of a closed terminal is handled unless it was ignored at the
-start, as under nohup. Ctrl-Z stops the display but not the run. `rayloom train` uses this module.
+Until `StopSignals.hold` is called, a signal raises KeyboardInterrupt, because no part of the run
+needs an orderly end yet. After `hold`, the first signal only sets a flag, which makes the run end
+in order, and the second signal raises. After `StopSignals.ignore`, while the run ends, no signal
+raises. SIGHUP of a closed terminal is handled like Ctrl-C, unless it was ignored when the command
+started, as under nohup. Ctrl-Z stops the command's display but not the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NOTED_BYTES = 4096
 
 
 class StopSignals:
-    """The handlers of stop signals, which Python runs only in the main thread."""
+    """The handlers of SIGINT, SIGTERM and SIGHUP; Python runs handlers only in the main thread."""
 
     def __init__(self) -> None:
         is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -37,20 +38,20 @@ class StopSignals:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal has arrived."""
+        """Whether a signal to stop has arrived."""
         return self._num_seen > 0
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has arrived, even if Python dropped its exception.
+        """Raise KeyboardInterrupt if a signal has arrived.
 
-        Python drops the exceptions of a handler that runs within a finaliser or a callback from C,
-        which is frequent during imports of large packages.
+        The exception that the handler raises is not enough: Python drops it if the handler runs
+        within a finaliser or a callback from C, which is frequent during imports of large packages.
         """
         if self.is_asked:
             raise KeyboardInterrupt
 
     def hold(self) -> None:
-        """Let the first signal only set a flag from now on.
+        """Change the handlers, so that the first signal only sets `is_asked` and does not raise.
 
         Raises: KeyboardInterrupt if a signal has arrived already.
         """
@@ -58,12 +59,13 @@ class StopSignals:
         self.check()
 
     def ignore(self) -> None:
-        """Ignore all signals from now on, while the run's parts are ended."""
+        """Ignore all signals from now on; call this when the end of the run's parts begins."""
         self._mode = "ignore"
 
     def install(self) -> None:
-        """Install the handlers; call it again after a library has replaced them, as Ray does for
-        SIGTERM.
+        """Install the signal handlers.
+
+        Call this again after a library has replaced a handler, as Ray does for SIGTERM.
         """
         for number in self._taken:
             signal.signal(number, self._handle)
@@ -78,10 +80,10 @@ class StopSignals:
 
 @contextmanager
 def signals_noted() -> Iterator[set[int]]:
-    """Yield a set that receives the numbers of the signals that arrive within the block.
+    """Record the signals that arrive within the `with` block, without changing their handlers.
 
-    The handlers of the signals are not changed. The set is filled at the end of the block; in a
-    thread other than the main one it stays empty.
+    Yields: a set, to which the signals' numbers are added at the end of the block. In a thread
+    other than the main thread it stays empty.
     """
     noted: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
@@ -102,12 +104,12 @@ def signals_noted() -> Iterator[set[int]]:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Keep SIGHUP and SIGTSTP from all processes that are started within the block.
+    """Block SIGHUP and SIGTSTP in all processes that are started within the `with` block.
 
     A closed terminal sends SIGHUP, and Ctrl-Z sends SIGTSTP, to all processes of the terminal at
-    once. The children must not receive them: the run needs them to end in order, and it loses its
-    actors if Ray's control store is suspended for a minute. Signals to this process are delivered
-    at the end of the block.
+    once. The child processes must not receive the signals: the run needs these processes in order
+    to end properly, and it loses its actors if Ray's control store is suspended for a minute. If
+    this process gets such a signal meanwhile, it is delivered at the end of the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTSTP})
     try:
@@ -118,9 +120,10 @@ def kept_from_children() -> Iterator[None]:
 
 @contextmanager
 def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-Z stop only this process, after a call of `tell`, which reports what still runs.
+    """Make Ctrl-Z stop only this process during the `with` block.
 
     If SIGTSTP is ignored already, as in a shell without job control, it stays ignored.
+    Args: tell: called before the process stops; it reports what continues to run.
     """
 
     def stop(_number: int, _frame: Any) -> None:
@@ -152,8 +155,9 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def _dropped_interrupts_unshown() -> Iterator[None]:
-    """Hide the tracebacks of interrupts that Python dropped, because `StopSignals` has recorded
-    the signal.
+    """Hide the tracebacks that Python prints when it drops a KeyboardInterrupt.
+
+    The signal is not lost, because `StopSignals` has recorded it.
     """
     before = sys.unraisablehook
 

@@ -1,8 +1,8 @@
-"""Record the tasks and the user's own modules that a run was started with.
+"""Record the tasks and the user's own modules with which a run was started.
 
 A configuration has only names of tasks and modules. In another directory, or after a change, these
 names may refer to other files; therefore `sources.json` in the run's directory records the files.
-`service.launch.run_dir` calls this module before a start.
+`service.launch.run_dir` calls this module before a start or resume.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from service.config.tree import Config, TasksSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """The tasks and files to which a configuration's names refer when a command is started."""
+    """The tasks and files that a configuration's names mean when a run is started."""
 
     tasks: str
     """Digest of the tasks of a file or data set; empty if the tasks are generated from the seed."""
     modules: dict[str, str]
-    """File of each of the user's own modules, by the module's name."""
+    """Path of each of the user's own modules, by the module's name."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """Files that the commands of MCP servers name, by the paths in these commands."""
+    """Absolute path of each file that a command of an MCP server names, by the path in the command.
+    """
 
 
 def sources_of(config: Config) -> Sources:
-    """Return the tasks and files to which a configuration's names refer. Raises: ConfigError."""
+    """Return the tasks and files that a configuration's names mean now. Raises: ConfigError."""
     tasks = open_tasks(config)
     modules = {}
     for name in user_modules(config):
@@ -47,7 +48,10 @@ def sources_of(config: Config) -> Sources:
 
 
 def user_modules(config: Config) -> list[str]:
-    """Return the modules of environments, their options, a shadow verifier and a tracker."""
+    """Return the names of the user's own modules that a configuration uses.
+
+    They have environments, functions in the environments' options, a shadow verifier or a tracker.
+    """
     shadow, tracker = config.audit.shadow, config.trackers.own
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
     if tracker is not None:
@@ -57,9 +61,9 @@ def user_modules(config: Config) -> list[str]:
 
 
 def user_scripts(config: Config) -> list[Path]:
-    """Return the files that the commands of MCP servers name, by the paths in these commands.
+    """Return the files that the commands of the configuration's MCP servers name.
 
-    Raises: ConfigError.
+    The paths are as written in the commands. Raises: ConfigError.
     """
     found = [
         path
@@ -72,7 +76,7 @@ def user_scripts(config: Config) -> list[Path]:
 
 
 def data_files(config: Config) -> list[Path]:
-    """Return the relative paths of data that the options of environments name.
+    """Return the data files that the options of built-in environments name by relative paths.
 
     Raises: ConfigError.
     """
@@ -93,7 +97,7 @@ def _modules(tasks: TasksSettings) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Write the sources, without files outside of the working directory, because these may move.
+    """Write the sources to `sources.json`, without modules and scripts that may move (`_is_own`).
 
     Raises: OSError.
     """
@@ -106,20 +110,21 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file is the user's own.
+    """Return whether a file is the user's own: in the working directory and not installed.
 
-    Files of installed packages are not the user's own. Files in a working directory that Ray has
-    unpacked do not count either, because that directory has another path on each cluster.
+    Files in a working directory that Ray has unpacked do not count, because that directory has
+    another path on each cluster.
     """
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves
 
 
 def check_sources(file: Path, sources: Sources) -> None:
-    """Check that a run resumes with the tasks and files that it began with.
+    """Check that a run resumes with the tasks and files with which it began.
 
-    A run of an older version, which has no such file, is not checked. Changes within a module are
-    allowed. Raises: ConfigError.
+    Args: file: the run's `sources.json`; if it is missing, as in a run of an older version, nothing
+    is checked. sources: the tasks and files now. Changes within a module are allowed.
+    Raises: ConfigError.
     """
     try:
         before = Sources(**json.loads(file.read_text()))
