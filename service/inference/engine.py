@@ -70,7 +70,10 @@ class BroadcastFailed(Exception):
 
 
 class PolicyEngine:
-    """The owner of one `AsyncLLM`; all methods must be called in one event loop."""
+    """One vLLM engine (`AsyncLLM`) that samples turns and loads published weights.
+
+    All methods must be called in one event loop.
+    """
 
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
         """Store the settings, and start nothing.
@@ -402,7 +405,8 @@ class PolicyEngine:
             # vLLM's client raises a plain Exception with the worker's text for any error in a
             # worker, and each such error leaves the engine partly loaded.
             self._broken = f"{what} failed: {type(error).__name__}: {error}"
-            # Wake the requests that wait for admission: they fail now, others once it has ended.
+            # Wake the requests that wait for admission, so that they fail now; the running requests
+            # fail when the engine has ended.
             self._admission.set()
             with suppress(EngineDeadError):
                 await asyncio.to_thread(self.shutdown)

@@ -160,7 +160,7 @@ class InferenceReplica:
     async def _meet_next_board(self) -> None:
         """Wait for the weight board of the run's next term, and join it.
 
-        Raises: PolicyUnavailable if no board appears in time; before, delete this application.
+        If no board appears in time, delete this replica's application and raise PolicyUnavailable.
         """
         logger.warning("inference: the weight board is gone; waiting for the next one")
 

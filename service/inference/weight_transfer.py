@@ -155,7 +155,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any) -> None:
-        """Record in `made_at` when the model was loaded: vLLM calls this directly afterwards."""
+        """Record the time in `made_at`; vLLM creates the object right after loading the model."""
         super().__init__(*arguments)
         self.made_at = time.time()
         self._adapter: dict[str, Tensor] | None = None
@@ -182,7 +182,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         return adapter or {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one weight group. Raises: ValueError if its bytes differ from the trainer's."""
+        """Load one weight group. Raises: ValueError if the group differs from the trainer's."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             # Wait for the copies, because their source is unmapped with its last view.
@@ -196,7 +196,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             repack_kept_weights(self.model)
 
     def shutdown(self) -> None:
-        """Do nothing: this class keeps nothing between two weight updates that must be released."""
+        """Do nothing, because this class holds no resources between two weight updates."""
 
 
 class ObjectStoreWeightTransferEngine(
@@ -257,7 +257,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack those weights again that vLLM's CPU kernels read packed and a reload left unpacked.
+    """Pack weights again after a reload, because some CPU kernels of vLLM read packed weights.
 
     An output head that shares its weight with the embedding gets the new weight by the reload, but
     its kernel would still use the old packed copy. The experts of a mixture are packed in place

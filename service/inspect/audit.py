@@ -370,7 +370,7 @@ def _findings(
     returns = [entry.baseline_return for entry in entries if entry.baseline_return is not None]
     if rule is None or not returns:
         return
-    # Written so that NaN is included.
+    # The condition is written so that NaN is also bad.
     bad = [value for value in returns if not abs(value) <= MAX_REWARD]
     if bad:
         text = f"a return of {bad[0]:g} is in the baseline, expected at most {MAX_REWARD:g} in size"
@@ -466,7 +466,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the same ledger events by group id, then by rollout id.
+    """Return the events in `newest` by group id, then by rollout id.
 
     Args: newest: the newest ledger event of each rollout, by rollout id.
     """
@@ -544,7 +544,8 @@ def steps_beyond(
 ) -> Iterator[Offence]:
     """Yield a violation for each step that has a file although the run cannot have begun the step.
 
-    Args: present: steps with a journal file. recorded: steps in the database.
+    Args: present: steps with a journal file. recorded: steps in the database. plan: the settings
+    with the run's last step; None if it is unknown.
     """
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED

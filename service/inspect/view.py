@@ -65,8 +65,8 @@ class Token:
 
     position: index of the token in the sample. text: the token's text on one line. turn: the turn
     that sampled the token; None if it was not sampled. logprob: the engine's log-probability in
-    nats; None if not recorded. version: the policy version that sampled the token; None like
-    logprob. advantage: the value that the trainer received; None if the token was not trained.
+    nats; None if not recorded. version: the policy version that sampled the token; None if logprob
+    is None. advantage: the value that the trainer received; None if the token was not trained.
     starts_branch: whether this is the first token at which the sample differs from the earlier
     sample that it should have extended.
     """

@@ -140,7 +140,7 @@ def _copy_files(source: RunDir, target: RunDir) -> None:
 
 @contextmanager
 def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
-    """Create `directory` at once with the content that the `with` block writes.
+    """Create `directory`, completely or not at all, with the content that the `with` block writes.
 
     Yields: a temporary directory for the content. After the block it is renamed to `directory`, or
     removed if the block has raised. Args: command: name of the command, for messages.

@@ -152,7 +152,7 @@ def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
-    """Return a sort key: parts that request a role's resource are largest, then those with GPUs."""
+    """Return a sort key by demand: a role's resource counts most, then GPUs, then CPUs."""
     _, _, resources = part
     return len(resources) > 2, resources["GPU"], resources["CPU"]
 

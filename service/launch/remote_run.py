@@ -225,7 +225,7 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory at the address that is no interrupted upload of this run.
+    """Return the name of a directory at the address that is not an interrupted upload of this run.
 
     Return None if all directories are interrupted uploads of this run.
     """

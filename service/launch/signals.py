@@ -141,7 +141,7 @@ def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Install the handlers of stop signals, and restore the previous ones at the end."""
+    """Handle stop signals during the `with` block, and restore the previous handlers at its end."""
     signals = StopSignals()
     before = {number: signal.getsignal(number) for number in NUMBERS}
     signals.install()

@@ -281,7 +281,10 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Return a text such as "256 rollouts, 6 max_turns", with the outcomes other than completed."""
+    """Return a text such as "256 rollouts, 6 max_turns".
+
+    The text has the number of all rollouts, then a number for each outcome other than completed.
+    """
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]

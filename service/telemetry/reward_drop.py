@@ -154,9 +154,10 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    It is the step from which the sum of `border` minus the mean return, up to the last step, is
-    largest. The search begins LEVEL_STEPS // 4 steps before the first step after the last level
-    above the border, because the last quarter of that level's steps may have fallen already.
+    For each candidate step, the shortfalls (`border` minus mean return) of this step and all later
+    steps are added up; the step with the largest sum is returned. The first candidate is
+    LEVEL_STEPS // 4 steps older than the first step since which the level has stayed below the
+    border, because the fall may have begun before the level fell that far.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0

@@ -120,7 +120,7 @@ class Mlflow:
 
 
 class MlflowRefused(Exception):
-    """The MLflow server refused a request."""
+    """Raised if the MLflow server refuses a request."""
 
     def __init__(self, text: str, *, code: str) -> None:
         super().__init__(text)

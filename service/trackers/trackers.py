@@ -184,7 +184,8 @@ class Follower(threading.Thread):
             if is_last and self._tracker is not None:
                 _call(self._tracker.close, is_ended=self._writes_rest)
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            # The outermost frame of the thread: code of others may raise anything.
+            # Catch everything in this thread, because a library or a user's tracker may raise any
+            # error.
             self._failed(error)
             return
         if self._num_failures:
@@ -240,7 +241,7 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """Return the place of the last written record of each kind.
+        """Return the position (`Place`) of the last written record of each kind.
 
         Return an empty dictionary if nothing was written to the target's address yet.
         Raises: OSError; ValueError if the progress file was altered.
@@ -260,7 +261,7 @@ class Follower(threading.Thread):
             ) from error
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
-        """Store the places of the last written records in the progress file. Raises: OSError."""
+        """Store the positions of the last written records in the progress file. Raises: OSError."""
         self._places_file.parent.mkdir(exist_ok=True)
         new = self._places_file.with_suffix(".new")
         new.write_text(json.dumps({"target": self._target.address, "places": places}))
