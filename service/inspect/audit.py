@@ -170,8 +170,8 @@ class _Auditor:
                 check=Check.PACKED,
                 step=step.step,
                 subject=f"step {step.step}",
-                text=f"{step.num_packed_trained} trained tokens in the rows, {num_trained} handed "
-                "out",
+                text=f"the rows train {step.num_packed_trained} tokens, expected the {num_trained} "
+                "that were handed out",
             )
         is_recorded = step.step in self._recorded
         yield from check_groups(step, self._groups if is_recorded else None)
@@ -224,15 +224,15 @@ def _check_sample(sample: Sample) -> Iterator[tuple[Check, str]]:
         if missing.size:
             yield (
                 Check.LOGPROBS,
-                f"turn {turn.index}: {missing.size} of {turn.num_sampled} sampled tokens, the "
-                f"first is number {missing[0]}",
+                f"turn {turn.index}: {missing.size} of {turn.num_sampled} sampled tokens have "
+                f"none, the first is number {missing[0]}",
             )
     unsampled = np.flatnonzero((mask == 1) & ~is_sampled)
     if unsampled.size:
         yield (
             Check.SAMPLED,
-            f"{unsampled.size} tokens to be trained that were not sampled, the first at "
-            f"{unsampled[0]}",
+            f"{unsampled.size} tokens are to be trained but were not sampled, the first at "
+            f"position {unsampled[0]}",
         )
 
 
@@ -244,11 +244,12 @@ def _check_handed_out(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
             yield Check.HANDED_OUT, text
         return
     if not entry.num_trained:
-        yield Check.HANDED_OUT, "trained, and without a trained token"
+        yield Check.HANDED_OUT, "recorded as trained, but without a trained token"
     expected = [sample.num_trained for sample in entry.trajectory.samples]
     found = [int(of_sample.shape[0]) for of_sample in entry.advantages]
     if found != expected:
-        yield Check.HANDED_OUT, f"advantages of {found} tokens by sample, expected {expected}"
+        text = f"its samples have advantages for {found} tokens, expected {expected}"
+        yield Check.HANDED_OUT, text
     num_bad = sum(int(np.count_nonzero(~np.isfinite(each))) for each in entry.advantages)
     if num_bad:
         yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
@@ -267,16 +268,17 @@ def _check_rewards(
             yield Check.MALFORMED, text
     brought = entry.baseline_return
     if entry.reason is None and brought is None:
-        yield Check.BASELINE, "trained, and not in its group's baseline"
+        yield Check.BASELINE, "trained, but not in its group's baseline"
     if brought is not None and not math.isfinite(brought):
-        yield Check.BASELINE, f"brought {brought:g} to the baseline, expected a finite number"
+        yield Check.BASELINE, f"counts as {brought:g} in the baseline, expected a finite number"
     elif not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
         lowest = worst_completed()
         if brought != min(value, 0.0, lowest):
             yield (
                 Check.BASELINE,
-                f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or "
-                f"at most {min(0.0, lowest):g}: 0, or the worst return of its group that completed",
+                f"counts as {brought:g} in the baseline, its return is {value:g}; expected that "
+                f"return, or the return capped at {min(0.0, lowest):g} (0, or the worst completed "
+                "return of its group)",
             )
 
 
@@ -304,7 +306,7 @@ def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Chec
         yield (
             Check.AGE,
             f"{bad.size} trained tokens are not 0 to {step.max_policy_age} versions older than the "
-            f"trainer's {step.trainer_version}; the worst is {worst}",
+            f"trainer's version {step.trainer_version}; the worst is {worst}",
         )
 
 
@@ -393,9 +395,9 @@ def _check_member(
 ) -> Iterator[tuple[Check, str]]:
     name = entry.trajectory.trajectory_id
     if entry.reason is None and not has_signal and not rule.trains_without_signal:
-        yield Check.ADVANTAGES, f"{name} is trained, its group has no signal"
+        yield Check.ADVANTAGES, f"{name} is trained, but its group has no learning signal"
     if entry.reason in _WITHOUT_SIGNAL and has_signal:
-        text = f"{name} is evicted as {entry.reason}, its group's returns give it an advantage"
+        text = f"{name} is evicted as {entry.reason}, but its group's returns give it an advantage"
         yield Check.ADVANTAGES, text
     if entry.reason is not None:
         return
@@ -404,8 +406,8 @@ def _check_member(
     if wrong:
         yield (
             Check.ADVANTAGES,
-            f"{name} has {wrong[0]:.6g} on {len(wrong)} of {len(values)} tokens, the group's "
-            f"returns give {want:.6g}",
+            f"{name} has the advantage {wrong[0]:.6g} on {len(wrong)} of {len(values)} tokens, "
+            f"expected {want:.6g} from the group's returns",
         )
 
 
@@ -455,7 +457,7 @@ def _check_admitted(
         check=Check.ADMITTED,
         step=step.step,
         subject=group_id,
-        text=f"{len(counted)} of {len(admitted)} admitted rollouts are in the statistics; missing: "
+        text=f"{len(counted)} of {len(admitted)} admitted rollouts are in the baseline; missing: "
         f"{', '.join(shown[:4])}{', …' if len(shown) > 4 else ''}",
         is_explained=all(why.values()),
     )
@@ -490,14 +492,14 @@ def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterat
             yield Offence(check=Check.LEDGER, step=step.step, subject=name, text=text)
     for rollout_id, event in newest.items():
         if event.step == step.step and rollout_id not in present:
-            text = f"{_exit(event)} in the ledger, and not in the step's journal"
+            text = f"{_exit(event)} in the ledger, but not in the step's journal"
             yield Offence(check=Check.LEDGER, step=step.step, subject=rollout_id, text=text)
 
 
 def _disagreement(entry: TrajectoryEntry, event: LedgerEvent | None, *, step: int) -> str:
     own = "trained" if entry.reason is None else f"evicted as {entry.reason.value}"
     if event is None:
-        return f"{own} in the journal, and the ledger never admitted it"
+        return f"{own} in the journal, but not admitted in the ledger"
     # The journal is written before the trainer refuses all updates of a step as not finite.
     is_refused = event.reason is EvictionReason.NONFINITE_STEP
     is_same = _exit(event) == own or (entry.reason is None and is_refused)

@@ -65,7 +65,7 @@ def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path
     offences = audited(tmp_path / "without", replace(step, group_rule=rule)).offences
     assert [offence.check for offence in offences] == [Check.ADVANTAGES] * 2
     for offence, name in zip(offences, (FIRST, SECOND), strict=True):
-        assert offence.text == f"{name}.a0 is trained, its group has no signal"
+        assert offence.text == f"{name}.a0 is trained, but its group has no learning signal"
 
 
 # Seed 1: the worst return is that of a completed member without a token to train.
