@@ -36,7 +36,7 @@ from actors.environment.policy import (
     PolicyUnavailable,
 )
 
-# Seconds after a request's deadline for which the client waits for the replica's report of it.
+# Seconds after a request's deadline in which the replica can still report the missed deadline.
 DEADLINE_MARGIN_S = 1.0
 MAX_REQUESTS_PER_CALL = 256
 MAX_FIRST_TURNS_PER_CALL = 16
@@ -200,7 +200,7 @@ class ServePolicyClient:
                 raise PolicyUnavailable(
                     f"inference: no deployment {self.app_name!r}; deploy it first"
                 ) from error
-            # Run the router in this event loop, so that chunks of an answer do not change loops.
+            # Run the router in this event loop, so that no chunk is passed between event loops.
             # Serve caches its own handle for the process's other loops, so make a new one.
             handle = DeploymentHandle(handle.deployment_name, handle.app_name)
             handle._init(_run_router_in_separate_loop=False)

@@ -56,7 +56,7 @@ from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, regist
 from service.inference.settings import ADAPTER_RANKS, EngineSettings
 from service.inference.weight_transfer import StagedBuffer
 
-# Most seconds of a check: enough for a text that fills the context of a model on CPU.
+# Time limit of a check in seconds: enough for a text that fills the context of a model on CPU.
 CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
 # Longer replies are parsed in a thread: at this length vLLM's slower parsers take milliseconds.
@@ -526,7 +526,8 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
-        # A turn keeps no experts of the prompt's tokens; no effect if none are recorded.
+        # Leave out the experts of the prompt's tokens, which a turn does not keep. This has no
+        # effect if experts are not recorded.
         routed_experts_prompt_start=int(request.prompt_token_ids.shape[0]),
         detokenize=bool(request.stop),
         skip_special_tokens=False,

@@ -41,7 +41,8 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     for backend, class_name in BACKENDS.items():
-        # By module path, so that only the worker imports it, when the engine is created.
+        # Register the module's path, so that only the worker imports the module, and only when it
+        # creates the backend.
         WeightTransferEngineFactory.register_engine(
             backend, "service.inference.weight_transfer", class_name
         )

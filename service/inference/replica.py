@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-# Most seconds to wait for the board: a live one answers within milliseconds, but it may be frozen,
-# or its node may be unreachable, for a while.
+# Longest time in seconds to wait for the board: a live board answers within milliseconds, but it
+# may be frozen, or its node may be unreachable, for a while.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
 # Seconds in which an ending replica can send its last answers and its message to the board.
@@ -202,7 +202,7 @@ class InferenceReplica:
             num_open = len(tasks)
             while num_open:
                 chunk = [await finished.get()]
-                # One engine step ends many requests; let its other answers arrive.
+                # One engine step ends many requests; let the answers of the other ones arrive.
                 await asyncio.sleep(0)
                 while not finished.empty():
                     chunk.append(finished.get_nowait())

@@ -173,7 +173,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         if self._adapter is None:
             self.model.load_weights(tensors)
         else:
-            # Copy the tensors, because the buffer is unmapped with its last view.
+            # Copy the tensors, because the buffer is unmapped when its last view is deleted.
             self._adapter |= {name: tensor.clone() for name, tensor in tensors}
 
     def take_adapter(self) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         """Load one weight group. Raises: ValueError if the group differs from the trainer's."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            # Wait for the copies, because their source is unmapped with its last view.
+            # Wait for the copies to the device, because the buffer may be unmapped afterwards.
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:

@@ -102,7 +102,7 @@ def check_address(config: Config, run_dir: RunDir | None = None) -> None:
         copies = _copies(remote)
         _check_own(remote, copies, leases)
         if not copies and (unknown := _unknown(remote, leases)):
-            # It could be a checkpoint of another run's directory, which an upload would remove.
+            # The directory could be a checkpoint of another run, which an upload would remove.
             raise RemoteError(
                 f"{url} has {unknown}, which this run has not written, but no complete copy; "
                 "expected an address that only this run uses; choose another one, or delete the "
@@ -166,7 +166,7 @@ def _local_copy(
             "the address, or start a new run"
         )
     run_dir.path.parent.mkdir(parents=True, exist_ok=True)
-    # On the disk of the run's directory, which must have the space anyway.
+    # Download to the disk of the run's directory, which must have the space anyway.
     with tempfile.TemporaryDirectory(
         prefix=f".{run_dir.path.name}-", dir=run_dir.path.parent
     ) as place:

@@ -126,7 +126,7 @@ def point_of(
     )
 
 
-# Larger than any point with its texts, which are 256 completions of 4,000 characters.
+# Longer than any line of the file: a point has at most 256 completions of 4,000 characters.
 MAX_LINE_BYTES = 2**23
 
 
