@@ -1,4 +1,4 @@
-"""A model's chat template: the form in which it takes calls and contents, and its renderings.
+"""Render chats with a model's chat template, in the message format that the template needs.
 
 Templates differ in the form of a message that calls tools: arguments are a mapping or JSON text, a
 missing content is None or an empty text, text and calls are in one message or in two. The form is
@@ -37,7 +37,7 @@ _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """The form of a message with calls that a template takes; most templates take the defaults."""
+    """The format in which a template needs messages with tool calls; the defaults suit most."""
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
@@ -95,13 +95,13 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """Return the Jinja text, or the texts of all templates if a model has several."""
+        """The template's Jinja text; if a model has several templates, the texts of all of them."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @cached_property
     def rendered_call(self) -> str:
-        """Return the rendering of a chat that ends in a call; empty if the template refuses it."""
+        """The rendering of a chat that ends in a call; empty if the template refuses the chat."""
         return self._try_form(self.call_form)
 
     @cached_property
@@ -118,7 +118,7 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> _CallForm:
-        """Return the form of a message with calls that the template shows, or the usual form."""
+        """The first format in which the template shows tool calls; the usual one if none does."""
         rendered = {form: self._try_form(form) for form in _CALL_FORMS}
         # A template that expects text shows a mapping in Python's own spelling.
         taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
@@ -128,7 +128,10 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Return whether a message with text and calls is shown completely only as two messages."""
+        """Return whether the template shows a message with text and calls completely only in two.
+
+        form: the format with one message. split: the same format with two messages.
+        """
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)
         return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)

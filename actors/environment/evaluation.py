@@ -1,6 +1,6 @@
-"""A rollout of an evaluation: the request for the rollout, and its record as a line of JSON.
+"""A rollout of an evaluation: the request to play it, and its record as a line of JSON.
 
-A line has every token that the engine received or returned, as the journal has for trained
+The line has every token that the engine received or returned, as the journal has for trained
 rollouts. The environment actor, which has the tokenizer, makes the line, and
 `service.run.environment_pool` writes it to a file.
 """
@@ -32,7 +32,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One sample of one task that an actor is to play."""
+    """A request to an environment actor: play one sample of one task."""
 
     task: Task
     sample: int
@@ -52,7 +52,7 @@ class Play:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The result of a play."""
+    """The result of one `Play`."""
 
     summary: TrajectorySummary
     line: Any = None
@@ -60,7 +60,7 @@ class Played:
 
 
 def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:
-    """Return num_samples plays of each task; the plays of one task are adjacent."""
+    """Return num_samples `Play` requests for each task; those of one task are adjacent."""
     return [Play(task=task, sample=number) for task in tasks for number in range(num_samples)]
 
 
@@ -69,7 +69,7 @@ def rollout_line(
 ) -> bytes:
     """Return the line of JSON for a rollout, without a newline.
 
-    sample: as in `Play`. decode: a function that converts ids to text.
+    sample: index of the sample among the samples of its task, from 0.
     """
     components: Counter[str] = Counter()
     for turn in trajectory.turns:
@@ -96,7 +96,7 @@ def rollout_line(
 
 
 def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
-    """Return a sample as JSON. `mask` and `logprobs` (nats) of tokens not sampled are 0."""
+    """Return a sample as JSON; a token that was not sampled has 0 in `mask` and `logprobs`."""
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.mask.tolist(),

@@ -1,4 +1,7 @@
-"""The fork server of a pool (`worker_process`), from the side of the process that starts it."""
+"""Start and control a fork server, the process that forks the workers of a pool.
+
+The process that owns the pool uses this module; the fork server itself runs `worker_process`.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ def preload(name: str) -> None:
 
 
 class ForkServer:
-    """A running fork server: it imports the functions' modules and forks the workers."""
+    """A running fork server: it imports the modules of users' functions and forks the workers."""
 
     def __init__(self, preloads: Iterable[str], *, max_bytes: int) -> None:
-        """Start the process.
+        """Start the fork server's process.
 
         Args:
             preloads: The functions whose modules the process imports before it forks a worker.
@@ -48,7 +51,7 @@ class ForkServer:
         self.preloads = dict.fromkeys(preloads).keys()
         self._path = _import_path()
         self.has_forked = False
-        """Whether the fork server has imported the modules and forked a worker."""
+        """Whether the fork server has imported the modules and forked its first worker."""
         options = {"path": self._path, "preload": list(self.preloads), "max_bytes": max_bytes}
         self.control.send(json.dumps(options).encode())
         self.end = weakref.finalize(self, _end, self.control, process)
@@ -57,11 +60,16 @@ class ForkServer:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the import path has changed since the process started."""
+        """Whether this process's import path has changed since the fork server started."""
         return self._path != _import_path()
 
     def fork(self, number: int, *, is_loop: bool) -> socket.socket:
-        """Fork a worker, and return this process's end of the worker's socket."""
+        """Fork a worker, and return this process's end of the worker's socket.
+
+        Args:
+            number: A number by which the reports of the fork server name the worker.
+            is_loop: Whether the worker runs coroutines of several episodes concurrently.
+        """
         own, its = socket.socketpair()
         own.setblocking(False)
         request = json.dumps({"start": number, "is_loop": is_loop}).encode()
@@ -70,14 +78,15 @@ class ForkServer:
         return own
 
     def kill(self, process: int) -> None:
-        """Kill a worker and all that it has started."""
+        """Kill the worker with this process id, and every process that the worker has started."""
         with suppress(ConnectionError):
             self.control.send(json.dumps({"kill": process}).encode())
 
     def read(self) -> dict[str, int] | None:
-        """Return the next report of a worker that started or ended; None if the fork server ended.
+        """Return the fork server's next report that a worker started or ended, without waiting.
 
-        Raises: BlockingIOError if there is no report.
+        Returns: None if the fork server has ended.
+        Raises: BlockingIOError if there is no report yet.
         """
         try:
             text = self.control.recv(worker_process.MAX_CONTROL_BYTES, socket.MSG_DONTWAIT)

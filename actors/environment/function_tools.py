@@ -76,10 +76,10 @@ class FunctionTool:
         return (self,)
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments, converted to the types that the function names.
+        """Check a call's arguments; return them converted to the types in the function's signature.
 
         Some parsers of vLLM (qwen3_coder, qwen3_xml) give an object or a list as JSON text if its
-        schema is a reference or a choice. Such a text is parsed if the type refuses it unparsed.
+        schema is a $ref or an anyOf. Such a text is parsed if the type refuses it unparsed.
         Raises: BadArguments if the arguments do not fit.
         """
         try:
@@ -178,7 +178,7 @@ async def _awaited(found: Awaitable[Any]) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _tool_of(target: str) -> FunctionTool:
-    """Return the tool of a name such as my_tools.py:search or my_tools.py:Desk.look."""
+    """Load the tool with a name such as my_tools.py:search or my_tools.py:Desk.look."""
     name, _, method = target.rpartition(".")
     if ":" in name:
         found = _load(name)
@@ -207,14 +207,14 @@ def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass:
-    """A class whose methods are tools."""
+    """A user's class whose public methods are tools; each episode has an instance."""
 
     name: str
     make: Callable[[], Any]
     tools: tuple[FunctionTool, ...]
     """The tools, not bound to an instance."""
     has_reward: bool
-    """Whether its method `get_reward` scores the episode."""
+    """Whether the class has a method `get_reward`, which scores the episode."""
     made: type
     """The class whose instances `make` returns."""
     target: str
@@ -250,7 +250,7 @@ class ToolClass:
         return await in_thread(functools.partial(_call_if_there, instance, name, columns))
 
     def reward_of(self, instance: Any, *, name: str) -> RewardFunction:
-        """Return the method `get_reward` of an instance as a reward function."""
+        """Return the method `get_reward` of an instance as a reward function called `name`."""
         if not isinstance(instance, workers.Held):
             return method_as_reward(name, instance.get_reward)
         method = self.made.get_reward  # type: ignore[attr-defined]
@@ -333,7 +333,7 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Return the tool of a name. It is cached, because each episode makes an environment."""
+    """Load the tool or class of tools with this name, once: each episode makes an environment."""
     try:
         found = find(name, what="tools")
     except BadName as error:
@@ -443,7 +443,7 @@ def _required_columns(found: type) -> frozenset[str]:
 def read_function(
     function: Callable[..., Any], *, where: str, is_method: bool = False
 ) -> FunctionTool:
-    """Return the tool of a function, from its signature and docstring.
+    """Make a tool from a function's signature and docstring.
 
     where: the function's name in errors. Raises: BadTool if the function cannot be described.
     """
@@ -486,10 +486,10 @@ def _arguments(
     where: str,
     function: Callable[..., Any],
 ) -> type[BaseModel]:
-    """Return a pydantic model of the arguments.
+    """Return a pydantic model of a function's arguments.
 
-    The names are aliases, because pydantic reserves some names. Raises: BadTool if a type cannot be
-    described.
+    An argument's name is only the alias of its field, because pydantic reserves some names.
+    Raises: BadTool if a type cannot be described.
     """
     described = {each.arg_name: each.description for each in docs.params}
     fields: dict[str, Any] = {}
@@ -520,7 +520,7 @@ def _arguments(
 
 
 def _plain_note(annotation: Any) -> str | None:
-    """Return the text in an annotation such as `Annotated[int, "How many."]`, or None.
+    """Return the text in an annotation such as `Annotated[int, "How many."]`; else None.
 
     pydantic ignores such a text.
     """

@@ -1,8 +1,8 @@
 """Score the trajectories of a group together, once all of its rollouts have ended.
 
-The group's reward for a trajectory is added to its last turn. If the environment cannot score the
-group, each trajectory ends as `reward_error`. The environment actor uses this module for groups
-that the queue hands out before they close.
+The group's reward for a trajectory is added to the trajectory's last turn. If the environment
+cannot score the group, each trajectory ends as `reward_error`. The trajectory queue gives such a
+group to an environment actor, which scores it with this module, before the queue closes the group.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def score_together(
 
     Args:
         limit_s: Seconds that one call of `score_group` may take.
-        stop: Stop strings; an answer is the text before one of them, as for a turn.
+        stop: Stop strings; an answer is the text before the first of them.
     """
     completions = [before_stop(decode(_last_ids(each)), stop)[0] for each in trajectories]
 
@@ -80,7 +80,7 @@ async def score_together(
 
 
 def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | None]:
-    """Return the results of an environment's `score_group`, after a check.
+    """Check what an environment's `score_group` returned, and return it.
 
     Raises: RewardError if the results are not a list with a StepResult or None for each answer, or
     if a reward is not a finite number.
@@ -129,10 +129,10 @@ async def _with_retries(
 
 
 def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory:
-    """Return a trajectory with a result's reward and components added to its last turn.
+    """Add the result of group scoring to a trajectory, and return the trajectory.
 
-    The trajectory also gets the result's metrics and extra columns. If there is no result, it ends
-    as `reward_error`.
+    The result's reward and components are added to the last turn; the trajectory also gets the
+    result's metrics and extra columns. If `result` is None, the outcome is `reward_error`.
     """
     if result is None:
         return _unscored(trajectory, "none of the group functions gave a number for this answer")

@@ -1,7 +1,7 @@
-"""The options of a judge: the service, the question, and how a reply becomes a score.
+"""The options of a model that judges answers: service, question, how a reply becomes a score.
 
-This module is pure; `actors.environment.judge` sends the requests. Bad options are refused before a
-run starts.
+This module does no I/O; `actors.environment.judge` sends the requests. Bad options are refused
+before a run starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGITS = re.compile(r"[0-9][0-9.,]*")
 _OWN = frozenset({"prompt", "completion"})
 # Fields of the request that `body` must not change.
 _KEPT = frozenset({"messages", "model", "n", "stream"})
-# The difference of two such numbers is finite.
+# Bound on numbers, so that the difference of any two is finite.
 _MAX_NUMBER = 1e300
 _Number = Annotated[float, Ge(-_MAX_NUMBER), Le(_MAX_NUMBER)]
 _Amount = Annotated[float, Ge(0), Le(_MAX_NUMBER)]
@@ -38,7 +38,7 @@ _Amount = Annotated[float, Ge(0), Le(_MAX_NUMBER)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOptions:
-    """Options of a judge for the service, the question, and the reading of the reply."""
+    """Options of a judge: the service, the question, and how the score is read from a reply."""
 
     __pydantic_config__ = STRICT
 
@@ -92,7 +92,7 @@ class JudgeOptions:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Return the columns that the prompt needs."""
+        """The columns of a task's data that the prompt names."""
         return frozenset(Template(self.prompt).get_identifiers()) - _OWN
 
 
@@ -129,7 +129,7 @@ def _bad_reading(options: JudgeOptions) -> Iterator[str]:
 def key_of(options: JudgeOptions) -> str:
     """Return the API key to send; empty if no key is sent.
 
-    Raises: ValueError, without the key in its text.
+    Raises: ValueError if the key cannot be sent; the error's text does not contain the key.
     """
     if options.api_key is None:
         key = os.environ.get("OPENAI_API_KEY", "")
@@ -166,7 +166,10 @@ def _is_address(url: str) -> bool:
 def question_of(
     options: JudgeOptions, completion: str, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the body of a request. Raises: RewardError if the task lacks a column."""
+    """Return the body of the request that asks the judge about a completion.
+
+    columns: the task's data. Raises: RewardError if a column that the prompt names is missing.
+    """
     values = {**columns, "completion": completion}
     template = Template(options.prompt)
     named = {name: _shown(values[name]) for name in template.get_identifiers() if name in values}
@@ -218,7 +221,10 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Return a field of the last JSON object that has it in a text; None if no object has it."""
+    """Return the value of a field, from the last JSON object in a reply that has the field.
+
+    path: the field's name, with dots to lead into objects. Returns: None if no object has it.
+    """
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")
     while start >= 0:
         try:
@@ -237,7 +243,7 @@ def _field_of(reply: str, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a column as readable text; a chat has the form `ROLE: CONTENT` for each message."""
+    """Return a column's value as readable text; a chat has a line `ROLE: CONTENT` per message."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(

@@ -1,4 +1,4 @@
-"""The calls of a user's functions that gave no answer, counted by function, task and end."""
+"""The calls of a user's functions that gave no answer, by function, task and how they ended."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class LostCallCounter:
             )
 
     def add(self, other: LostCallCounter) -> None:
-        """Add the counts of the pool that this counter's pool replaces."""
+        """Add the counts of `other`, the counter of the pool that this counter's pool replaces."""
         self.counts.update(other.counts)
         self._reasons.update(other._reasons)
 
     @property
     def calls(self) -> tuple[LostCalls, ...]:
-        """The calls that gave no answer, with one entry for each function and kind of end.
+        """The calls that gave no answer, with one entry for each function and `LostCalls.end`.
 
         The entries are in the order in which they first occurred.
         """

@@ -1,4 +1,4 @@
-"""The protocol of an environment, with the methods reset, step and close, and their frozen values.
+"""The protocol of an environment: reset, step and close, and the values they take and return.
 
 An environment plays one episode at a time and never sees token ids: it gets text and returns
 messages. Terminated means that the game has ended; truncated means that the environment cut it
@@ -32,9 +32,10 @@ from actors.types import Task
 from actors.user_code import type_of
 
 rollout_id: ContextVar[str] = ContextVar("rollout_id", default="")
-"""The rollout that an environment's methods are called for, such as `g000012.0-3`: for its log
-lines, or to name external resources that a dead process could leave. Empty in the trial of an
-environment before the start."""
+"""The id of the rollout for which an environment's methods are called, such as `g000012.0-3`.
+
+An environment may use it in log lines, or to name external resources that would remain if its
+process died. Empty while an environment is tried out before the start of a run."""
 
 
 class Role(StrEnum):
@@ -196,7 +197,7 @@ class ToolSchema:
 
 
 class MalformedReason(StrEnum):
-    """The fault of a tool call."""
+    """The fault of a tool call that the policy wrote."""
 
     INVALID_JSON = "invalid_json"
     NOT_AN_OBJECT = "not_an_object"
@@ -224,7 +225,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """A call that could not be read."""
+    """A tool call that cannot be made, because it is unreadable or does not fit the tool."""
 
     reason: MalformedReason
     message: str
@@ -245,7 +246,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The beginning of an episode.
+    """The result of `reset`: the first messages of an episode, and the tools.
 
     Example: Observation(messages=(Message(role="user", content="Guess."),), best_return=1.0)
     """

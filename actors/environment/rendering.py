@@ -1,11 +1,12 @@
 """Turn messages into token ids by appending, so that history is not rendered again.
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
-messages. A delta is rendered after two different dummy chats. The delta is used only if both chats
-give the same ids and are unchanged before it, and if it shows the text of every new message;
-otherwise the whole chat is rendered, and the reason is counted. A whole chat that does not show the
-text of a message, or its tools, is an error. The dummy chats end as the reply does: in text, after
-a thought, or in calls with the same names and ids. The turn loop and the gateway use this module.
+messages. A delta is rendered after two different dummy chats. The delta is used only if both
+renderings give the same ids for it and are otherwise unchanged, and if it shows the text of every
+new message; otherwise the whole chat is rendered, and the reason is counted. A whole chat that does
+not show the text of a message, or its tools, is an error. The dummy chats end as the reply does: in
+text, after a thought, or in calls with the same names and ids. The turn loop and the gateway use
+this module.
 """
 
 from __future__ import annotations
@@ -157,7 +158,10 @@ class _DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: _Ending) -> str:
-        """Return the last text of a reply with this ending; the text occurs once in the chat."""
+        """Return the last text of the chat's reply, if the reply has this ending.
+
+        The text occurs once in the chat, so its end in a rendering is where new messages begin.
+        """
         return self.argument if ending.calls else self.content
 
 
@@ -240,7 +244,9 @@ class ChatRenderer:
         self._cached_under = lru_cache(_CACHED_OPTIONS)(self._render_under)
 
     def under(self, template_options: Mapping[str, Any]) -> ChatRenderer:
-        """Return a copy of this renderer with more template options; equal names are replaced.
+        """Return a copy of this renderer with more options of the chat template.
+
+        A given option replaces this renderer's option of the same name.
 
         Args: template_options: values that JSON can represent.
         """
@@ -281,7 +287,7 @@ class ChatRenderer:
         return next((text for text in texts if any(text in m.content for m in messages)), None)
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the rendering of the beginning of a chat with the generation prompt.
+        """Return the token ids of a chat's first prompt, which ends with the generation prompt.
 
         Returns: [P] int32, read-only.
         Raises: RenderError, also if the rendering does not show the text of a message.
@@ -400,9 +406,10 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Return the marks that a chat's rendering shows; None if the template refuses the chat.
+        """Render a chat that has marks in place of texts, and return the marks that are shown.
 
         after: if not empty, only the rendering after the last occurrence of this text is searched.
+        Returns: None if the template refuses the chat.
         """
         try:
             text = self.template.text(messages, tools, add_generation_prompt=True)
@@ -451,9 +458,9 @@ class ChatRenderer:
     def _shows_new(
         self, tail: str, chat: _Messages, new_messages: _Messages, tools: _Tools, *, mark: str
     ) -> bool:
-        """Return whether the template shows new messages after a chat.
+        """Return whether the template shows the texts of new messages that follow a chat.
 
-        tail: the text after the mark, which is the last text of the chat.
+        mark: the last text of the chat. tail: the rendering of chat and new messages after `mark`.
         """
 
         def in_place(each: Said) -> bool:
@@ -467,10 +474,10 @@ class ChatRenderer:
     def _delta_behind(
         self, mark: str, *, whole: str, closed: str, is_call: bool
     ) -> _Delta | BreakReason:
-        """Return the tokens after a mark, or the reason why they cannot be used as a delta.
+        """Return the tokens after a reply in a rendering, or why they cannot be used as a delta.
 
-        Args: mark: the reply's last text. whole: the chat with the new messages. closed: the chat
-        that ends with the reply.
+        Args: mark: the reply's last text. whole: rendering of the chat with the new messages.
+        closed: rendering of the chat up to the reply. is_call: whether the reply ends in a call.
         """
         # Find the mark in each text: a template may render more text before a reply that is last.
         tails = []
@@ -494,27 +501,31 @@ class ChatRenderer:
         return _frozen(tail_ids), self._num_closing(tail_ids, closed_ids[start:])
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
-        """Return the number of tokens after a call's last argument that belong to the call.
+        """Return how many of the tokens after a call's last argument the policy samples itself.
 
-        The policy samples these tokens with the call. The turn ends with the first token that stops
-        the engine; without such a token, the chat is left open after the call.
+        They are those before the first token that stops the engine; all of them if there is no such
+        token.
+
+        Args: closing_ids: the tokens after the last argument in a chat that ends with the call.
         """
         ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
         return next(ends, len(closing_ids))
 
     def _is_ended(self, sampled: TokenIds, num_closing: int) -> bool:
-        """Return whether the policy has ended a turn, or tokens that end it can be inserted.
+        """Return whether a turn is ended by the policy's last token or by tokens to insert.
 
-        If the turn has not ended, the delta would continue a call that may be cut off.
+        Otherwise the delta would continue a reply that may be cut off in the middle of a call.
+
+        Args: num_closing: number of tokens at the start of the delta that end the reply.
         """
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Return the number of tokens at the start of the tail that end the reply.
+        """Return how many of the tokens after a reply end the reply; the others are new messages.
 
-        These are the tokens that the tail shares with the tail of a chat that ends with the reply.
-        Some templates leave a last reply open; then the end token counts, if the tail begins with
-        it.
+        Args: tail_ids: the tokens after the reply if new messages follow. closing_ids: the tokens
+        after it if none follow; those that both begin with end the reply. If `closing_ids` is
+        empty, the template leaves a last reply open; then only a leading end token counts.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)

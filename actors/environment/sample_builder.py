@@ -1,13 +1,13 @@
 """Build the samples of one trajectory while it is played.
 
-A turn extends a sample if the sample's ids are an exact prefix of its prompt; the other tokens of
-the prompt are observation, with mask 0. All samples stay open; the longest match is chosen, and the
-newest among equals. `append` takes a turn that is known to continue the last turn, and compares
-nothing. `add` takes a turn without this knowledge, and compares its prompt with every open sample.
-A property test compares both with the rule in plain loops (`tests/worlds/checks/prefix_merge.py`).
-For each open sample the builder keeps only the newest prompt and reply, which have all its ids, so
-that memory does not grow with the number of turns times their length. Called by the turn loop, by a
-session's tree (`service.gateway.tree`) and by `chats`.
+A turn extends a sample if the sample's ids are an exact prefix of the turn's prompt; the other
+tokens of the prompt are observation, with mask 0. All samples stay open; the longest match is
+chosen, and the newest among equals. `append` takes a turn that is known to continue the last turn,
+so it compares no ids. `add` takes any turn, and compares the turn's prompt with every open sample.
+A property test compares both with a plain implementation (`tests/worlds/checks/prefix_merge.py`).
+For each open sample the builder keeps only the newest prompt and reply, which have all ids of the
+sample, so that memory does not grow with the number of turns times their length. The turn loop,
+`service.gateway.tree` and `chats` use this module.
 """
 
 from __future__ import annotations
@@ -220,7 +220,10 @@ class SampleBuilder:
 
 
 def _experts(sample: _OpenSample) -> ExpertRecords | None:
-    """Return the recorded routing of a sample's tokens, each at its own position."""
+    """Return the experts that a mixture-of-experts model chose for a sample's tokens.
+
+    Returns: the experts with the positions of their tokens; None if no turn recorded any.
+    """
     positions: list[NDArray[np.int32]] = []
     indices: list[ExpertIndices] = []
     for turn, recorded in zip(sample.turns, sample.recorded, strict=True):

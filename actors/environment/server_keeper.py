@@ -52,10 +52,10 @@ def main(user: int, command: Sequence[str]) -> int:
 
 
 def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
-    """Run the server until it or a watched process ends, or a signal arrives; return its status.
+    """Run the server until it or a watched process ends, or a signal arrives.
 
     At the end, kill all processes of the server. watched: file descriptors (pidfds) of processes.
-    The status is the exit status as a shell reports it.
+    Returns: the server's exit status, as a shell reports it.
     """
     woken, waking = os.pipe()
     for end in (woken, waking):
@@ -89,7 +89,8 @@ def _release_pipes() -> None:
 def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
     """Wait until the server or a watched process ends, or for GRACE_S after a signal to end.
 
-    Returns: the server's status if the server has ended; otherwise None.
+    watched: pidfds of processes. woken: a pipe to which each signal that arrives is written.
+    Returns: the server's exit status; None if the server still runs.
     """
     poller = select.poll()
     for end in (*watched, woken):
@@ -110,7 +111,7 @@ def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
 
 
 def _reaped() -> dict[int, int]:
-    """Return the status of each ended process by its id."""
+    """Reap all child processes that have ended, and return their exit statuses by process id."""
     found: dict[int, int] = {}
     while True:
         try:
@@ -124,7 +125,7 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_all() -> None:
-    """Kill all descendants of this process, until none is left."""
+    """Kill all descendants of this process, until none is left or KILL_LIMIT_S has passed."""
     end = time.monotonic() + KILL_LIMIT_S
     while (below := _descendants()) and time.monotonic() < end:
         for process in below:

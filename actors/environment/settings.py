@@ -16,13 +16,14 @@ from actors.types import Outcome
 
 # The name of the option that makes an environment score the answers of a group together.
 GROUP_REWARD = "group_reward"
-# Groups after which the pattern of a mixture repeats: weights are exact to a thousandth.
+# Number of groups after which the order of the sources in a mixture repeats, so that weights are
+# exact to a thousandth.
 MIXTURE_PERIOD = 1000
 StopStrings = Annotated[tuple[Annotated[str, MinLen(1), MaxLen(256)], ...], MaxLen(16)]
 Choices = Annotated[tuple[str, ...], MinLen(1)]
 History = Literal["appended", "as_rendered"]
-"""The form of earlier turns in a prompt: the sampled tokens, unchanged, or the chat template's
-rendering, as later applications of the model use it."""
+"""How earlier turns appear in a prompt. appended: as the sampled tokens, unchanged. as_rendered: as
+the chat template renders them, which is what applications of the trained model will do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class RolloutSettings:
     frozen_after_s: Seconds = 60
     """Seconds without an answer after which an environment actor is replaced."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Rules for outcomes, by outcome; they replace the default rules."""
+    """The treatment of trajectories, by outcome; an outcome without an entry has its default."""
     max_failed_groups: Positive = 32
     """The run ends after this many groups in a row that had too few usable rollouts to be
     trained."""
@@ -89,7 +90,8 @@ rollout_settings: ContextVar[RolloutSettings] = ContextVar(
     "rollout_settings",
     default=RolloutSettings(),  # noqa: B039
 )
-"""The settings of the rollout being played in the current context; the defaults if none is."""
+"""The settings of the rollout being played in the current context; outside of a rollout, the
+default settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class StructuredOutputs:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The constraints that are not null, by their names."""
+        """The constraints that are set, by their names."""
         choice = None if self.choice is None else list(self.choice)
         named = {"json": self.json, "regex": self.regex, "choice": choice, "grammar": self.grammar}
         return {name: value for name, value in named.items() if value is not None}
@@ -117,10 +119,10 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The tokens that may be sampled.
+    """Limits on the tokens that may be sampled.
 
-    In training every token may be sampled, because the engine's log-probabilities are over only the
-    kept tokens, and would not match the trainer's, which are over all tokens.
+    In training there are none, because the engine's log-probabilities are over only the kept
+    tokens, and would not match the trainer's, which are over all tokens.
     """
 
     top_p: float = 1.0
@@ -131,7 +133,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The sampling of each task in an evaluation, and the return with which a sample passes."""
+    """The samples that an evaluation takes of each task, and the return with which one passes."""
 
     num_samples: int = 1
     """Number of samples of each task."""
@@ -146,7 +148,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSettings:
-    """Settings of the curriculum, which leaves out solved and hopeless tasks for a while."""
+    """Settings of the curriculum: solved and hopeless tasks rest, so they are played less often."""
 
     __pydantic_config__ = STRICT
 

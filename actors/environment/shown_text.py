@@ -94,7 +94,10 @@ def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def with_mark(messages: Sequence[Message], said: Said) -> tuple[Message, ...]:
-    """Return the chat with a mark appended to one message, for templates that read its text."""
+    """Return the chat with a mark appended to the text of one message.
+
+    For templates that read the text: they might render a mark in place of it in another way.
+    """
     message = messages[said.number]
     changed = replace(message, content=f"{message.content} {said.mark}")
     return (*messages[: said.number], changed, *messages[said.number + 1 :])

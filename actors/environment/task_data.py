@@ -1,10 +1,10 @@
 """The JSON schema of an environment's task data, and the check of data against it.
 
-An environment may declare the data as its attribute `data_schema`, of the class or of the instance:
-a dataclass with the types and bounds of options, or a JSON schema. Without this attribute any
-object is accepted. A schema refers to nothing outside itself, so that checking data reads no file
-and no address. The configuration's checks and the readers of task files use this module, and so
-does the API when tasks are submitted.
+An environment's class or instance may declare the data by its attribute `data_schema`: a dataclass
+with the types and bounds of options, or a JSON schema. Without this attribute any object is
+accepted. A schema refers to nothing outside itself, so that checking data reads no file and no
+address. The configuration's checks and the readers of task files use this module, and so does the
+API when tasks are submitted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ CHAT_DATA: JsonSchema = {
     "required": ["messages"],
     "additionalProperties": False,
 }
-"""The schema of a chat to imitate; a message of weight 0 is context only."""
+"""The schema of a chat for supervised fine-tuning; a message of weight 0 is not trained on."""
 _MAX_NAMES = 8
 
 
@@ -190,7 +190,7 @@ class DataCheck:
     def problem(self, data: Mapping[str, Any]) -> str:
         """Return a sentence that says what is wrong with the data; empty if nothing is wrong.
 
-        The sentence names the place and the remedy, and quotes no value of the data.
+        The sentence names the entry and the remedy, and quotes no value of the data.
         Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
         """
         if not data:

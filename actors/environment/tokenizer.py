@@ -47,7 +47,8 @@ _RAW_BODY = """
 {%- endfor -%}"""
 # Tokenizer classes that load without AutoTokenizer.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Texts to put before a text, so that a tokenizer adds nothing to the beginning of the latter.
+# A tokenizer may add ids at the beginning of a text. To encode a text without them, encode it after
+# one of these texts.
 _BEFORE = (".", "0", "a", "\n")
 
 
@@ -195,10 +196,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
-    """Return a digest that is equal for equal chat templates and vocabularies with added tokens.
+    """Return a digest of a tokenizer's chat template and vocabulary with added tokens.
 
     External agents that sample elsewhere compute it in the same way from a Hugging Face tokenizer.
-    Returns: "sha256:" and the hexadecimal digest of the JSON text below.
+    Returns: "sha256:" and a hexadecimal digest; equal templates and vocabularies give equal
+    digests.
     """
     content = {"chat_template": tokenizer.chat_template, "vocab": tokenizer.get_vocab()}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -220,7 +222,7 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
 
 def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of a model whose tokenizer is loaded; empty if it has none.
+    """Return a model's end-of-sequence ids, ascending; empty if the model has none.
 
     Raises: ValueError if the generation settings name something that is not a token id.
     """

@@ -122,7 +122,10 @@ class ToolTurns(MalformedTurns):
         return self.result(messages, is_malformed=is_malformed)
 
     def result(self, messages: tuple[Message, ...], *, is_malformed: bool) -> StepResult:
-        """Return the result of a turn that only calls tools, from the values of `answers`."""
+        """Return the result of a turn that only calls tools, and count the turn if it is malformed.
+
+        The arguments are the two values that `answers` returned for the turn.
+        """
         if is_malformed:
             return self.malformed_result(messages)
         self.begin_anew()
@@ -169,7 +172,7 @@ _Answer = tuple[Message, bool]
 
 
 async def _together(answers: Sequence[Awaitable[_Answer]]) -> list[_Answer]:
-    """Return all answers, which are awaited concurrently; if one raises, cancel the others."""
+    """Await all answers concurrently and return them; if one raises, cancel the others."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))

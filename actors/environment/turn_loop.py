@@ -172,9 +172,10 @@ class _Episode:
         return self._assignment.trajectory_id
 
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
-        """Play up to max_turns turns, and return the end of the episode.
+        """Play up to max_turns turns; if none of them ends the episode, end it as `max_turns`.
 
-        If the turns did not end it, its outcome is `max_turns`.
+        Returns: the end by `max_turns`.
+        Raises: _Ended, with the outcome, if the episode ends earlier.
         """
         self._start_turn()
         start = await self._reset(make_environment)
@@ -281,7 +282,11 @@ class _Episode:
     async def _generate(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...]
     ) -> tuple[Turn, ParsedReply | None]:
-        """Sample a turn, and return it with the reply that the engine parsed if there are tools."""
+        """Sample a turn.
+
+        Returns: the turn, and the reply as the engine parsed it; None if there are no tools.
+        Raises: _Ended if the turn ends the episode, for example because it was cut off.
+        """
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             if self._keeps_last_observation:
@@ -429,12 +434,12 @@ async def _step(environment: Environment, action: Action) -> StepResult:
 
 
 def _short_key(key: str | None) -> str | None:
-    """Return a state's key, shortened by `short_answer` because every turn may store a key."""
+    """Return a state's key, shortened as `short_answer` shortens an answer; None for None."""
     return None if key is None else short_answer(key)
 
 
 def short_answer(answer: str) -> str:
-    """Return an answer, or the beginning and a digest of a long answer; equal ones stay equal."""
+    """Replace the end of a long answer by a digest, so that equal answers stay equal."""
     text = _sendable(answer)
     if len(text) <= MAX_ANSWER_CHARS:
         return text
@@ -448,7 +453,10 @@ def _sendable(text: str) -> str:
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """Return a reply as a message, with the unparsed text if one of its calls is malformed."""
+    """Return the assistant's message for a reply.
+
+    It has the parsed content and calls, or the whole unparsed text if a call is malformed.
+    """
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)

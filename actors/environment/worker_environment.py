@@ -29,7 +29,7 @@ from actors.user_code import CallFailed
 
 
 class WorkerEnvironment:
-    """An environment of one episode in a worker."""
+    """An environment that plays one episode, whose methods run in a worker process."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         """Create an environment; its worker is chosen on the first call.

@@ -31,7 +31,8 @@ class WorkerHandle:
         Args:
             number: The number of the request with which the fork server forks the worker.
             end: This process's end of the socket between this process and the worker.
-            is_home: Whether the worker keeps instances for homes; otherwise it runs single calls.
+            is_home: Whether the worker keeps instances for episodes (`workers.Home`); otherwise it
+                runs single calls.
             is_loop: Whether the worker runs the coroutines of several episodes concurrently.
         """
         self.number = number
@@ -44,7 +45,8 @@ class WorkerHandle:
         self.answers: dict[int, asyncio.Future[Any]] = {}
         """The futures of the answers that callers wait for, by the number of the call."""
         self.lock = asyncio.Lock()
-        """A lock that a call in a home holds if the worker's functions are not coroutines."""
+        """A lock with which a worker that keeps instances runs one call at a time; unused if its
+        functions are coroutines."""
         self._sending = asyncio.Lock()
         self.num_homes = 0
         self.resident_bytes = 0
@@ -61,7 +63,7 @@ class WorkerHandle:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs or waits for a core; False if it has not started yet."""
+        """Whether the process uses a core or waits for one, and does not sleep."""
         with suppress(OSError, IndexError):
             state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
             return state == "R"

@@ -5,9 +5,10 @@
 `Pool.call` runs a function in the main thread of a worker that runs no other call. If the call
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
-that keep state between calls are in a `Home`, a place in a worker that several episodes share.
-Workers are forked from a process that has imported the functions' modules (`fork_server`). A
-function cannot be called in a worker if its module was made in this process (`is_importable`).
+that keep state between calls are kept in a worker that several episodes share; each episode has a
+`Home` there. Workers are forked from a process that has imported the functions' modules
+(`fork_server`). A function cannot be called in a worker if its module was made in this process
+(`is_importable`).
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
 has started. Reward functions, tools, a user's environments and the checks before the start use this
@@ -80,15 +81,16 @@ class Pool:
     """Worker processes, which are started when calls need them.
 
     For calls, up to twice the number of cores start at once; more start only while calls wait and
-    the running workers leave cores free. Homes have workers of their own.
+    the running workers leave cores free. Instances that keep state (`Home`) have workers of their
+    own.
     """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:
         """Create a pool without starting a process.
 
         Args:
-            size: Maximum number of workers for calls. The same maximum holds separately for homes
-                whose calls are coroutines, and for all other homes.
+            size: Maximum number of workers for single calls. The same maximum holds separately for
+                workers that keep instances with coroutines, and for workers that keep others.
             memory_mib: Memory in MiB that a worker may use beyond that of the imported modules; 0
                 means no limit.
         """
@@ -148,11 +150,11 @@ class Pool:
             self._give_back(worker)
 
     def home(self, *, is_loop: bool = False) -> Home:
-        """Return a place in a worker for an episode's instances.
+        """Return a `Home`, in which an episode keeps its instances in a worker.
 
         Args:
-            is_loop: Whether every function called there is a coroutine. The worker then runs the
-                coroutines of several episodes concurrently.
+            is_loop: Whether every function called in this home is a coroutine. The worker then
+                runs the coroutines of several episodes concurrently.
         """
         self._attach()
         homes = [
@@ -203,7 +205,7 @@ class Pool:
         return len(self._workers)
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes of the pool."""
         for worker in self._workers.values():
             self._unread(worker.socket)
             worker.is_explained = True
@@ -322,9 +324,13 @@ class Pool:
         return number if keeps else found
 
     async def _cancel(self, worker: WorkerHandle, number: int, asking: asyncio.Future[Any]) -> None:
-        """Cancel a coroutine in its worker; end the worker's process if the coroutine does not end.
+        """Cancel a coroutine in its worker, and wait for its end.
 
-        The process is ended only after UNWIND_S.
+        If the coroutine has not ended after UNWIND_S seconds, end the worker's process.
+
+        Args:
+            number: Number of the call.
+            asking: The task that waits for the call's answer.
         """
         if not worker.is_over:
             await worker.send(_message(number, (None, [], False)))
@@ -518,7 +524,7 @@ class Pool:
 
 
 class Home:
-    """A place in a worker for one episode's instances. They are lost when that worker ends."""
+    """The instances that one episode keeps in a worker. They are lost when the worker ends."""
 
     def __init__(self, pool: Pool, worker: WorkerHandle) -> None:
         self._pool = pool
