@@ -1,8 +1,8 @@
 """The Ray actor that plays many episodes at once: the queue's rollouts, and evaluations.
 
-`RolloutExchange` takes rollouts from the queue and hands over their trajectories; see its
-invariant. Evaluations are played at the same time and returned to the caller. Started and called by
-`service.run.environment_pool`, and by the command `rayloom evaluate`.
+`RolloutExchange` takes rollouts from the queue and gives the trajectories to the queue. Evaluations
+are played at the same time and returned to the caller. `service.run.environment_pool` and the
+command `rayloom evaluate` start and call this actor.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class EnvironmentActor:
         gc.freeze()
 
     async def run(self) -> None:
-        """Take rollouts, play them and hand over their trajectories until `stop`.
+        """Take rollouts from the queue, play them and give the queue their trajectories, until
+        `stop`.
 
         Raises: QueueUnreachable; RuntimeError if it runs already.
         """
@@ -178,7 +179,9 @@ class EnvironmentActor:
     async def stop(
         self, *, drain_s: float = 0.0, limit_s: float = 30.0
     ) -> tuple[tuple[LostCalls, ...], int]:
-        """Take no more rollouts, cancel those that still run after drain_s, and hand over the rest.
+        """Take no more rollouts, wait drain_s for the current ones, and cancel the rest.
+
+        Evaluations are cancelled too.
 
         Returns: `workers.report()`, as soon as `run` has ended, or limit_s after the drain.
         """
@@ -295,7 +298,7 @@ class EnvironmentActor:
         )
 
     def _state_of(self, group_number: int) -> TrainerState:
-        """Return the trainer's state for a group.
+        """Return the state of training that reward functions see for rollouts of a group.
 
         Groups of evaluations have negative numbers; they get the state of the newest step that this
         actor has seen.

@@ -6,8 +6,8 @@ engine; its tokens are the rest of the rendering that ends with the reply, up to
 an engine stops. Invariants: the tokens of a reply are found by comparing token ids, never by a
 search in the text; a reply whose prompt is not the beginning of its rendering is refused; each
 reply is trained exactly once. Turns are merged as in `sample_builder`, so a template that renders
-earlier replies differently (without their thoughts, for example) begins a new sample. Called by the
-command `rayloom sft`.
+earlier replies differently (without their thoughts, for example) begins a new sample. The command
+`rayloom sft` uses this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEXT = Message(role=Role.USER, content="0")
 
 
 class BadChat(ValueError):
-    """Raised if a chat cannot be trained on; the message names the place and the remedy."""
+    """Raised if a chat cannot be trained on; the error's text names the fault and the remedy."""
 
 
 class ChatEncoder:
@@ -156,8 +156,9 @@ class ChatEncoder:
         before: tuple[Message, ...],
         tools: tuple[ToolSchema, ...],
     ) -> list[int]:
-        """Return the ids that follow the prompt in a rendering.
+        """Return the ids that follow the prompt in the rendering of a chat that ends in a reply.
 
+        Args: whole: the text of this rendering. before: the messages before the reply.
         Raises: BadChat if the rendering's text does not begin with the prompt's text.
 
         A token may join the end of the prompt and the beginning of the reply. The text of the
@@ -203,7 +204,7 @@ class ChatEncoder:
         return longer[len(ids)]
 
     def _check_shown(self, reply: Message, tail: Sequence[int]) -> None:
-        """Raise BadChat if the rendering leaves out a part of the reply."""
+        """Raise BadChat if the template leaves out a part of the reply. tail: the reply's ids."""
         text = self._decode(tail)
         calls = [part for each in said((reply,)) if each.is_call for part in each.texts]
         for what, parts in (
@@ -238,8 +239,8 @@ def read_chats(
 ) -> list[tuple[Sample, ...]]:
     """Return the samples of each chat of a data set.
 
-    Args: source, columns, split, subset, section: as for `read_data_set`; only the columns
-    `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the longest context.
+    Args: source, columns, split, subset, section: the arguments of `read_data_set`; only the
+    columns `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the longest context.
     leaves_out_long: whether to leave out a chat that is longer instead of raising. tell: a function
     that gets a warning if chats are left out.
     Raises: BadTaskFile for the first row that cannot be trained on; the error has the row's number.

@@ -87,13 +87,13 @@ def read_data_set(
 ) -> PackedTasks:
     """Return tasks made of a data set's rows.
 
-    Args: source: a file, a directory or a hub's name. columns: maps the name of an entry of a
-    task's data to the column with the entry's values, or to None to leave out the column of that
-    name. Every other column keeps its name, if the environment accepts the name; `task_id` and
-    `seed` also become the task's id and seed. split: the split of a directory or a hub's data set;
-    a single file has no splits and is read whole. subset: one of several configurations of a data
-    set. check: the check of every task's data. section: the section of the configuration that names
-    the data set, for messages.
+    Args: source: a file, a directory or a name on the Hugging Face hub. columns: maps the name of
+    an entry of a task's data to the column with the entry's values, or to None to leave out the
+    column of that name. Every other column keeps its name, if the environment accepts the name;
+    `task_id` and `seed` also become the task's id and seed. split: the split of a directory or a
+    hub's data set; a single file has no splits and is read whole. subset: one of several
+    configurations of a data set. check: the check of every task's data. section: the section of the
+    configuration that names the data set, for messages.
     Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
@@ -148,9 +148,10 @@ def _values_of(
     environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place of each row, and the row's values by the name of the task data's entry.
+    """Yield, for each row, words that name the row, and the entries of the task's data.
 
     Values that would be misread are left out or reported, each kind with one warning.
+    entries: the column of each entry. what: words that name the data set.
     """
     left_out: set[str] = set()
     reported: set[str] = set() if is_typed else {_NULLS}
@@ -213,7 +214,7 @@ def _is_unnamed(names: Sequence[str]) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the names of columns for a message; a name with outer spaces is in quotes."""
+    """Join the names of columns for an error's text; a name with outer spaces is in quotes."""
     return ", ".join(name if name and name == name.strip() else repr(name) for name in names)
 
 
@@ -326,7 +327,7 @@ def _read_text(path: Path) -> _Rows:
 
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its location.
+    """Yield each row of a JSONL, JSON or CSV file with its location in the file.
 
     Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
     """
@@ -446,7 +447,7 @@ def _split_of(found: Mapping[str, Dataset], split: str, what: str, *, section: s
 
 
 def _checked(rows: Iterable[Mapping[str, Any]], what: str) -> Iterable[Mapping[str, Any]]:
-    """Yield the rows. Raises: BadTaskFile if reading them fails."""
+    """Yield the rows. Raises: BadTaskFile if a row cannot be read."""
     try:
         yield from rows
     except _UNREADABLE as error:
@@ -461,7 +462,7 @@ def _entries(
     *,
     section: str,
 ) -> dict[str, str]:
-    """Return the column of each entry of a task's data.
+    """Return, for each entry of a task's data, the name of the column that has its values.
 
     Raises: BadTaskFile if a column is missing.
     """

@@ -56,13 +56,14 @@ class Judgement:
     score: float
     reply: str
     num_tokens: int
-    """Number of tokens in question and reply together; 0 for a kept or shared reply."""
+    """Number of tokens in question and reply together; 0 if the reply is from the cache or from an
+    equal question that was pending."""
     cost: float
-    """Cost in the currency of the prices; 0 for a kept or shared reply."""
+    """Cost in the currency of the prices; 0 where `num_tokens` is 0."""
 
 
 class Judge:
-    """One judge of one process. Several event loops may use the judge, but not at the same time.
+    """A client of the model that judges. Several event loops may use it, but not at the same time.
 
     Like a `RewardFunction`, it has `name`, `weight`, `check` and `score`.
     """
@@ -223,7 +224,7 @@ class Judge:
 
 
 def _count(value: object) -> int:
-    """Return a number of tokens that a service reports; 0 if the value is not a count."""
+    """Return a number of tokens in a service's answer; 0 if the value is not such a number."""
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
 
@@ -250,7 +251,7 @@ class _Line:
         self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
     def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
-        """Remove an ended request, and read its error in case that no caller is left to do so."""
+        """Remove an ended request; read its error, as asyncio warns of errors that nobody reads."""
         self.pending.pop(key, None)
         if not request.cancelled():
             request.exception()

@@ -1,11 +1,11 @@
 """Tools of MCP servers, over stdio or HTTP, by the protocol's own client.
 
-A server is opened once for each process and event loop, and all episodes there call its tools. If
-its state belongs to the episode, it is opened once for each episode. Its client lives in one task,
-as the client requires. A call whose server is gone, or no longer answers, raises `ServerLost`, and
-the next episode opens the server again. A server over stdio ends with the process that opened it,
-even if that process is killed (`server_keeper`). `actors.environment.builtin.tools` uses this
-module, which imports the package `mcp` only if a server is configured.
+A server is opened once for each process and event loop, and all episodes there call its tools; with
+the option `per: episode`, it is opened for each episode. One asyncio task opens and closes the
+server's client, as the client requires. A call whose server is gone, or no longer answers, raises
+`ServerLost`, and the next episode opens the server again. A server over stdio ends with the process
+that opened it, even if that process is killed (`server_keeper`). `actors.environment.builtin.tools`
+uses this module, which imports the package `mcp` only if a server is configured.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class McpTool:
 
 
 class McpServer:
-    """One server, opened at its first use and again after it was lost."""
+    """A connection to one server, opened at the first use and again after the server was lost."""
 
     def __init__(self, name: str, options: ServerOptions) -> None:
         self._options = options
@@ -164,7 +164,10 @@ class McpServer:
             await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
 
     async def _ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the server's answer to a client's question. Raises: ToolFailed; ServerLost."""
+        """Send the server a request, and return the answer. Raises: ToolFailed; ServerLost.
+
+        question: a function that sends the request by a method of the client.
+        """
         import anyio
         import httpx2
         from mcp import MCPError
@@ -199,7 +202,7 @@ class McpServer:
         return code in {CONNECTION_CLOSED, *over_http}
 
     def _opened_now(self) -> _Opened:
-        """Return the open client, or a client that begins to open."""
+        """Return the future of an open client; begin to open one if none is open."""
         if self._keeper is None or self._keeper.done() or self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._opened))
@@ -285,14 +288,14 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Servers] = WeakKeyDictio
 
 
 def server_of(name: str, options: ServerOptions) -> McpServer:
-    """Return the server of this event loop with this name and these options."""
+    """Return this event loop's server with this name and these options; all callers share it."""
     own = _servers.setdefault(asyncio.get_running_loop(), {})
     return own.setdefault((name, options), McpServer(name, options))
 
 
 @asynccontextmanager
 async def _target(options: ServerOptions, stderr: ServerStderr) -> AsyncIterator[Any]:
-    """Yield the transport that the protocol's client connects to."""
+    """Yield what the MCP client connects to: the server's process or its address."""
     from mcp.client.stdio import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 

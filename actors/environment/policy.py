@@ -35,8 +35,8 @@ class GenerateRequest:
     max_tokens: int
     """Maximum number of tokens to sample, at least 1."""
     temperature: float
-    """Sampling temperature; 0 for greedy sampling. In training it is the setting of the rollouts,
-    or the setting of the mixture's part."""
+    """Sampling temperature; 0 for greedy sampling. In training it is a setting of the
+    rollouts, or of the part of a mixture."""
     deadline_s: float
     """Seconds that the call may take, from its start to its end."""
     cache_salt: str | None = None
@@ -56,7 +56,7 @@ class GenerateRequest:
     for thinking; if there are no tools, only for thinking. None: the reply is not parsed."""
 
     def salted(self, salt: str) -> str:
-        """Return the salt for the engine's prefix cache; two tenants never get the same salt."""
+        """Return the engine's cache salt for this request: `salt`, made unique to the tenant."""
         # No tenant's name contains a slash.
         return f"{self.tenant}/{salt}"
 
@@ -102,13 +102,14 @@ class GenerateReply:
     replica: str = ""
     """The replica that sampled this reply and should get the trajectory's next request."""
     expert_indices: ExpertIndices | None = None
-    """[R, L, K] uint8 or int16, as `Turn.expert_indices`; None: not recorded."""
+    """[R, L, K] uint8 or int16: the K experts that each of L routed layers chose for the first R
+    tokens. None: not recorded."""
     parsed: ParsedReply | None = None
     """The parsed reply; None if the request had no `tools`."""
 
 
 class PolicyClient(Protocol):
-    """The interface of the inference deployment that the turn loop uses."""
+    """The inference deployment, as the turn loop uses it."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Sample one turn, and return the reply.
@@ -128,7 +129,7 @@ class UnusableReply(Exception):
 
 
 def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
-    """Return the turn of a request and its reply, after a check of the reply.
+    """Check a reply; return the turn that the request's prompt and the reply make.
 
     Raises: UnusableReply if no token was sampled (outcome empty), if `find_misalignment` finds a
     fault or a log-probability is not finite (outcome misaligned), or if the request has tools and

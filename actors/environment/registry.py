@@ -153,7 +153,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether the class makes instances; a TypedDict makes plain dicts."""
+    """Return whether calling a class of options makes an instance; a TypedDict makes a dict."""
     return not issubclass(section, dict)
 
 

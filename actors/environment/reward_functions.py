@@ -206,7 +206,10 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns, copied unless a worker is called, which copies them anyway."""
+        """Return copies of the columns, so that the function cannot change the task's data.
+
+        If a worker runs the function, return the columns themselves: pickling copies them.
+        """
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {
@@ -280,7 +283,11 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Return a function's value as a Score. Raises: RewardError if the value is not a score."""
+        """Convert the value that the function returned for one answer to a Score.
+
+        index, count: position of the answer in the call, and the call's number of answers.
+        Raises: RewardError if the value is not a score.
+        """
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)
@@ -385,7 +392,10 @@ def _sendable(found: Any) -> Any:
 
 
 class _Kind(str):
-    """The type of a value that is not a score, sent in its place; some values cannot be pickled."""
+    """The name of a value's type, which a worker returns if the value is not a score.
+
+    The value itself might not be picklable.
+    """
 
     __slots__ = ()
 
@@ -442,7 +452,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Return a function, loaded once in each process, because each episode makes an environment."""
+    """Load a reward function, once in each process, because each episode makes an environment."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:
@@ -542,7 +552,7 @@ def method_as_reward(
 
 
 def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:
-    """Return a function with the arguments that it takes, read from its signature."""
+    """Make a `RewardFunction` of a function, with the arguments in the function's signature."""
     named = _arguments(function)
     parameters = inspect.signature(function).parameters.values()
     takes_lists = bool(named.keys() & {"completions", "environments"})

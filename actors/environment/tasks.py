@@ -52,7 +52,7 @@ class TaskSource(Protocol):
     """An unlimited sequence of training tasks, and held-out tasks that training never sees."""
 
     def task(self, index: int) -> Task:
-        """Return the training task of an index, 0 or more."""
+        """Return the training task at an index, which is 0 or more."""
         ...
 
     def held_out(self, count: int) -> list[Task]:
@@ -114,7 +114,7 @@ class PackedTasks(Sequence[Task]):
     """A list of tasks, stored as JSON in one buffer; each access makes a new Task object.
 
     Task objects of 100,000 rows would be a million objects, which each garbage collection visits.
-    Invariant: the buffer only grows, so that selections can share it.
+    Invariant: the buffer only grows, so that selections (`selected`) can share it.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
@@ -129,7 +129,7 @@ class PackedTasks(Sequence[Task]):
             self.append(task)
 
     def append(self, task: Task) -> None:
-        """Add a task to the end of the list, which must not be a selection."""
+        """Add a task to the end of the list, which must not be the result of `selected`."""
         assert isinstance(self._order, range)
         start = len(self._buffer)
         self._buffer += task.task_id.encode("utf-8", "surrogatepass")
@@ -210,7 +210,7 @@ class FileTasks:
 
         Args: held_out: a list from which to take the held-out tasks, by the same hash; None to take
         them from `tasks`.
-        Raises: ValueError if there are too few.
+        Raises: ValueError if there are too few tasks.
         """
         if held_out is None and not 0 <= num_held_out < len(tasks):
             raise ValueError(
@@ -276,9 +276,9 @@ class FileTasks:
 class MixedTasks:
     """Tasks of several sources by weight, evenly spread, each under its source's name.
 
-    Task k has the same source in every process and after every restart. Among n consecutive tasks
-    n w_i / W are from source i, to within two. The tasks of a source keep their order, without
-    gaps.
+    Task k has the same source in every process and after every restart. Among n consecutive tasks n
+    w_i / W are from source i, to within two (w_i: the source's weight, W: the sum of all weights).
+    The tasks of a source keep their order, without gaps.
     """
 
     def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:

@@ -61,7 +61,9 @@ def visible_text(text: str) -> str:
 
 
 def split_thought(content: str) -> tuple[str | None, str]:
-    """Split a content into the thought at its beginning and the rest, for any family's marks.
+    """Split a content into the thought at its beginning and the rest.
+
+    The markers of thoughts of all known model families are recognised.
 
     Returns: the thought, stripped (None if there is none), and the rest.
     Example: split_thought("<think>hm</think>4") -> ("hm", "4")

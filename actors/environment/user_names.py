@@ -1,7 +1,8 @@
 """Find a user's functions and classes by name, which is FILE.py:NAME or package.module:NAME.
 
-A file is below the directory in which the command is started, which is on the import path of every
-process of the run. Reward functions, tools and the sources that a run keeps are found here.
+FILE.py is below the directory in which the command is started; every process of the run has this
+directory on its import path. Reward functions, tools and the sources that a run keeps are found by
+this module.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class BadName(ValueError):
 
 
 def module_of(text: str, *, what: str) -> str:
-    """Return the module of a name. what: the option that has the name, for the error's text.
+    """Return the module in a name such as FILE.py:NAME.
 
+    what: the option that has the name, for the error's text.
     Raises: BadName if the name has another form.
     Example: rewards/my.py:score -> rewards.my
     """
@@ -71,7 +73,9 @@ def is_importable(name: str) -> bool:
 
 
 def find(text: str, *, what: str) -> Any:
-    """Import and return the object of a name. what: as for `module_of`.
+    """Import and return the function, class or other object that has a name.
+
+    what: the option that has the name, for the error's text.
 
     Raises: BadName if there is no such object.
     """
@@ -120,7 +124,7 @@ def _not_found(place: str, error: ModuleNotFoundError) -> str:
 
 
 def _names_in(owner: Any, part: str) -> str:
-    """Return a hint for a `part` that `owner` lacks: a similar name, or all names."""
+    """Return a hint if `owner` has no attribute `part`: a similar name, or all names."""
     # `getattr` may run a property, or import the modules of a package that loads them on demand.
     found = {name: inspect.getattr_static(owner, name, None) for name in dir(owner)}
     known = [name for name, value in found.items() if callable(value) and name[0] != "_"]
@@ -173,7 +177,7 @@ def hides_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:
-    """Raise BadName if Python imports a module from another file by the file's name."""
+    """Raise BadName if Python imported the module of a name from another file than FILE.py."""
     if not place.endswith(".py") or not (file := Path(place)).is_file():
         return
     found = getattr(module, "__file__", None)

@@ -191,7 +191,11 @@ class _ForkServer:
 
 
 def _become_worker(end: int, server: int, *, max_bytes: int, is_loop: bool) -> None:
-    """Answer calls until the socket closes, then end this process."""
+    """Turn this process, which was just forked, into a worker that answers calls.
+
+    It ends when its socket closes.
+    Args: end: file descriptor of the worker's socket. server: process id of the fork server.
+    """
     die_with(server, signal.SIGKILL)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
@@ -243,7 +247,7 @@ class _Worker:
             tasks[number].add_done_callback(partial(_forget, tasks, number))
 
     def _begun(self, message: bytes) -> tuple[Any, ...] | None:
-        """Read a message, and return its call.
+        """Read a message, and return the call that it asks for.
 
         Returns: the call's number, the function's name, the arguments, and whether to keep the
         answer in this process. None if there is nothing to call, because the message could not be
@@ -329,7 +333,7 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
 
 
 class _Unpickler(pickle.Unpickler):
-    """A reader of calls that replaces references by the kept values."""
+    """A reader of calls, which replaces each `workers.Held` by the value that the worker keeps."""
 
     def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:
         super().__init__(file)

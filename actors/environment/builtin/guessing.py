@@ -77,7 +77,7 @@ class GuessingOptions:
 
 
 class GuessingEnvironment:
-    """A game with a secret from low to high, and max_guesses guesses.
+    """A game: guess a secret number from low to high in max_guesses guesses.
 
     A text without exactly one number of the range is malformed: it is answered with a reminder and
     costs a guess. Components of the reward: `hit` is 1 if the guess is the secret, otherwise 0.
@@ -136,7 +136,7 @@ class GuessingEnvironment:
         return self._say(LOWER)
 
     def _is_ruled_out(self, guess: int | None) -> bool:
-        """Return whether the hints so far exclude a number of the range."""
+        """Return whether the hints so far exclude a guess; False for a malformed guess."""
         if guess is None or not self._options.low <= guess <= self._options.high:
             return False
         return not self._lowest <= guess <= self._highest

@@ -86,7 +86,7 @@ class GymnasiumData:
     __pydantic_config__ = STRICT
 
     kwargs: JsonObject = field(default_factory=dict)
-    """More kwargs of gymnasium.make."""
+    """Arguments of gymnasium.make for this task, besides the option kwargs."""
     options: JsonObject = field(default_factory=dict)
     """Options of the environment's reset."""
 
@@ -149,7 +149,8 @@ class _Game:
     def begin(self, seed: int, data: Mapping[str, Any]) -> str:
         """Begin an episode; return the first observation as text.
 
-        Raises: ValueError if a space cannot be played in text, or the names do not fit.
+        Raises: ValueError if a space cannot be played in text, or if the names of the actions do
+        not fit the action space.
         """
         gym = import_gymnasium()
         self.close()

@@ -53,9 +53,9 @@ NO_TOOLS = (
     "tasks.options.tools out, and name the action's field in action_field"
 )
 ACTION_FIELD = "message"
-# Errors of a field that the configuration causes, not the policy's text.
+# The types of faults in a field that the configuration causes, not the policy's text.
 _WRONG_FIELDS = {"missing", "extra_forbidden"}
-# OpenEnv's kinds of failed calls: first the kinds that the policy causes, then the server's.
+# OpenEnv's types of failed calls: first those that the policy causes, then the server's.
 _MALFORMED_CALLS = {"invalid_args", "tool_not_found"}
 _TRANSPORT = "transport_error"
 
@@ -176,7 +176,11 @@ class OpenEnvEnvironment:
     def _scored(
         self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
     ) -> StepResult:
-        """Combine a turn's steps on the server into the turn's result. Raises: RewardError."""
+        """Combine the server's answers to a turn's steps into the turn's result.
+
+        messages: messages for the policy; left out if the episode has ended.
+        Raises: RewardError if the episode has ended without any reward.
+        """
         rewards = [answer["reward"] for answer in answers if answer.get("reward") is not None]
         is_over = any(answer.get("done") for answer in answers)
         self._was_rewarded |= bool(rewards)
@@ -191,7 +195,7 @@ class OpenEnvEnvironment:
         )
 
     async def _listed(self) -> tuple[ToolSchema, ...]:
-        """Return the environment's tools. Raises: ValueError if there are none."""
+        """Ask the server for the environment's tools. Raises: ValueError if there are none."""
         try:
             answer = await self._session.step({"type": "list_tools"})
         except _Refused as refused:
@@ -246,7 +250,10 @@ class OpenEnvEnvironment:
         )
 
     def _shown(self, answer: Mapping[str, Any]) -> str:
-        """Return the observation as text. Raises: ValueError if it lacks `observation_field`."""
+        """Return the observation in a server's answer as text for the policy.
+
+        Raises: ValueError if the observation lacks the option `observation_field`.
+        """
         seen: Any = answer.get("observation")
         if self._options.observation_field is not None:
             for name in self._options.observation_field.split("."):
@@ -262,7 +269,10 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether all faults are in the policy's text, and not in a configured field."""
+        """Return whether the policy's text, not the configuration, caused a refusal.
+
+        faults: the faults of the refused action, as pydantic reports them.
+        """
         return self._options.action_field is None or all(
             _name_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
@@ -270,7 +280,9 @@ class OpenEnvEnvironment:
 
 
 def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return a call's result as text for the policy, and whether the call was malformed.
+    """Return a tool call's result as text for the policy, and whether the call was malformed.
+
+    seen: the observation with which the server answers the call.
 
     Raises: ValueError if the environment could not reach its tool.
     """
@@ -335,10 +347,10 @@ class _Session:
         self._connection: ClientConnection | None = None
 
     async def begin(self, reset: Mapping[str, Any], *, wait_s: float) -> Mapping[str, Any]:
-        """Open a session and reset its environment, waiting for a free one.
+        """Open a session and reset its environment; wait up to wait_s for a free session.
 
         Returns: the first observation, with the fields observation, reward and done.
-        Raises: ConnectionError; ValueError for an error of the server.
+        Raises: ConnectionError; ValueError if the server reports an error or has no free session.
         """
         give_up = time.monotonic() + wait_s
         while True:
@@ -387,7 +399,7 @@ class _Session:
             ) from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message and return the observation that answers it.
+        """Send a message of a kind (reset or step), and return the observation that answers it.
 
         Raises: _Refused, _Full; ValueError for another error of the server; ConnectionError.
         """
@@ -414,7 +426,7 @@ class _Session:
 
 
 def _name_of(fault: Mapping[str, Any]) -> str:
-    """Return the name of the field that an error of pydantic concerns."""
+    """Return the name of the field at fault in an error that pydantic reports."""
     return str(next(iter(fault.get("loc") or ()), ""))
 
 

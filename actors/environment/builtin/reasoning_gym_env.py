@@ -1,4 +1,4 @@
-"""Adapter for reasoning-gym: procedural tasks that the family's own `score_answer` grades.
+"""Adapter for reasoning-gym: families of procedural tasks, each with its own `score_answer`.
 
 A task's data has `family` and either the item itself (`question`, `answer`, `metadata`, as `rayloom
 tasks` writes them) or the numbers that generate it (`seed`, `index`); `config` has the family's
@@ -96,7 +96,7 @@ def extract_answer(text: str) -> str:
 
 
 def _make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int) -> Any:
-    """Make the family's data set. Raises: ValueError for an unknown family or a bad config."""
+    """Make a data set of a family. Raises: ValueError for an unknown family or a bad config."""
     gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
@@ -132,7 +132,7 @@ class ReasoningGymData:
     __pydantic_config__ = STRICT
 
     family: str
-    """The family, such as chain_sum."""
+    """The family of tasks, such as chain_sum."""
     config: JsonObject = field(default_factory=dict)
     """Options of the family's generator."""
     index: Annotated[int, Ge(0)] = 0
@@ -148,7 +148,7 @@ class ReasoningGymData:
 
 
 class ReasoningGymEnvironment:
-    """One question with up to `max_attempts` answers."""
+    """An environment that asks one question and takes up to `max_attempts` answers."""
 
     data_schema = ReasoningGymData
 
@@ -254,7 +254,10 @@ def _load(task: Task) -> tuple[Any, Item]:
 
 @lru_cache(maxsize=256)
 def _scorer(family: str, config_json: str) -> Any:
-    """Return the family's scorer; scores depend on item and configuration, not on a seed."""
+    """Return a data set whose `score_answer` scores answers to any item of the family.
+
+    The score depends on the item and the family's configuration, and not on a seed.
+    """
     return _make_dataset(family, config=json.loads(config_json), seed=0, size=1)
 
 

@@ -71,7 +71,7 @@ class SingleTurnOptions:
 
 
 class SingleTurnEnvironment:
-    """One task's prompt and answer."""
+    """An environment that shows one prompt and scores the one answer."""
 
     data_schema = PROMPT_DATA
 
@@ -126,7 +126,7 @@ class SingleTurnEnvironment:
         return _with_one_system([*system, *map(chat_message, chat)])
 
     async def step(self, action: Action) -> StepResult:
-        """Score the answer. Raises: RewardError."""
+        """Score the answer, which ends the episode. Raises: RewardError if there is no score."""
         try:
             return await self._scored(action.text)
         except RewardError as error:
@@ -150,7 +150,7 @@ class SingleTurnEnvironment:
 
         A group function is called with a group of two rollouts, which both have this answer.
 
-        Raises: RewardError if there is no score; any exception that the function raises.
+        Raises: RewardError if the function returns no score; any exception that it raises itself.
         """
         if isinstance(function, RewardFunction) and function in self._group_functions:
             return (await function.score_group([completion, completion], self._columns))[0]
@@ -177,7 +177,7 @@ class SingleTurnEnvironment:
         return {}
 
     async def _scored(self, completion: str) -> StepResult:
-        """Score an answer by every function. Raises: RewardError."""
+        """Score an answer by every function. Raises: RewardError if there is no score."""
         scores: _Scores = {}
         for function in self._functions:
             with _as_missing_score(function):
@@ -228,7 +228,11 @@ class SingleTurnEnvironment:
         )
 
     def _answer_in(self, text: str) -> str | None:
-        """Return the answer in a text; None if the pattern finds none. Raises: RewardError."""
+        """Return the answer that `answer_pattern` finds in a text, or the text if none is set.
+
+        Returns: None if the pattern finds nothing. Raises: RewardError if the search does not
+        end in time.
+        """
         if self._answer_pattern is None:
             return text
         return last_of(self._answer_pattern, text, what="answer_pattern")
@@ -237,7 +241,7 @@ class SingleTurnEnvironment:
         """Return the components of the reward.
 
         If one function is configured, the components are the parts of its score. If several are
-        configured, the components are each function's value and parts, by its name.
+        configured, each function's value is the component NAME, and its parts are NAME.PART.
         """
         known = {
             function: score.value for function, score in scores.items() if score.value is not None
@@ -289,11 +293,11 @@ def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
 
 
 def chat_message(row: Mapping[str, Any]) -> Message:
-    """Return a message of a data set's chat in OpenAI's form, with its calls and names.
+    """Make a `Message` of a message in OpenAI's form, as chats in data sets have them.
 
     The role `developer` becomes `system`; parts of text are joined.
-    Raises: ValueError for a call that cannot be read, for a part on a message of another role, and
-    for a part that is no text, such as images.
+    Raises: ValueError for a call that cannot be read, for a field that only another role may have,
+    and for content that is not text, such as images.
     """
     if row.get("function_call"):
         raise ValueError(

@@ -66,7 +66,7 @@ class TextArenaOptions:
     """Further arguments of `textarena.make`."""
     opponent: UserCode | None = None
     """The opponent, a function from a text to a text, as FILE.py:FUNCTION; null: a game for one
-    player. Against an opponent the policy has the first seat if the task's seed is even, else the
+    player. Against an opponent the policy is the first player if the task's seed is even, else the
     second."""
     best_return: float | None = None
     """The highest possible return; null: unknown."""
@@ -157,14 +157,17 @@ class _Game:
         )
 
     def _num_refused(self) -> int:
-        """Return the number of moves in a row that the game refused from the current seat.
+        """Return the number of moves in a row that the game refused from the current player.
 
         The result is 0 if the game has its own state class that does not count them.
         """
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> StepResult:
-        """Return the result of a game that has ended. Raises: ValueError if there is no reward."""
+        """Return the last step's result of a game that has ended.
+
+        Raises: ValueError if the game gives the policy no reward.
+        """
         rewards, info = self._env.close()
         if not rewards or self._seat not in rewards:
             raise ValueError(
@@ -200,7 +203,11 @@ class _Game:
 
 
 def _format_observation(observation: Any, seat: int) -> str:
-    """Return an observation as text: a list of messages, or the text of a wrapped game."""
+    """Return an observation as text, without the moves of the player who is shown it.
+
+    observation: a list of messages or, if the game has wrappers, a text. seat: number of the
+    player.
+    """
     if isinstance(observation, str):
         return observation
     texts = []

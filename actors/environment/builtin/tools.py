@@ -82,12 +82,12 @@ class ToolsOptions(SingleTurnOptions):
 
 
 class ToolsEnvironment(SingleTurnEnvironment):
-    """One task's prompt, calls and answer."""
+    """An environment that shows one prompt, answers tool calls and scores the final answer."""
 
     def __init__(self, options: ToolsOptions) -> None:
         """Load the tools, and the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, BadTool.
+        Raises: BadRewardFunction or BadTool if one of them cannot be used.
         """
         found = load_tools(options.tools)
         self._function_tools = [each for each in found if isinstance(each, FunctionTool)]

@@ -91,7 +91,7 @@ _CHECK = DataCheck(schema_of(CodeSearchData))
 
 
 class CodeSearchEnvironment:
-    """One question about a repository."""
+    """An environment that asks one question about a repository."""
 
     data_schema = CodeSearchData
 
@@ -174,7 +174,7 @@ class CodeSearchEnvironment:
 
 
 def read_task(task: Task) -> CodeSearchData:
-    """Return the data of a task. Raises: ValueError."""
+    """Return the data of a task. Raises: ValueError if they do not fit `CodeSearchData`."""
     what = f"code_search: task {task.task_id}: "
     if problem := _CHECK.problem(task.data):
         raise ValueError(f"{what}{problem}")

@@ -62,7 +62,7 @@ class Repositories:
     def __init__(
         self, root: str, *, max_bytes: int, max_entries: int, unpack_limit_s: float
     ) -> None:
-        """Store the limits. max_bytes, max_entries: limits of one archive, as in `unpack`."""
+        """Store the limits. max_bytes, max_entries: limits of each archive."""
         self._root = root
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._unpack_limit_s = unpack_limit_s

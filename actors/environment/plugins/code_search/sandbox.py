@@ -33,10 +33,10 @@ class _Machine:
     openat: int
     mkdirat: int
     allowed: tuple[int, ...]
-    """read, write, close, fstat, lseek, mmap, mprotect, munmap, brk, rt_sigaction, rt_sigprocmask,
-    rt_sigreturn, pread64, sched_yield, mremap, madvise, getpid, exit, fcntl, gettimeofday,
-    getrusage, sigaltstack, gettid, futex, getdents64, restart_syscall, clock_gettime, exit_group,
-    newfstatat, getrandom, statx."""
+    """The numbers of the allowed system calls, in this order: read, write, close, fstat, lseek,
+    mmap, mprotect, munmap, brk, rt_sigaction, rt_sigprocmask, rt_sigreturn, pread64, sched_yield,
+    mremap, madvise, getpid, exit, fcntl, gettimeofday, getrusage, sigaltstack, gettid, futex,
+    getdents64, restart_syscall, clock_gettime, exit_group, newfstatat, getrandom, statx."""
 
 
 # fmt: off

@@ -91,7 +91,7 @@ def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, 
 
 
 class _Server:
-    """A server's process, used by one thread."""
+    """The process of one server, which only one thread uses."""
 
     def __init__(self, program: str) -> None:
         self._name = program.partition(".")[0]

@@ -107,7 +107,10 @@ def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
 
 
 class CodeTools:
-    """Search tools, usable as an asynchronous context manager; else call `close` or `aclose`."""
+    """The search tools of one directory of repositories.
+
+    Use it as an asynchronous context manager, or call `close` or `aclose` at the end.
+    """
 
     def __init__(self, settings: ToolSettings) -> None:
         self._settings = settings

@@ -108,7 +108,10 @@ class Index:
         self._ranking.index(words, show_progress=False)
 
     def search(self, query: str, *, most: int) -> list[Document]:
-        """Return documents that share a word with the query, best first, then by position."""
+        """Return up to `most` documents that share a word with the query, best first.
+
+        Documents with equal scores are in the order of the corpus.
+        """
         (words,) = self._words([query])
         words = [word for word in words if word in self._ranking.vocab_dict]
         if not words:

@@ -99,7 +99,7 @@ class RetrievalQaOptions(CorpusOptions):
 
 
 class RetrievalQaEnvironment:
-    """One question about the documents."""
+    """An environment that asks one question about the documents."""
 
     data_schema = RetrievalQaData
 

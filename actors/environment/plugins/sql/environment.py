@@ -166,7 +166,7 @@ class Execution:
     async def schema(self, database: Mapping[str, str], *, sample_rows: int, limit_s: float) -> str:
         """Return the statements of the tables and views, each with its first rows as comments.
 
-        Raises: as `query`.
+        Raises: the same errors as `query`.
         """
         request = {"query": None, "sample_rows": sample_rows, "max_rows": max(1, sample_rows)}
         answer = await self._ask(database, request, limit_s=limit_s)
@@ -192,7 +192,7 @@ class Execution:
 
 
 class SqlEnvironment:
-    """One question about a database."""
+    """An environment that asks one question about a database."""
 
     data_schema = SqlData
 

@@ -46,9 +46,9 @@ class SqlData:
     database: Annotated[str, MinLen(1)] = ""
     """Instead of schema: the name that replaces {database} in the option database_path."""
     query: Annotated[str, MinLen(1)] = ""
-    """A right query."""
+    """A query that answers the question."""
     rows: Annotated[Sequence[Sequence[float | str | None]], MaxLen(MAX_TRUE_ROWS)] = ()
-    """Instead of query: the rows that a right query finds."""
+    """Instead of query: the rows that are the answer."""
     is_ordered: bool | None = None
     """Whether rows in another order are wrong; null: they are wrong if query has an ORDER BY at its
     top level."""
@@ -83,7 +83,7 @@ class _Shop:
 
 
 def make_question(seed: int, *, level: int = 1) -> SqlData:
-    """Make the question of a seed.
+    """Make a database and a question about it, both determined by the seed.
 
     Args: level: from 1 to LEVELS; each level includes the questions of the lower levels.
     """
