@@ -56,7 +56,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a plain tree, after a check of all bounds and contradictions.
+    """Make a Config of a tree of plain values, after a check of all bounds and contradictions.
+
+    source: where the tree is from, for messages.
 
     Raises: ConfigError that names the problems.
     """
@@ -73,7 +75,7 @@ def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
 
 
 def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
-    """Return the configuration of `rayloom sft` in a plain tree, as `parse_config` does for a run.
+    """Make the configuration of `rayloom sft` of a tree, as `parse_config` does for a run.
 
     Raises: ConfigError that names the problems.
     """

@@ -84,7 +84,10 @@ def vocabulary_size(directory: Path) -> int | None:
 def check_prompt_ids(
     prompt: TokenIds, vocabulary: int | None, renderer: ChatRenderer, *, what: str
 ) -> None:
-    """Raise ConfigError if a prompt has a token of the tokenizer that the model lacks."""
+    """Raise ConfigError if a prompt has a token id that is not in the model's vocabulary.
+
+    vocabulary: number of the model's tokens; None if unknown. what: the prompt, for messages.
+    """
     highest = int(prompt.max(initial=0))
     if vocabulary is not None and highest >= vocabulary:
         raise ConfigError(
@@ -196,7 +199,7 @@ def check_architecture(
 
 @contextmanager
 def _refused_as(model: str) -> Iterator[None]:
-    """Turn the trainer's refusal of a model in the block into a ConfigError.
+    """Run a block, and raise a ConfigError if the trainer's code in it refuses the model.
 
     Args: model: name of the model for errors.
     """

@@ -60,9 +60,9 @@ def check_without_model(
 ) -> dict[str, Observation]:
     """Run the checks that need no model, and return the first observation of each environment.
 
-    Args: is_local: whether the run starts its own Ray on this machine; if not, the cluster's size
-    counts. trial: selects which of the user's own functions are called. tell: called with each
-    warning.
+    Args: is_local: whether the run starts its own Ray on this machine; if not, this machine's size
+    is not checked. trial: selects which of the user's own functions are called. tell: called with
+    each warning.
     Returns: the observations by the environment's name.
     Raises: ConfigError if a check fails.
     """

@@ -8,7 +8,7 @@ from typing import Literal
 from actors.limits import STRICT, Positive, Seconds
 
 Titles = Literal["train", "leave_out"]
-"""How to treat a turn that is certainly a title (docs/semantics.md): train it, or leave it out."""
+"""How to treat a turn that only names a conversation (a `title` in docs/semantics.md)."""
 Unsupported = Literal["refuse", "ignore"]
 SystemMessages = Literal["merge", "refuse"]
 
@@ -35,7 +35,7 @@ class SessionSettings:
     unsupported: Unsupported = "refuse"
     """How to handle a parameter that a session cannot obey, if the answer has the same form without
     the parameter (a forced tool_choice, a JSON schema, logit_bias). refuse: answer 400 with its
-    name; ignore: sample without the parameter, and count it in the session's view.
+    name; ignore: sample without the parameter, and count it in the session's field `ignored`.
     """
     max_body_mib: Positive = 48
     """Largest body of a request in MiB; it also limits uploaded trajectories."""

@@ -134,7 +134,7 @@ def open_sets(
 
     For a mixture, return one set with the held-out tasks of each part.
 
-    Args: tasks: the run's tasks. model_path, tell: see `open_tasks`.
+    Args: tasks: the run's tasks. model_path, tell: the arguments of `open_tasks`.
     Raises: ConfigError if a set's tasks cannot be read.
     """
     if isinstance(tasks, MixedTasks):
@@ -179,7 +179,7 @@ def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
 
 @contextmanager
 def _named_refusals(name: str) -> Iterator[None]:
-    """Add the name of a part of the mixture to the message of a ConfigError in the block."""
+    """Run a block; put the name of a part of the mixture into a ConfigError that it raises."""
     try:
         yield
     except ConfigError as error:
@@ -230,7 +230,7 @@ def _check_environment(tasks: PackedTasks, config: Config, *, key: str) -> None:
 def _read(
     settings: TasksSettings, checks: Mapping[str, DataCheck]
 ) -> tuple[PackedTasks, PackedTasks | None]:
-    """Return the training tasks, and the evaluation split or None.
+    """Return the training tasks, and the tasks of evaluation_split; None if it is not set.
 
     Raises: BadTaskFile if a file or data set cannot be used.
     """
@@ -346,7 +346,7 @@ def check_prompt(
     """Check that the first prompt can be rendered and leaves room for an answer.
 
     If prompts are known in advance, it is enough that one prompt fits. observation: the first
-    observation of the environment; `config` must not be a mixture. tell: as for `open_tasks`.
+    observation of the environment; `config` must not be a mixture. tell: called with each warning.
     Raises: ConfigError if the prompt cannot be rendered or does not fit.
     """
     if _first_messages(config) is not None:
@@ -367,7 +367,7 @@ def check_prompt(
 def first_observations(config: Config) -> dict[str, Observation]:
     """Return the first observation of each environment, by the environment's name.
 
-    Raises: ConfigError as `first_observation`.
+    Raises: ConfigError if a first task cannot be begun.
     """
     if not config.mixture:
         return {config.tasks.environment: first_observation(config)}

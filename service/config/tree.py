@@ -284,7 +284,7 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Return the sampling of an evaluation, with the k of pass@k: 1, 2 and 4 for six samples."""
+    """Convert an evaluation's settings to `Sampling`; the k of pass@k are the powers of two."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,
@@ -441,7 +441,7 @@ class ServiceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Rayloom's configuration; a section's docstring is its description."""
+    """Rayloom's configuration; the docstring of a section's class is the section's description."""
 
     __pydantic_config__ = STRICT
 

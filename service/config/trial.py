@@ -50,7 +50,7 @@ class Trial:
     """Selection of the user's own code that is imported and called before the start."""
 
     begins: bool = True
-    """Whether the first task of each environment is begun."""
+    """Whether to begin the first task of each environment."""
     functions: bool = True
     """Whether functions are called."""
     judges: bool = False
@@ -228,7 +228,8 @@ class _Trials:
     def _take(self, ours: Connection, process: subprocess.Popen[bytes], dump: IO[bytes]) -> bool:
         """Process the child's next message, and return whether more messages are expected.
 
-        Raises: ConfigError as `follow_child`; EOFError if the child has ended.
+        Raises: ConfigError if the child reports a refusal, or fails outside of a call; EOFError if
+        the child has ended.
         """
         started = time.monotonic()
         end = started + self._limit_s

@@ -104,7 +104,8 @@ def _try_all(request: Request, said: Connection) -> None:
             own = ", ".join(tasks.own_names(member.tasks)) or member.tasks.environment
             said.send(("doing", (what, f"import {own}", request.import_limit_s)))
             tasks.maker(member)
-            # The limits inside of the child pass first, and their errors name the place.
+            # This limit is that of the parent. The limits in this child are shorter, so that they
+            # pass first: their errors name the place.
             limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
             if trial.begins and name not in request.begun:
                 said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
@@ -117,7 +118,10 @@ def _try_all(request: Request, said: Connection) -> None:
 
 
 def _send_begun(name: str, observation: Observation, said: Connection) -> None:
-    """Send a first observation. Raises: ConfigError if it cannot be pickled."""
+    """Send the parent an environment's first observation.
+
+    Raises: ConfigError if the observation cannot be pickled.
+    """
     try:
         said.send(("begun", {name: observation}))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -294,7 +298,10 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Score a group of two equal answers by an environment; return a tuple as `_fate_of` does."""
+    """Score a group of two equal answers by an environment.
+
+    Returns: how the call ended, a description of the problem, and 0.0 in place of a score.
+    """
     try:
         async with closing(environment.close):
             found = await environment.score_group(task, [text, text])
