@@ -118,10 +118,9 @@ class EnvironmentActor:
         gc.freeze()
 
     async def run(self) -> None:
-        """Take rollouts from the queue, play them and give the queue their trajectories, until
-        `stop`.
+        """Play rollouts of the queue, and give the queue their trajectories, until `stop`.
 
-        Raises: QueueUnreachable; RuntimeError if it runs already.
+        Raises: QueueUnreachable; RuntimeError if `run` is running already.
         """
         scoring = [asyncio.create_task(each.run()) for each in self._scorings]
         try:
@@ -261,7 +260,10 @@ class EnvironmentActor:
         temperature: float | None = None,
         kept: KeptTokens | None = None,
     ) -> Trajectory:
-        """Play one rollout. An evaluation sets temperature and kept; None means as in training."""
+        """Play one rollout.
+
+        temperature, kept: set by an evaluation; None uses the settings of training.
+        """
         name = assignment.task.environment
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts

@@ -1,13 +1,13 @@
 """Make training samples of the chats in a data set, for imitation of the assistant's replies.
 
 A row has `messages` in OpenAI's form, and `tools` if the chat has them. Each reply of the assistant
-becomes a turn. Its prompt is the chat before it, rendered with the generation prompt, as for an
-engine; its tokens are the rest of the rendering that ends with the reply, up to the token at which
-an engine stops. Invariants: the tokens of a reply are found by comparing token ids, never by a
-search in the text; a reply whose prompt is not the beginning of its rendering is refused; each
-reply is trained exactly once. Turns are merged as in `sample_builder`, so a template that renders
-earlier replies differently (without their thoughts, for example) begins a new sample. The command
-`rayloom sft` uses this module.
+becomes a turn. The turn's prompt is the chat before the reply, rendered with the generation prompt,
+as for an engine; the turn's sampled tokens are the rest of the rendering that ends with the reply,
+up to the token at which an engine stops. Invariants: the tokens of a reply are found by comparing
+token ids, never by a search in the text; a reply whose prompt is not the beginning of its rendering
+is refused; each reply is trained exactly once. Turns are merged as in `sample_builder`, so a
+template that renders earlier replies differently (without their thoughts, for example) begins a new
+sample. The command `rayloom sft` uses this module.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, a directory (written by
 `datasets.save_to_disk`, or with a data set's files), or a name on the Hugging Face hub. Files other
 than Parquet may be compressed by gzip (`.jsonl.gz`). The `datasets` library reads data sets, except
-single files of JSON or CSV: it gives a column one type, and would turn the text "007" into a
-number. Values of a CSV file are texts, and spaces around the names in its first line are removed. A
-column becomes an entry of the task's data, unless its name is empty; `task_id` and `seed` also
+single files of JSON or CSV: the library gives a column one type, and would turn the text "007" into
+a number. Values of a CSV file are texts, and spaces around the names in its first line are removed.
+A column becomes an entry of the task's data, unless its name is empty; `task_id` and `seed` also
 become the task's id and seed. A row without an id gets an id by its content, so that the same rows
 in any order are the same tasks. The configuration uses this module.
 """
@@ -490,7 +490,7 @@ def _task(
     where: str,
     section: str,
 ) -> Task:
-    """Return a row's task. taken: the entries that its data may have; None allows every entry."""
+    """Return a row's task. taken: the entries that task data may have; None allows every entry."""
     own, data = row, row
     if "task_id" in row or "seed" in row:
         own = {name: value for name, value in row.items() if name not in _OWN}

@@ -20,7 +20,7 @@ from actors.types import RolloutAssignment, Sample, Task, TokenIds, Trajectory, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """Tasks that are evaluated together."""
+    """A set of tasks that is evaluated, with the sampling of the tasks."""
 
     name: str
     """The name of the set; empty: the run's own held-out tasks."""

@@ -7,7 +7,7 @@
             query: Words to look for.
         \"\"\"
 
-The signature gives the schema that is shown to the policy, the docstring gives its descriptions.
+The signature gives the schema that is shown to the policy; the docstring gives the descriptions.
 Arguments are checked against the types and converted before the call. Each public method of a class
 is a tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
 `reset(**columns)` is called first, as with `environment_factory` of TRL's trainers. A function
@@ -54,7 +54,7 @@ _OWN = frozenset({"reset", "close", "get_reward"})
 
 
 class BadTool(ValueError):
-    """Raised if there is no such tool, or if its form cannot be described to a policy."""
+    """Raised if a tool does not exist, or if its signature cannot be described to a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class FunctionTool:
                 thread.
 
         Raises: BadArguments if the arguments do not fit; CallTimedOut; CallFailed if the tool
-            raises; WorkerLost if the worker that keeps its instance has ended.
+            raises; WorkerLost if the worker that keeps the tool's instance has ended.
         """
         if self.instance is not None or workers.is_contained(self.target):
             return await self._call_in_worker(arguments, limit_s=limit_s)

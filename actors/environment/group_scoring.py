@@ -1,4 +1,4 @@
-"""Score the trajectories of a group together, once all of its rollouts have ended.
+"""Score the trajectories of a group together, once all rollouts of the group have ended.
 
 The group's reward for a trajectory is added to the trajectory's last turn. If the environment
 cannot score the group, each trajectory ends as `reward_error`. The trajectory queue gives such a
@@ -52,11 +52,11 @@ async def score_together(
     limit_s: float,
     stop: Sequence[str] = (),
 ) -> list[Trajectory]:
-    """Add the group's rewards to the trajectories, and return them.
+    """Score a group's answers together; return the trajectories with the group's rewards added.
 
-    A call that raises is repeated twice. A call that exceeds its limit is not repeated. If no
-    answer has a score after the last call, every trajectory has the outcome `reward_error`. If only
-    some answers have no score, only their trajectories have that outcome.
+    A call of `score_group` that raises is repeated up to twice; one that exceeds its limit is not
+    repeated. The trajectory of an answer without a score has the outcome `reward_error`; without
+    any scores, all trajectories have it.
 
     Args:
         limit_s: Seconds that one call of `score_group` may take.

@@ -128,9 +128,10 @@ class Judge:
     async def _ask_and_keep(
         self, key: str, question: Mapping[str, Any], line: _Line
     ) -> tuple[str, int, int]:
-        """Send a question, and return the reply and its numbers of tokens.
+        """Send a question; return the reply, and the numbers of prompt and completion tokens.
 
-        A reply with a score is kept for equal questions, even if no caller waits any longer.
+        The cache keeps a reply with a score, even if no caller waits for the reply any longer.
+        key: the question's key in the cache.
         """
         found = await self._ask(question, line)
         with suppress(RewardError):
@@ -156,7 +157,7 @@ class Judge:
         )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Return the reply and its numbers of tokens in and out.
+        """Send a question, with retries; return the reply and its numbers of tokens in and out.
 
         Raises: RewardError if all attempts fail.
         """

@@ -221,6 +221,8 @@ class McpServer:
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
         """Close a lost server unless another caller has closed it; return the ServerLost to raise.
 
+        opened: the future of the lost client. what: what happened to the server, for the error.
+
         The next use opens the server again. This function waits until the server is closed: if the
         event loop ended in the middle, the closing would never end.
         """
@@ -229,7 +231,10 @@ class McpServer:
         return ServerLost(f"{self._where} {what}{self._stderr.last_lines()}")
 
     async def _keep(self, opened: _Opened) -> None:
-        """Keep the client open until this task is cancelled, and close it in this task."""
+        """Open the client, keep it open until this task is cancelled, then close it in this task.
+
+        opened: the future that gets the open client and the tools, or the error.
+        """
         from mcp import Client
 
         try:
@@ -328,8 +333,8 @@ def _found(command: Sequence[str]) -> list[str]:
 def _kept(command: Sequence[str]) -> list[str]:
     """Return the command of a `server_keeper` that ends the server's processes with this process.
 
-    On systems without pidfd, return the server's own command; the protocol requires a server to end
-    with its input.
+    On systems without pidfd, return the server's own command; by the protocol a server has to end
+    when its standard input closes.
     """
     if not hasattr(os, "pidfd_open"):
         return list(command)

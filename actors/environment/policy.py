@@ -1,4 +1,4 @@
-"""The interface from actors to the inference deployment, in which turns are token ids.
+"""The interface from environment actors to the inference deployment; turns are token ids.
 
 `service.inference` implements it over Ray Serve; tests replace it with a ten-line fake.
 `check_reply` checks each reply; the turn loop trusts the replies that pass.

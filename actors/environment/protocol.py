@@ -308,7 +308,8 @@ class StepResult:
     """The policy's answer so far, as a text that is equal for equal answers. An evaluation's
     majority vote counts the episode's last answer. None: no new answer."""
     state_key: str | None = None
-    """The key of the state that the action led to, as in `Observation`."""
+    """A text that is equal for equal states; this one is for the state after the action. None: the
+    state is the observation's tokens."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)

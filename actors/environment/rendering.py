@@ -67,8 +67,8 @@ def load_renderer(
 ) -> ChatRenderer:
     """Return a renderer of a model's chats.
 
-    Args: model: a directory or hub name. chat_template: as for `load_tokenizer`; None uses the
-    model's own.
+    Args: model: a directory or hub name. history: how earlier turns appear in a prompt.
+    chat_template: Jinja text, or RAW for raw prompts; None uses the model's own.
     Raises: OSError or ValueError if the tokenizer cannot be loaded.
     """
     tokenizer = load_tokenizer(model, chat_template=chat_template)

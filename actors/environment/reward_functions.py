@@ -70,7 +70,7 @@ MAX_PARTS, MAX_NAME = 64, 128
 
 
 class BadRewardFunction(ValueError):
-    """Raised if there is no such function, or it cannot be called as a reward function."""
+    """Raised if a function does not exist, or cannot be called as a reward function."""
 
 
 class NoScore(RewardError):
@@ -545,8 +545,8 @@ def method_as_reward(
     The method may name the arguments of a reward function that it needs, or none.
 
     Args:
-        target: Name of the method, as `RewardFunction.target`; only for an instance in a worker.
-        instance: The instance, as `RewardFunction.instance`; only for an instance in a worker.
+        target: The name by which a worker finds the method; empty if no worker is used.
+        instance: The instance that a worker keeps (a `workers.Held`); None if no worker is used.
     """
     return replace(_as_called(name, method, weight=1.0), target=target, instance=instance)
 

@@ -119,7 +119,7 @@ class SampleBuilder:
         """Append the environment's last observation to the sample of the last turn.
 
         Args: prompt: the prompt of the turn that will not be sampled. If it extends the last turn's
-        sample, its new tokens end the sample, with mask 0; otherwise nothing is recorded.
+        sample, the prompt's new tokens end the sample, with mask 0; otherwise nothing is recorded.
         """
         newest = self._newest
         if newest is not None and newest.begins(prompt):

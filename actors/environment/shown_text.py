@@ -81,7 +81,7 @@ def said(messages: Sequence[Message]) -> Iterator[Said]:
 
 
 def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the same chat with marks instead of its texts; ids and names are not changed."""
+    """Return the chat with a unique mark in place of each text; ids and names stay the same."""
     return tuple(
         replace(
             message,

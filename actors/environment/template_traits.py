@@ -1,4 +1,4 @@
-"""Find what a model's chat template does, without vLLM: its form of calls and thoughts, its traits.
+"""Find the traits of a model's chat template without vLLM: its form of calls, thoughts and more.
 
 A form is recognised by its signs in the template's text, or in its rendering of a call. The
 engine's replica, which reads replies with vLLM's parser of the form, the gateway and the checks

@@ -55,7 +55,8 @@ _BEFORE = (".", "0", "a", "\n")
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> ChatTokenizer:
     """Return a model's tokenizer.
 
-    Args: path: A directory or hub name. chat_template: Template, as for `with_template`.
+    Args: path: A directory or hub name. chat_template: Jinja text; RAW for raw prompts; None to
+    keep the tokenizer's own template.
     Raises: OSError or ValueError if the tokenizer cannot be loaded.
     """
     return with_template(_loaded(path), chat_template)

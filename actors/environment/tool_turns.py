@@ -91,12 +91,13 @@ class ToolTurns(MalformedTurns):
         max_chars: int | None = None,
         name: str | None = None,
     ) -> None:
-        """Create the counters of one environment.
+        """Begin to count the calls and malformed turns of one environment.
 
         Args:
             call: A function that makes a call and returns its answer; it may raise ToolFailed and
                 BadArguments.
-            at_most, penalty: The arguments of `MalformedTurns`.
+            at_most: Largest number of malformed turns in a row; one more ends the episode.
+            penalty: Amount subtracted from the reward for each malformed turn; None for none.
             max_calls: Maximum number of calls in an episode; None for any number.
             no_calls_left: The answer to a call beyond `max_calls`.
             max_chars: Number of an answer's characters that the policy is shown; None for all.

@@ -8,8 +8,8 @@ They are the trainer's state and two functions that log:
         log_extra("read as", completions)                    # is kept with each trajectory
         return right if trainer_state.global_step > 100 else [0.5] * len(right)
 
-`call_with_logs` runs in the process of the function, which may be another process; it returns
-everything that the function logged together with its answer. `actors.environment.reward_functions`
+`call_with_logs` runs in the process of the reward function, which may be a worker; it returns the
+function's answer and everything that the function has logged. `actors.environment.reward_functions`
 uses this module.
 """
 

@@ -174,8 +174,7 @@ class _Episode:
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
         """Play up to max_turns turns; if none of them ends the episode, end it as `max_turns`.
 
-        Returns: the end by `max_turns`.
-        Raises: _Ended, with the outcome, if the episode ends earlier.
+        Returns: the end with outcome `max_turns`. Raises: _Ended if the episode ends earlier.
         """
         self._start_turn()
         start = await self._reset(make_environment)
@@ -388,7 +387,7 @@ class _Episode:
         return result
 
     def _keep_score(self, result: StepResult) -> None:
-        """Keep a copy of a turn's score, because the environment may change it later."""
+        """Record a copy of a result's score; the environment may change the result later."""
         self._samples.score(
             reward=float(result.reward),
             components={

@@ -35,7 +35,7 @@ class WorkerEnvironment:
         """Create an environment; its worker is chosen on the first call.
 
         Args:
-            name: Name of the environment, as for `registry.resolve`, which has checked it.
+            name: Name of the environment, such as my.py:Class; `registry.resolve` has checked it.
             options: The environment's options, which `registry.resolve` has checked too.
         """
         self._name = name

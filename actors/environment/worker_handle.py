@@ -43,7 +43,7 @@ class WorkerHandle:
         self.loaded: set[str] = set()
         """The names of the functions whose modules the worker has imported."""
         self.answers: dict[int, asyncio.Future[Any]] = {}
-        """The futures of the answers that callers wait for, by the number of the call."""
+        """Futures of the answers that callers wait for, by the number of the call."""
         self.lock = asyncio.Lock()
         """A lock with which a worker that keeps instances runs one call at a time; unused if its
         functions are coroutines."""

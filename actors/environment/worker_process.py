@@ -193,7 +193,8 @@ class _ForkServer:
 def _become_worker(end: int, server: int, *, max_bytes: int, is_loop: bool) -> None:
     """Turn this process, which was just forked, into a worker that answers calls.
 
-    It ends when its socket closes.
+    The process ends when its socket closes.
+
     Args: end: file descriptor of the worker's socket. server: process id of the fork server.
     """
     die_with(server, signal.SIGKILL)
@@ -402,7 +403,10 @@ def _status_bytes(field: str) -> int:
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
-    """Request a signal from the kernel when this process's parent ends. parent: its process id."""
+    """Make the kernel send this process a signal when its parent ends.
+
+    parent: process id of the parent. number: the signal.
+    """
     ctypes.CDLL(None).prctl(_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

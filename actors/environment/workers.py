@@ -299,7 +299,7 @@ class Pool:
         named: str,
         keeps: bool,
     ) -> Any:
-        """Call a function in the worker of a home, as `Home.call` does, and return its answer.
+        """Call a function in the worker of a `Home`, and return the function's answer.
 
         If `keeps` is true, return the key under which the worker keeps the answer.
         """
@@ -548,8 +548,8 @@ class Home:
         Args:
             keeps: Whether to keep the answer in the worker and return a `Held` that refers to it.
 
-        Raises: CallTimedOut and CallFailed, as `Pool.call`; WorkerLost if this call or one of
-            another episode ended the worker.
+        Raises: CallTimedOut and CallFailed, as `Pool.call` does; WorkerLost if this call or a call
+            of another episode ended the worker.
         """
         found = await self._pool.ask_home(
             self._worker,

@@ -3,7 +3,7 @@
 The question depends only on the task's seed. A turn is either tool calls, each answered by a tool
 message, or the final answer, a plain number. Any other turn is malformed: it is answered with one
 short sentence about the fault, and more than `max_malformed` such turns in a row end the episode.
-Every text that a player reads is one of the constants below.
+Every text that the policy reads is a constant of this module.
 
 Components of the reward: `correct` is 1 for the right final answer. `malformed` is minus
 `malformed_penalty` for each malformed turn. `used_tool` is `tool_bonus` at the final answer, right

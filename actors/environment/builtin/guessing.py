@@ -2,8 +2,8 @@
 
 The secret depends only on the task's seed. A hit gives reward 1 and ends the game. If the last
 allowed guess misses, the game is lost, and the episode is terminated, not truncated. Every text
-that a player reads is one of the constants below; they are short because each token costs time on a
-CPU.
+that the policy reads is a constant of this module; these texts are short because each token costs
+time on a CPU.
 """
 
 from __future__ import annotations

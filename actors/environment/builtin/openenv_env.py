@@ -338,7 +338,7 @@ class _Full(Exception):
 
 
 class _Session:
-    """A session of a server; `begin` opens one for each episode."""
+    """A client of a server, which has one open session; `begin` opens one for each episode."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """Prepare a session of the server at a ws:// or wss:// address."""
@@ -370,7 +370,7 @@ class _Session:
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send an action and return the next observation, with the same fields as from `begin`.
+        """Send an action; return the next observation, with the same fields as `begin`.
 
         Raises: _Refused; ValueError for another error; ConnectionError.
         """

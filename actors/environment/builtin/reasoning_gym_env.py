@@ -264,7 +264,7 @@ def _scorer(family: str, config_json: str) -> Any:
 def generate_tasks(
     family: str, count: int, *, seed: int, options: Mapping[str, Any] | None = None
 ) -> list[Task]:
-    """Make tasks of a reasoning-gym family, in the order of its own generator.
+    """Make tasks of a reasoning-gym family, in the order of the family's generator.
 
     Args: count: number of tasks. seed: seed of the whole set. options: the family's configuration.
     Returns: tasks whose data have the item. If JSON would change the item's metadata or its score,

@@ -57,7 +57,7 @@ class SingleTurnOptions:
     system: str | None = None
     """Text of a system message before every prompt; null: no such message."""
     judges: Mapping[str, JudgeOptions] | None = None
-    """Options of each judge by its name."""
+    """Models that judge answers: the options of each, by the name of the judge."""
     answer_pattern: str | None = None
     """Regular expression with one group, which matches the answer in the text. A majority vote
     counts the matched answers. null: the whole text is the answer."""
@@ -146,7 +146,7 @@ class SingleTurnEnvironment:
         return self._group_functions
 
     async def score_by(self, function: RewardFunction | Judge, completion: str) -> Score:
-        """Score an answer to the current task by one of its `functions`.
+        """Score an answer to the current task by one of this environment's `functions`.
 
         A group function is called with a group of two rollouts, which both have this answer.
 

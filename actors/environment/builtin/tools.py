@@ -63,7 +63,7 @@ class ToolsOptions(SingleTurnOptions):
     tools: Several = ()
     """Functions and classes, each as FILE.py:NAME."""
     mcp: Mapping[str, ServerOptions] | None = None
-    """Options of each MCP server by its name."""
+    """MCP servers with tools: the options of each, by the name of the server."""
     call_limit_s: Annotated[float, Gt(0), Lt(86400)] = 20.0
     """Seconds that one tool call may take."""
     max_answer_chars: Positive = 8000

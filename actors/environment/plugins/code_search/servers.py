@@ -34,7 +34,7 @@ class ServerFailed(Exception):
 
 
 class NoAnswer(Exception):
-    """A call exceeded a limit of time, memory or size, or its server ended; the server is gone."""
+    """A call exceeded a limit of time, memory or size, or its server ended; that server is gone."""
 
 
 def start_program(
@@ -60,7 +60,7 @@ def start_program(
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program with its group, and wait for it."""
+    """Kill a program and its process group, and wait for the program's end."""
     signal_group(process)
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -131,7 +131,7 @@ class ServerThreads:
     def __init__(self, program: str) -> None:
         """Prepare the servers; each starts at its thread's first request.
 
-        Args: program: the server's module, as `name` of `start_program`. Each of the server's
+        Args: program: the server's module, such as code_search.server. Each of the server's
         answers must have the field `cpu_s`, the CPU time that the server has used.
         """
         self._program = program
@@ -203,7 +203,7 @@ class ServerThreads:
 def signal_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a program and its process group; return at once.
 
-    The thread that reads the program's output waits for its end.
+    The thread that reads the program's output waits for the program's end.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -125,7 +125,9 @@ class CodeTools:
         await self.aclose()
 
     async def open(self, repository: str) -> str:
-        """Locate a repository by its name below the root; return its directory, for `call`.
+        """Locate a repository by its path below the root, and return the directory to search.
+
+        Pass this directory to `call`.
 
         Raises: BadRepository, ServerFailed.
         """
@@ -134,7 +136,9 @@ class CodeTools:
         return directory
 
     async def call(self, directory: str, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call one of SEARCH_TOOLS; the arguments satisfy its schema.
+        """Call the tool of SEARCH_TOOLS with this name.
+
+        directory: the result of `open`. arguments: must satisfy the tool's schema.
 
         Raises: ServerFailed if a confined process cannot be started.
         """
@@ -159,7 +163,10 @@ class CodeTools:
         )
 
     async def missing_files(self, directory: str, paths: Iterable[str]) -> list[str]:
-        """Return the paths that are not files. Raises: ServerFailed, NoAnswer."""
+        """Return those of the paths that are not files in `directory`.
+
+        Raises: ServerFailed, NoAnswer.
+        """
         request = {"tool": "missing_files", "repository": directory, "paths": list(paths)}
         answer = await self._pool.ask(request, limit_s=self._settings.call_limit_s)
         missing: list[str] = answer["missing"]
@@ -170,7 +177,7 @@ class CodeTools:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Release the shared processes; end them if no other user of these settings is left."""
+        """Release the shared processes; end them if no other `CodeTools` shares them."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -180,7 +187,7 @@ class CodeTools:
 
 
 class _Pool:
-    """Processes and repositories of the same settings, shared by their users."""
+    """The processes and repositories that all `CodeTools` with the same settings share."""
 
     _shared: ClassVar[dict[ToolSettings, _Pool]] = {}
     # Unpacked archives are also kept while they have no users, until this process ends.

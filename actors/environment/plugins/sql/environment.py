@@ -118,9 +118,9 @@ class Result:
 class Execution:
     """Confined processes for queries, which all episodes of this process share.
 
-    Get it by `Execution.shared()`, then `close` it. Nothing here blocks the event loop: each
-    process belongs to a thread, which waits for it. A process that does not answer in time is
-    killed, and the next query starts another.
+    Get an Execution by `Execution.shared()`, and `close` it at the end. Nothing here blocks the
+    event loop: each process belongs to a thread, which waits for it. A process that does not answer
+    in time is killed, and the next query starts another.
     """
 
     _current: ClassVar[Execution | None] = None
@@ -249,7 +249,10 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _database_of(self, data: SqlData) -> dict[str, str]:
-        """Return a task's database. Raises: ValueError if its file is not below the root."""
+        """Return the `script` or the `path` of a task's database.
+
+        Raises: ValueError if the path is not below the root.
+        """
         if not data.database:
             return {"script": data.schema}
         root = Path(self._options.root or ".").expanduser().resolve()
