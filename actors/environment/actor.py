@@ -60,7 +60,7 @@ PolicyFactory = Callable[[], PolicyClient]
 
 
 class EnvironmentActor:
-    """An asynchronous Ray actor that plays the queue's rollouts and evaluations."""
+    """An asynchronous Ray actor that plays rollouts from the queue, and evaluations."""
 
     def __init__(
         self,
@@ -131,7 +131,10 @@ class EnvironmentActor:
             await asyncio.gather(*scoring, return_exceptions=True)
 
     async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
-        """Return `workers.report()`; an actor with a blocked event loop does not answer."""
+        """Return the lost calls and the memory of the largest worker (`workers.report`).
+
+        An actor whose event loop is blocked does not answer.
+        """
         return workers.report()
 
     async def num_evaluated(self) -> int:
@@ -243,7 +246,7 @@ class EnvironmentActor:
         ]
 
     def _text_of(self, trajectory: Trajectory) -> SampledText | None:
-        """Return the text of the first sample; None if there is no sample."""
+        """Return the text of a trajectory's first sample, to show; None if it has no sample."""
         if not trajectory.samples:
             return None
         sample = trajectory.samples[0]

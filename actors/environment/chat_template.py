@@ -110,7 +110,7 @@ class ChatTemplate:
         return _ARGUMENT in self.rendered_call
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
-        """Return a call's rendering in a given form; empty if the template refuses the form."""
+        """Render a chat that ends in a call, in this format; empty if the template refuses it."""
         try:
             return self._apply(_conversation(probe, form))
         except RenderError:
@@ -220,7 +220,7 @@ def in_call_order(
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's format, with tool calls in the form that the template needs."""
+    """Return messages as dicts in OpenAI's format, with tool calls as the template needs them."""
     found = []
     for message in messages:
         if form.splits and message.call_texts and message.content:
@@ -240,7 +240,10 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """Return a message for a template without absent fields, because templates check for them."""
+    """Return a message as a dict for a template.
+
+    Absent fields are left out, because templates check whether a field is there.
+    """
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,

@@ -392,7 +392,7 @@ def _check_parquet(path: Path, *, what: str) -> None:
 
 
 def _dataset(source: str, path: Path, *, split: str, subset: str | None, section: str) -> Dataset:
-    """Return a data set that the `datasets` library opened. Raises: BadTaskFile if that fails."""
+    """Open a data set by the `datasets` library. Raises: BadTaskFile if that fails."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 

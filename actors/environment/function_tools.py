@@ -320,7 +320,7 @@ _dumped = json.JSONEncoder(ensure_ascii=False, default=lambda value: _plain(valu
 def _plain(value: Any) -> Any:
     """Convert an array, a dataclass, an enum, a date and the like to values that JSON has.
 
-    Raises: TypeError, ValueError.
+    Raises: TypeError or ValueError if it has no such form.
     """
     if type(value).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
         # A long array is shortened, as when it is printed.

@@ -342,7 +342,7 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 
 def _text_of(result: Any) -> str:
-    """Return the texts of an answer, with the type in brackets in place of a part without text."""
+    """Join the texts of a tool's result; a part without text is shown by its type in brackets."""
     parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):
@@ -396,7 +396,7 @@ class ServerStderr:
         return f"; the end of its standard error: {words[-_ERROR_CHARS:]}" if words else ""
 
     def _read(self, reading: int) -> None:
-        """Read the available bytes of the server's stderr, keep the last ones, and show them."""
+        """Read the available bytes of the server's stderr, keep the last ones, and log them."""
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(reading, _CHUNK_BYTES)

@@ -28,7 +28,7 @@ class PolicyDeadlineExceeded(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A request for one turn."""
+    """A request to the inference deployment to sample one turn."""
 
     prompt_token_ids: TokenIds
     """Token ids of the prompt: [P] int32."""
@@ -76,7 +76,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """A reply's text, split for a reader. The trainer uses only the reply's ids."""
+    """A reply's text, split into thinking, content and calls. The trainer uses only the ids."""
 
     content: str
     """The text without thinking and calls; markup that the parser could not read stays in it."""

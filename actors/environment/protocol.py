@@ -234,7 +234,7 @@ class MalformedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One assistant turn.
+    """One assistant turn, as the environment gets it.
 
     Example: Action(text="I look it up.", calls=(ToolCall(name="now", arguments={}),))
     """

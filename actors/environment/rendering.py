@@ -81,7 +81,7 @@ def load_renderer(
 
 
 class BreakReason(StrEnum):
-    """The reason why a delta cannot be used."""
+    """The reason why the next prompt cannot be made by appending to the last prompt."""
 
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
@@ -103,7 +103,7 @@ class BreakReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """The next turn's prompt."""
+    """The prompt of the next turn, and how it was made."""
 
     prompt_token_ids: TokenIds
     num_inserted: int = 0

@@ -29,7 +29,7 @@ _SHOWN_CHARS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A text of a message that a rendering must show."""
+    """A text in a chat's message, which a rendering of the chat must show."""
 
     number: int
     """Index of the message in the chat, from 0."""
@@ -189,7 +189,10 @@ def _marked_calls(message: Message, number: int) -> tuple[ToolCall, ...]:
 
 
 def _marked_value(value: Any, mark: str) -> Any:
-    """Return a value with a mark in place of each text. Numbers stay: a template may use them."""
+    """Return a call's argument with a mark in place of each text.
+
+    Numbers stay, because a template may calculate with them.
+    """
     if isinstance(value, str):
         return mark
     if isinstance(value, dict):
@@ -215,7 +218,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _unescaped(text: str) -> str:
-    """Return a text without the escapes of JSON and HTML, whose letters are not words."""
+    """Undo the escapes of JSON and HTML in a text, because their letters are not words."""
     if "\\" in text:
         text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

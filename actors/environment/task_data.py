@@ -134,7 +134,7 @@ def data_schema_of(environment: object) -> dict[str, Any]:
 
 
 def _schema_of_class(kind: type[Any]) -> dict[str, Any]:
-    """Return the JSON schema of a class. Raises: BadDataSchema if the class has no such schema."""
+    """Return the JSON schema of a class of task data. Raises: BadDataSchema if it has none."""
     try:
         schema = schema_of(kind)
     except BadOptions as error:

@@ -93,7 +93,7 @@ def call_form(renderer: ChatRenderer) -> CallForm | None:
 
 
 def form_of(parser: str | None) -> CallForm | None:
-    """Return the call form of one of vLLM's parsers; None if the table lacks the parser."""
+    """Return the form of calls that a parser of vLLM reads; None if that form is not known."""
     return next((form for form in CALL_FORMS if form.parser == parser), None)
 
 

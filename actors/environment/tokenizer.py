@@ -86,7 +86,7 @@ class RawPrompts:
         self._shown_before = tokenizer.decode(self._before, skip_special_tokens=False)
 
     def first(self, rendered: str) -> list[int]:
-        """Return the ids of a prompt that the template has rendered.
+        """Return the ids of a chat's first prompt, whose text the template has rendered.
 
         If the tokenizer puts BOS before a text, the ids begin with BOS once, even if the text
         itself begins with BOS.
@@ -95,7 +95,7 @@ class RawPrompts:
         return self._before + self._tokenizer.encode(text, add_special_tokens=False)
 
     def appended(self, rendered: str) -> list[int]:
-        """Return the ids of a text that is appended to other texts."""
+        """Return the ids of a text that is appended to a prompt, without BOS."""
         text = rendered.removeprefix(self._shown_before)
         for before in _BEFORE:
             head = self._tokenizer.encode(before, add_special_tokens=False)

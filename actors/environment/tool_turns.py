@@ -32,7 +32,7 @@ class BadArguments(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnOptions:
-    """Options of an environment that can find a turn malformed."""
+    """Options of environments in which a turn may be malformed."""
 
     __pydantic_config__ = STRICT
 
@@ -46,7 +46,7 @@ class MalformedTurns:
     """A counter of an episode's malformed turns in a row."""
 
     def __init__(self, *, at_most: int, penalty: float | None) -> None:
-        """Begin to count.
+        """Begin to count malformed turns.
 
         Args: at_most: largest number of malformed turns in a row; one more ends the episode.
         penalty: amount subtracted from the reward for each malformed turn, as the component

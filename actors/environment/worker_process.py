@@ -52,7 +52,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def main(control_fd: int) -> None:
-    """Fork workers until the socket closes."""
+    """Run the fork server: fork workers on request, until the socket closes."""
     control = socket.socket(fileno=control_fd)
     parent = os.getppid()
     die_with(parent, signal.SIGTERM)
@@ -349,7 +349,7 @@ async def _awaited(found: Any) -> Any:
 
 
 def import_name(name: str) -> None:
-    """Import the module of a function, before the first call of the function."""
+    """Import the module of a function. The pool calls this before the function's first call."""
     from actors.environment.user_names import module_of
 
     importlib.import_module(module_of(name, what="function"))

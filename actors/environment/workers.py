@@ -374,7 +374,10 @@ class Pool:
         self._idle.append(worker)
 
     def _grow(self, *, is_late: bool = False) -> None:
-        """Start workers for the calls that wait."""
+        """Start workers for the calls that wait.
+
+        is_late: whether the calls have waited for GROW_AFTER_S, so that more workers may start.
+        """
         if self._growing is not None:
             self._growing.cancel()
             self._growing = None

@@ -93,7 +93,10 @@ class CalculatorOptions(TurnOptions):
 
 
 class CalculatorEnvironment:
-    """Questions of `num_operands` numbers from low to high, joined by random `operators`."""
+    """An environment that asks for the value of one random expression.
+
+    It has `num_operands` numbers from low to high, joined by random `operators`.
+    """
 
     data_schema = NO_DATA
 
@@ -153,7 +156,7 @@ class CalculatorEnvironment:
 
 
 class BadExpression(BadArguments):
-    """The expression cannot be evaluated; the message is one short sentence for the policy."""
+    """Raised if an expression cannot be evaluated; the text is a short sentence for the policy."""
 
 
 def evaluate(expression: str) -> float:

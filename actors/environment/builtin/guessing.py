@@ -32,7 +32,7 @@ _DIGIT = re.compile(r"[0-9]+")
 
 
 def best_win_rate(num_numbers: int, *, max_guesses: int) -> float:
-    """Return the chance that best play wins, over equally likely numbers.
+    """Return the chance that best play wins, if all numbers are equally likely.
 
     The chance is min(1, (2^k - 1) / n), because k guesses with hints can distinguish 2^k - 1
     numbers and no more.

@@ -47,7 +47,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def import_gymnasium() -> ModuleType:
-    """Import the optional package. Raises: ImportError with the remedy."""
+    """Import the optional package gymnasium. Raises: ImportError with the remedy."""
     try:
         import gymnasium
     except ImportError as error:
@@ -81,7 +81,7 @@ class GymnasiumOptions(TurnOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymnasiumData:
-    """Data of a task of `gymnasium`."""
+    """The data of a task for the environment `gymnasium`."""
 
     __pydantic_config__ = STRICT
 
@@ -135,7 +135,7 @@ class GymnasiumEnvironment:
 
 
 class _Game:
-    """One environment of gymnasium. Its methods block."""
+    """A game in gymnasium. The methods of this class block the thread."""
 
     def __init__(self, spec: Any, kwargs: Mapping[str, Any], names: Sequence[str] | None) -> None:
         self._spec = spec
@@ -245,7 +245,7 @@ class _Game:
 
 
 def _folded(name: str) -> str:
-    """Return a name in a form that ignores case and final punctuation."""
+    """Return an action's name without case and final punctuation, for comparisons."""
     return name.strip().rstrip(".!").strip().casefold()
 
 

@@ -325,7 +325,7 @@ INVALID = "VALIDATION_ERROR"
 
 
 class _Refused(Exception):
-    """A message does not fit the server's schema; the text names the fields and the reasons."""
+    """Raised if the server refuses a message; the text names the faulty fields and the reasons."""
 
     def __init__(self, message: str, faults: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(message)
@@ -334,7 +334,7 @@ class _Refused(Exception):
 
 
 class _Full(Exception):
-    """The server has no free session."""
+    """Raised if the server has no free session."""
 
 
 class _Session:

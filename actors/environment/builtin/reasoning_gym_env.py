@@ -50,7 +50,7 @@ Item = Mapping[str, Any]
 
 
 def import_reasoning_gym() -> ModuleType:
-    """Import the optional package. Raises: ImportError with the remedy."""
+    """Import the optional package reasoning-gym. Raises: ImportError with the remedy."""
     try:
         _provide_pycosat()
         import reasoning_gym
@@ -127,7 +127,7 @@ class ReasoningGymOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGymData:
-    """Data of a task of `reasoning_gym`."""
+    """The data of a task for the environment `reasoning_gym`."""
 
     __pydantic_config__ = STRICT
 
@@ -204,7 +204,7 @@ class ReasoningGymEnvironment:
 
 
 class _ScorerFailed(Exception):
-    """The scorer of a family raised an exception, which is `__cause__`."""
+    """Raised if the scorer of a family raises an exception, which is `__cause__`."""
 
 
 def _score(scorer: Any, answer: str, item: Item) -> float:
@@ -229,7 +229,7 @@ def _scores_truth(scorer: Any, item: Item) -> bool:
 
 
 def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
-    """Return the scorer's score of an answer. Raises: _ScorerFailed if the scorer raises."""
+    """Score an answer by a family's scorer. Raises: _ScorerFailed if the scorer raises."""
     try:
         return float(scorer.score_answer(answer, entry=item))
     except Exception as error:

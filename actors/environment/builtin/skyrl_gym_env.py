@@ -33,7 +33,7 @@ _ROLES = (Role.USER, Role.TOOL)
 
 
 def import_skyrl_gym() -> ModuleType:
-    """Import the optional package. Raises: ImportError with the remedy."""
+    """Import the optional package skyrl-gym. Raises: ImportError with the remedy."""
     try:
         import skyrl_gym
     except ImportError as error:
@@ -57,7 +57,7 @@ class SkyRLGymOptions:
 
 
 class SkyRLGymEnvironment:
-    """One episode of a skyrl-gym environment."""
+    """An environment that plays one episode of a skyrl-gym environment."""
 
     data_schema = PROMPT_DATA
 

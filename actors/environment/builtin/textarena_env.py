@@ -43,7 +43,7 @@ Opponent = Callable[[str], str]
 
 
 def import_textarena() -> ModuleType:
-    """Import the optional package. Raises: ImportError with the remedy."""
+    """Import the optional package textarena. Raises: ImportError with the remedy."""
     try:
         import textarena
     except ImportError as error:
@@ -110,7 +110,7 @@ class TextArenaEnvironment:
 
 
 class _Game:
-    """One game of textarena. Its methods block."""
+    """A game in textarena. The methods of this class block the thread."""
 
     def __init__(self, make: Callable[[], Any], opponent: Opponent | None) -> None:
         self._make = make

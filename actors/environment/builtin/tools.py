@@ -247,7 +247,7 @@ def _text_of(error: BaseException | None) -> str:
 
 
 def _as_message(action: Action) -> dict[str, Any]:
-    """Return an assistant's turn as a message for reward functions."""
+    """Return an assistant's turn as a dict in OpenAI's form, for reward functions."""
     message: dict[str, Any] = {"role": "assistant", "content": visible_text(action.text)}
     calls = [call for call in action.calls if isinstance(call, ToolCall)]
     if calls:

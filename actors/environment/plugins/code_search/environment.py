@@ -75,7 +75,7 @@ class CodeSearchOptions(ToolSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSearchData:
-    """Data of a task of `code_search`; other entries are allowed."""
+    """The data of a task for the environment `code_search`; other entries are allowed."""
 
     __pydantic_config__ = OPEN
 

@@ -36,7 +36,7 @@ QuestionSource = Literal["commits", "docstrings"]
 
 
 class GitFailed(ValueError):
-    """git is not installed, or a git command failed; the text has git's message."""
+    """Raised if git is not installed or a git command fails; the text has git's message."""
 
 
 def tasks_of_repository(

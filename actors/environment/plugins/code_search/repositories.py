@@ -41,7 +41,7 @@ _LOCKLESS_S = 3600.0
 
 
 class BadRepository(ValueError):
-    """A task's repository cannot be used; the text names the value and what was expected."""
+    """Raised if a task's repository cannot be used; the text says what was expected."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +57,7 @@ _ArchiveKey = tuple[str, int, int, int]
 
 
 class Repositories:
-    """The repositories of one root; several threads may call its methods."""
+    """The repositories below one directory; several threads may call the methods."""
 
     def __init__(
         self, root: str, *, max_bytes: int, max_entries: int, unpack_limit_s: float
@@ -106,7 +106,7 @@ class Repositories:
         return place.directory.result()
 
     def release(self, directory: str) -> None:
-        """Release a directory that `locate` returned."""
+        """Release a directory that `locate` returned, so that it may be removed."""
         with self._lock:
             for place in self._unpacked.values():
                 if place.directory.done() and place.directory.result() == directory:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 
 class NotConfined(Exception):
-    """The machine cannot keep a process from the network; the text says what was tried."""
+    """Raised if the machine cannot keep a process from the network; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

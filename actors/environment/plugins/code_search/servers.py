@@ -30,11 +30,11 @@ _RETIRES_AFTER_CPU_S = 60
 
 
 class ServerFailed(Exception):
-    """A server cannot be started, or does not work, on this machine; the text says why."""
+    """Raised if a server cannot be started, or does not work, on this machine."""
 
 
 class NoAnswer(Exception):
-    """A call exceeded a limit of time, memory or size, or its server ended; that server is gone."""
+    """Raised if a call exceeds a limit of time, memory or size, or ends its server."""
 
 
 def start_program(
@@ -70,7 +70,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, Any]:
-    """Return the next JSON line of a program's output. Raises: NoAnswer."""
+    """Return the next JSON line of a program's output.
+
+    Raises: NoAnswer if the program ends, or does not write a line within `limit_s`.
+    """
     assert process.stdout is not None
     end = time.monotonic() + limit_s
     data = b""

@@ -66,7 +66,7 @@ SEARCH_TOOLS = (LIST_FILES, GREP, READ_FILE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """The answer to a call."""
+    """The answer to a call of a search tool."""
 
     text: str
     """Text for the policy."""

@@ -34,11 +34,11 @@ _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class ToolError(Exception):
-    """A call cannot be answered; the text is one short sentence for the policy."""
+    """Raised if a call cannot be answered; the text is one short sentence for the policy."""
 
 
 class BadArgument(ToolError):
-    """An argument has a wrong form, so that no repository could answer the call."""
+    """Raised if an argument has a wrong form, so that no repository could answer the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ def _entries(directory: int) -> list[tuple[str, bool]]:
 
 
 class _Walk:
-    """The files below a directory, in order, as far as the bounds allow."""
+    """An iterator over the files below a directory, in order, as far as the bounds allow."""
 
     def __init__(self, start: int, directory: tuple[str, ...], bounds: Bounds) -> None:
         self._start = start

@@ -31,7 +31,7 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Refused(Exception):
-    """An archive must not be unpacked; the text says why."""
+    """Raised if an archive must not be unpacked; the text says why."""
 
 
 _Entry = tuple[str, IO[bytes] | None]
@@ -170,7 +170,7 @@ def _write(target: int, parts: tuple[str, ...], content: IO[bytes], room: int) -
 
 
 def main(archive: str, directory: str, max_bytes: str, max_entries: str) -> None:
-    """Confine this process, unpack, and print one line."""
+    """Confine this process, unpack the archive, and print the result as one line of JSON."""
     limits = {"max_bytes": int(max_bytes), "max_entries": int(max_entries)}
     try:
         confine(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S, file_bytes=limits["max_bytes"])

@@ -33,7 +33,7 @@ _building = threading.Lock()
 
 
 class BadCorpus(ValueError):
-    """The documents cannot be used; the text names the value and what was expected."""
+    """Raised if the documents cannot be used; the text names the value and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One document."""
+    """One document of the corpus."""
 
     id: str
     text: str
@@ -67,7 +67,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalQaData:
-    """Data of a task of `retrieval_qa`; a task without data needs only its seed."""
+    """The data of a task for `retrieval_qa`; a task without data needs only its seed."""
 
     __pydantic_config__ = strict_unless_empty(required=["question", "answers"])
 
@@ -80,7 +80,7 @@ class RetrievalQaData:
 
 
 def import_bm25s() -> ModuleType:
-    """Import the optional package. Raises: ImportError with the remedy."""
+    """Import the optional package bm25s. Raises: ImportError with the remedy."""
     try:
         import bm25s
     except ImportError as error:
@@ -92,7 +92,7 @@ def import_bm25s() -> ModuleType:
 
 
 class Index:
-    """Documents by id and by BM25 (Lucene's variant, k1 1.5, b 0.75); thread-safe."""
+    """Finds documents by id and by BM25 (Lucene's variant, k1 1.5, b 0.75); thread-safe."""
 
     def __init__(self, documents: Iterable[Document], *, stopwords: str | None) -> None:
         self._bm25s = import_bm25s()

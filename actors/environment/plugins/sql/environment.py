@@ -98,16 +98,16 @@ class SqlOptions(TurnOptions):
 
 
 class BadDatabase(ValueError):
-    """A task's database cannot be used; the text says why."""
+    """Raised if a task's database cannot be used; the text says why."""
 
 
 class QueryFailed(ToolFailed):
-    """A query failed, so it has no result; the text is for the policy."""
+    """Raised if a query fails; the text is for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The rows that a query found."""
+    """The result of a query: the rows, perhaps cut."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]

@@ -29,7 +29,7 @@ MAX_TRUE_ROWS = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlData:
-    """Data of a task of `sql`; a task without data needs only its seed."""
+    """The data of a task for the environment `sql`; a task without data needs only its seed."""
 
     __pydantic_config__ = strict_unless_empty(
         allOf=[
