@@ -58,7 +58,8 @@ _MAX_FIELD = 2**31 - 1
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 # The columns of a chat, and the keys in them whose objects differ from row to row.
 _CHAT = ("prompt", "messages", "tools")
-# The environments that make a prompt of the column, and columns that others add to the prompt.
+# The environments that take the prompt from the column `prompt`; and columns that other libraries
+# add to the prompt, with the remedy.
 _OF_PROMPTS = ("single_turn", "tools")
 _NO_IMAGES = "; Rayloom trains on text only"
 _BESIDE_PROMPT = {

@@ -92,7 +92,8 @@ class Judge:
             reply, _, _ = await asyncio.shield(pending)
             return self._read(reply, (0, 0))
         if (known := await self._replies.find(key)) is not None:
-            # A run with other options for reading scores may have kept a reply without one.
+            # A run with other options for reading scores may have kept a reply that has no score
+            # under these options.
             with suppress(RewardError):
                 return self._read(known, (0, 0))
         request = asyncio.ensure_future(self._ask_and_keep(key, question, line))

@@ -196,7 +196,8 @@ def _options_parameter(
             "TYPE_CHECKING`; move the definition or the import, or name the dataclass instead of a "
             "type variable"
         )
-    # With others beside it, it may be an annotation of third-party code, not importable here.
+    # If the factory has other arguments, the type may be unknown because third-party code
+    # defines it; then the options are keyword arguments.
     if unknown or not sections_in(kind):
         return None
     if not is_options_type(kind) or parameter.kind in (

@@ -7,13 +7,12 @@
         return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
 Both kinds may be coroutines. A function gets the columns of the data set that it names, or all
-columns if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it.
-An argument `columns` gets the whole row as a mapping. With tools, `messages` is the conversation
-after the prompt, and `environment` (`environments`) is the instance of the class whose methods are
-the tools.
-`trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all these
-arguments: a function reads a column of the same name from `columns`. The exception is a column
-`messages`, which a function with lists gets by its name, as from TRL.
+columns if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it. An
+argument `columns` gets the whole row as a mapping. With tools, `messages` is the conversation after
+the prompt, and `environment` (`environments`) is the instance of the class whose methods are the
+tools. `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all
+these arguments: a function reads a column of the same name from `columns`. The exception is a
+column `messages`, which a function with lists gets by its name, as from TRL.
 
 A group function takes lists too, and is called once for the answers of a whole group
 (`load_group_functions`, `RewardFunction.score_group`). The environments single_turn and tools use
@@ -206,10 +205,7 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return copies of the columns, so that the function cannot change the task's data.
-
-        If a worker runs the function, return the columns themselves: pickling copies them.
-        """
+        """Return the columns to pass on, copied unless the call is sent to a worker anyway."""
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {
@@ -283,9 +279,8 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Convert the value that the function returned for one answer to a Score.
+        """Convert the function's value for answer `index` of `count` to a Score.
 
-        index, count: position of the answer in the call, and the call's number of answers.
         Raises: RewardError if the value is not a score.
         """
         value, parts = self._value_of(found)
@@ -392,10 +387,7 @@ def _sendable(found: Any) -> Any:
 
 
 class _Kind(str):
-    """The name of a value's type, which a worker returns if the value is not a score.
-
-    The value itself might not be picklable.
-    """
+    """The name of a value's type, returned by a worker if the value is not a score."""
 
     __slots__ = ()
 

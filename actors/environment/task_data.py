@@ -67,7 +67,7 @@ _MESSAGE: dict[str, Any] = {
         "thinking": _NAME,
     },
     "required": ["role"],
-    # A message without text has calls.
+    # A message without content must have calls.
     "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 PROMPT_DATA: JsonSchema = {

@@ -5,10 +5,9 @@
 `Pool.call` runs a function in the main thread of a worker that runs no other call. If the call
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
-that keep state between calls are kept in a worker that several episodes share; each episode has a
-`Home` there. Workers are forked from a process that has imported the functions' modules
-(`fork_server`). A function cannot be called in a worker if its module was made in this process
-(`is_importable`).
+that keep state between calls live in a worker that several episodes share (`Home`). Workers are
+forked from a process that has imported the functions' modules (`fork_server`). A function cannot be
+called in a worker if its module was made in this process (`is_importable`).
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
 has started. Reward functions, tools, a user's environments and the checks before the start use this
@@ -81,8 +80,7 @@ class Pool:
     """Worker processes, which are started when calls need them.
 
     For calls, up to twice the number of cores start at once; more start only while calls wait and
-    the running workers leave cores free. Instances that keep state (`Home`) have workers of their
-    own.
+    the running workers leave cores free. Instances (`Home`) have their own workers.
     """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:
@@ -327,10 +325,6 @@ class Pool:
         """Cancel a coroutine in its worker, and wait for its end.
 
         If the coroutine has not ended after UNWIND_S seconds, end the worker's process.
-
-        Args:
-            number: Number of the call.
-            asking: The task that waits for the call's answer.
         """
         if not worker.is_over:
             await worker.send(_message(number, (None, [], False)))
@@ -374,10 +368,7 @@ class Pool:
         self._idle.append(worker)
 
     def _grow(self, *, is_late: bool = False) -> None:
-        """Start workers for the calls that wait.
-
-        is_late: whether the calls have waited for GROW_AFTER_S, so that more workers may start.
-        """
+        """Start workers for waiting calls; is_late: whether they have waited for GROW_AFTER_S."""
         if self._growing is not None:
             self._growing.cancel()
             self._growing = None
