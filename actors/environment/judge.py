@@ -118,7 +118,7 @@ class Judge:
         *,
         extras: Mapping[str, Any] | None = None,
     ) -> Score:
-        """Return the score, with tokens and cost among its parts.
+        """Return the judge's score of an answer; the score's parts include tokens and cost.
 
         Raises: RewardError if there is no judgement.
         """
@@ -271,10 +271,9 @@ def _retry_after(answer: httpx.Response) -> float:
 # Kept replies of judges, in memory or in an SQLite file that a node's processes share.
 KEPT_REPLIES = 20_000
 LOCK_LIMIT_S = 2.0
-"""Seconds to wait for another process that has locked the file."""
+"""Seconds to wait for another process that has locked the cache's file."""
 PAUSE_S = 60.0
-"""Seconds for which the file is not used after an error, so that no judgement waits for the
-file."""
+"""Seconds without use of the cache's file after an error, so that no judgement waits for it."""
 _log = logging.getLogger(__name__)
 
 

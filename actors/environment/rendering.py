@@ -203,7 +203,7 @@ def _ending_of(history: Sequence[Message]) -> _Ending:
 
 
 def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
-    """Yield the messages of a chat in which the calls with these ids are made and answered."""
+    """Yield messages in which the assistant makes calls with these ids, and tools answer them."""
     for call_id in call_ids:
         call = ToolCall(id=call_id, name="dummy", arguments={})
         yield Message(role=Role.USER, content="call")
@@ -554,7 +554,7 @@ def _head(text: str, question: str, mark: str) -> str:
 def _only_loses(before: str, after: str) -> bool:
     """Return whether `after` is `before` with at most one contiguous part removed.
 
-    A prompt that is extended by appending still has that part.
+    A removed part does no harm: a prompt that is extended by appending still has it.
     """
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])

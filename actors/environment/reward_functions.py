@@ -167,7 +167,7 @@ class RewardFunction:
         """Return the scores of a group's answers, from one call. All answers have the same row.
 
         Each column is passed as a list with one value for each answer. The function may also name
-        the list of a column NAME as NAMEs, as verifiers does.
+        the list of a column NAME as NAMEs, as the library verifiers does.
 
         Raises: the same exceptions as `score`.
         """

@@ -94,7 +94,7 @@ class SampleBuilder:
         self._put(turn, self._newest or self._opened(turn.prompt_token_ids, None))
 
     def add(self, turn: Turn, *, reason: BranchReason | None = None) -> None:
-        """Add a turn to the sample that its prompt extends, or to a new sample.
+        """Add a turn to the sample that the turn's prompt extends, or to a new sample.
 
         If the prompt extends several samples, the longest is chosen; among equals, the newest.
         Args: reason: the reason why the prompt extends no sample; None to infer it from the ids as

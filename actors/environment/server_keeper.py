@@ -80,7 +80,10 @@ def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
 
 
 def _release_pipes() -> None:
-    """Replace standard input and output, so that only the server holds the user's pipes."""
+    """Replace this process's standard input and output by /dev/null.
+
+    Then only the server holds the pipes to the process that uses it.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)

@@ -64,7 +64,7 @@ def _below(directory: Path, text: str) -> str:
 def is_importable(name: str) -> bool:
     """Return whether another process can import a function's module.
 
-    No other process can import a module that was made in this process.
+    The result is False for a module that this process made itself, without a file to import.
     """
     with suppress(BadName):
         module = sys.modules.get(module_of(name, what="function"))

@@ -238,8 +238,8 @@ def check_architecture_once(
     """Call `check_architecture`, unless the same check has already passed for this user.
 
     The check is repeated after each change of config.json, of the weight files, of the arguments,
-    of the packages, or of the check's code. Only a passed check is stored. The
-    arguments and errors are those of `check_architecture`.
+    of the packages, or of the check's code. Only a passed check is stored. The arguments and errors
+    are those of `check_architecture`.
     """
     headers = _headers(directory, key=key)
     given = (max_context_tokens, dtype, inference, lora, has_head, headers)
@@ -481,7 +481,7 @@ def _runs_in_transformers(config: Any, named: set[str]) -> bool:
 
 
 def _causal_kind(config: Any) -> Any:
-    """Return transformers' class of causal models for a configuration; None if there is none."""
+    """Return transformers' causal model class for a model's settings; None if there is none."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM._model_mapping.get(type(config), None)

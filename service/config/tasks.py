@@ -333,7 +333,7 @@ def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
 
 
 class _Exited(Exception):
-    """An environment's attempt to end the process."""
+    """Raised in place of SystemExit if an environment tries to end the process."""
 
 
 def check_prompt(

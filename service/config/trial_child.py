@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _try_all(request: Request, said: Connection) -> None:
-    """Import the environments, and make the calls that earlier children did not make.
+    """Import the environments, and make the calls that earlier child processes did not make.
 
     Raises: ConfigError if an environment, a task or a function cannot be used.
     """

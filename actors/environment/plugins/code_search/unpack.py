@@ -39,7 +39,7 @@ _Entry = tuple[str, IO[bytes] | None]
 
 
 def unpack(archive: str, directory: str, *, max_bytes: int, max_entries: int) -> dict[str, int]:
-    """Unpack an archive into an empty directory; return the counts.
+    """Unpack an archive into an empty directory; count files, left-out entries and bytes.
 
     Args:
         max_bytes: Maximum size of all files together, unpacked.
