@@ -12,44 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Literal
 
+Reduction = Literal[
+    "mean", "std", "min", "max", "share", "effective_size", "update_sum", "update", "step"
+]
+"""The way in which the values of a step become one number.
 
-class Reduction(StrEnum):
-    """The way in which the values of a step become one number."""
-
-    MEAN = "mean"
-    STD = "std"
-    MIN = "min"
-    MAX = "max"
-    # The mean of true and false.
-    SHARE = "share"
-    # (sum r)^2 / (M sum r^2) of M values r: 1 when all are equal.
-    EFFECTIVE_SIZE = "effective_size"
-    # Summed over an update, then the mean over the step's updates.
-    UPDATE_SUM = "update_sum"
-    # One value an update, then the mean over the updates that moved the weights.
-    UPDATE = "update"
-    # One value a step.
-    STEP = "step"
-
-
+share: the mean of true and false. effective_size: (sum r)^2 / (M sum r^2) of M values r, which is 1
+when all are equal. update_sum: summed over an update, then the mean over the step's updates.
+update: one value an update, then the mean over the updates that moved the weights. step: one value
+a step.
+"""
 # These are the last word of a name.
-_SUFFIXES = (Reduction.MEAN, Reduction.STD, Reduction.MIN, Reduction.MAX)
+_SUFFIXES = ("mean", "std", "min", "max")
+Source = Literal["policy_loss", "critic", "merge", "publish", "trainer"]
+"""The part that produces the values, and the set over which they are reduced.
 
-
-class Source(StrEnum):
-    """The part that produces the values, and the set over which they are reduced."""
-
-    LOSS = "the loss, over the trained tokens of a step's finite updates"
-    CRITIC = "the critic's update"
-    MERGE = "the merge actor, over the step's trajectories or its batch"
-    PUBLISH = "the check after a publish"
-    TRAINER = "the ranks, over the time of a step's updates"
-
-
+policy_loss: the loss, over the trained tokens of a step's finite updates. critic: the critic's
+update. merge: the merge actor, over the step's trajectories or its batch. publish: the check after
+a publish. trainer: the ranks, over the time of a step's updates.
+"""
 Unit = Literal["number", "nats", "share", "versions", "seconds"]
 """The unit of a value. A number has no unit: it is a ratio, a loss or a return in the environment's
 scale.
@@ -99,7 +83,7 @@ def _of(
 ) -> tuple[Statistic, ...]:
     """Return one statistic for each reduction, named after the values.
 
-    Example: values kl with reduction MEAN -> kl_mean
+    Example: values kl with reduction mean -> kl_mean
     """
     return tuple(
         Statistic(
@@ -116,23 +100,21 @@ def _of(
     )
 
 
-_MEAN, _STD, _MIN, _MAX = _SUFFIXES
-_SHARE, _STEP = Reduction.SHARE, Reduction.STEP
-_loss = partial(_of, source=Source.LOSS)
-_merge = partial(_of, source=Source.MERGE)
+_loss = partial(_of, source="policy_loss")
+_merge = partial(_of, source="merge")
 _objective = partial(_loss, group="Objective and KL")
 _ratios = partial(_loss, group="Ratios, clips, masks")
 _shares = partial(_ratios, unit="share")
 _mismatch = partial(_loss, group="Trainer and engine", unit="nats")
-_critic = partial(_of, source=Source.CRITIC, group="Critic")
+_critic = partial(_of, source="critic", group="Critic")
 _rewards = partial(_merge, group="Rewards and advantages")
 
 
 def _check(values: str, *, unit: Unit, help: str) -> tuple[Statistic, ...]:
     return _of(
         values,
-        Reduction.STEP,
-        source=Source.PUBLISH,
+        "step",
+        source="publish",
         group="Trainer and engine",
         unit=unit,
         metric=f"rayloom_{values}{_METRIC_ENDS[unit]}",
@@ -170,112 +152,112 @@ STATISTICS: tuple[Statistic, ...] = (
         for policy, group, help in _POLICIES
         for part, of in _SIGNS
         for statistic in _loss(
-            f"{policy}_logprob{part}", _MEAN, _MAX, group=group, unit="nats", help=help + of
+            f"{policy}_logprob{part}", "mean", "max", group=group, unit="nats", help=help + of
         )
     ),
     *_objective(
         "loss",
-        Reduction.UPDATE_SUM,
+        "update_sum",
         metric="rayloom_loss",
         help="Policy loss: the weighted sum over an update's tokens, averaged over the updates.",
     ),
     *_objective(
         "surrogate",
-        _MEAN,
+        "mean",
         help="The term of a token that the objective increases, with importance weight and mask.",
     ),
-    *_objective("unclipped_surrogate", _MEAN, help="Ratio times advantage of a token."),
+    *_objective("unclipped_surrogate", "mean", help="Ratio times advantage of a token."),
     *_objective(
         "kl",
-        _MEAN,
-        _MIN,
-        _MAX,
+        "mean",
+        "min",
+        "max",
         unit="nats",
         help="Estimate of a token's KL divergence from the reference, as it is in the loss; only "
         "with a KL term.",
     ),
     *_objective(
         "entropy",
-        _MEAN,
+        "mean",
         unit="nats",
         metric="rayloom_entropy_nats",
         help="Mean entropy of the policy's next-token distribution, over trained tokens.",
     ),
     *_objective(
         "grad_norm",
-        Reduction.UPDATE,
+        "update",
         metric="rayloom_gradient_norm",
         help="Gradient norm over all parameters before clipping, averaged over the updates.",
     ),
     *_ratios(
         "ratio",
-        _MEAN,
-        _MAX,
+        "mean",
+        "max",
         help="Probability of a token under the policy, divided by that at its sampling (or at "
         "the step's start); before clip and mask.",
     ),
     *_shares(
         "ratio",
-        Reduction.EFFECTIVE_SIZE,
+        "effective_size",
         name="effective_sample_size",
         help="(Σ r)² / (M Σ r²) of the ratios r of M trained tokens; 1 when all are equal.",
     ),
     *_shares(
         "clip_fraction_low",
-        _SHARE,
+        "share",
         help="Trained tokens whose gradient was removed, or whose weight was bounded, because of "
         "a low ratio.",
     ),
     *_shares(
         "clip_fraction_high",
-        _SHARE,
+        "share",
         help="Trained tokens whose gradient was removed, or whose weight was bounded, because of a "
         "high ratio.",
     ),
     *_shares(
         "masked_fraction",
-        _SHARE,
+        "share",
         help="Trained tokens that any rule removed from the loss because trainer and engine "
         "differ too much.",
     ),
     *_shares(
         "masked_token_fraction",
-        _SHARE,
+        "share",
         help="Trained tokens that the token band removed from the loss.",
     ),
     *_shares(
         "masked_sequence_fraction",
-        _SHARE,
+        "share",
         help="Trained tokens that the sequence band removed from the loss.",
     ),
     *_shares(
         "masked_outlier_fraction",
-        _SHARE,
+        "share",
         help="Trained tokens that were removed from the loss because of an outlier in their "
         "trajectory.",
     ),
     *_ratios(
         "importance_weight",
-        _MEAN,
-        _MAX,
+        "mean",
+        "max",
         help="Factor of a token's loss that corrects the difference between trainer and engine; "
         "1 without a correction.",
     ),
     *_mismatch(
         "mismatch_k1",
-        _MEAN,
+        "mean",
         help="Log-probability of the engine minus that of the trainer, for tokens that the "
         "trainer's version sampled.",
     ),
     *_mismatch(
         "mismatch_k3",
-        _MEAN,
+        "mean",
         metric="rayloom_mismatch_k3_nats",
         help="Mean k3 between trainer and engine, for tokens that the trainer's version sampled.",
     ),
     *_mismatch(
         "mismatch",
-        _MAX,
+        "max",
         metric="rayloom_mismatch_max_nats",
         help="Largest difference between the log-probabilities of trainer and engine, for tokens "
         "that the trainer's version sampled.",
@@ -313,8 +295,8 @@ STATISTICS: tuple[Statistic, ...] = (
     ),
     *_of(
         "mfu",
-        _STEP,
-        source=Source.TRAINER,
+        "step",
+        source="trainer",
         group="Speed",
         unit="share",
         metric="rayloom_train_mfu_ratio",
@@ -323,55 +305,55 @@ STATISTICS: tuple[Statistic, ...] = (
     ),
     *_merge(
         "policy_age",
-        _MEAN,
-        _MAX,
+        "mean",
+        "max",
         group="Policy age",
         unit="versions",
         help="Number of versions between the sampling of a token and its training.",
     ),
     *_critic(
         "critic_loss",
-        _STEP,
+        "step",
         help="Loss of the critic's values; only with `algorithm.baseline: critic`.",
     ),
-    *_critic("critic_grad_norm", _STEP, help="Gradient norm of the critic, before clipping."),
-    *_critic("critic_learning_rate", _STEP, help="Learning rate of the critic's update."),
+    *_critic("critic_grad_norm", "step", help="Gradient norm of the critic, before clipping."),
+    *_critic("critic_learning_rate", "step", help="Learning rate of the critic's update."),
     *_critic(
         "critic_explained_variance",
-        _STEP,
+        "step",
         help="Share of the targets' variance that the values explain, before the update: 1 if "
         "they predict every return, 0 if they are as good as the mean, negative if they are "
         "worse; absent if the targets did not vary.",
     ),
     *_critic(
         "critic_value_mean",
-        _STEP,
+        "step",
         help="Mean of the critic's values of the trained tokens' states.",
     ),
-    *_critic("critic_target_mean", _STEP, help="Mean target of the critic's values."),
+    *_critic("critic_target_mean", "step", help="Mean target of the critic's values."),
     *_critic(
         "critic_clip_fraction",
-        _STEP,
+        "step",
         unit="share",
         help="Trained tokens whose value the value clip bounded.",
     ),
     *_rewards(
         "reward",
-        _MEAN,
+        "mean",
         metric="rayloom_reward_mean",
         help="Mean return of the graded trajectories, after shaping and before an outcome's rule "
         "bounds it.",
     ),
     *_rewards(
         "reward",
-        _STD,
-        _MIN,
-        _MAX,
+        "std",
+        "min",
+        "max",
         help="Standard deviation, minimum and maximum of the returns of `reward_mean`.",
     ),
     *_rewards(
         "scaled_reward",
-        _MEAN,
+        "mean",
         unit="share",
         metric="rayloom_scaled_reward_mean_ratio",
         help="Mean return from the environment, divided by the best possible return, if the "
@@ -379,18 +361,18 @@ STATISTICS: tuple[Statistic, ...] = (
     ),
     *_loss(
         "advantage",
-        _MEAN,
-        _MIN,
-        _MAX,
+        "mean",
+        "min",
+        "max",
         group="Rewards and advantages",
         help="Advantage of a trained token.",
     ),
     *_rewards(
         "trajectory_advantage",
-        _MEAN,
-        _STD,
-        _MIN,
-        _MAX,
+        "mean",
+        "std",
+        "min",
+        "max",
         help="Advantage of a trajectory in the loss, averaged over its tokens.",
     ),
 )

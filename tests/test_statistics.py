@@ -8,18 +8,18 @@ from pathlib import Path
 from worlds.builders.record_builders import learning_run
 
 from actors.metrics import Metrics
-from actors.statistics import BY_NAME, STATISTICS, Source
+from actors.statistics import BY_NAME, STATISTICS
 from deploy.dashboards.__main__ import DOCUMENT, with_statistics
 from service.report.tables import statistic_tables
 
 REPOSITORY = Path(__file__).parents[1]
 # Where a part makes its values; `Statistic.values` is written there once, in quotes.
 PRODUCERS = {
-    Source.LOSS: ("actors/trainer/loss/micro_batch.py", "actors/trainer/statistics.py"),
-    Source.CRITIC: ("actors/trainer/critic.py",),
-    Source.MERGE: ("actors/merge/report.py",),
-    Source.PUBLISH: ("actors/weights/logprob_check.py",),
-    Source.TRAINER: ("actors/trainer/utilization.py",),
+    "policy_loss": ("actors/trainer/loss/micro_batch.py", "actors/trainer/statistics.py"),
+    "critic": ("actors/trainer/critic.py",),
+    "merge": ("actors/merge/report.py",),
+    "publish": ("actors/weights/logprob_check.py",),
+    "trainer": ("actors/trainer/utilization.py",),
 }
 
 

@@ -16,7 +16,7 @@ from actors.batch import MicroBatch, RankShard
 from actors.limits import MAX_REWARD
 from actors.merge.member import Member
 from actors.policy_age import policy_ages
-from actors.statistics import STATISTICS, Reduction, Source
+from actors.statistics import STATISTICS, Reduction
 from actors.trajectory_queue.ledger import (
     EvictionReason,
     TokenCause,
@@ -31,10 +31,10 @@ MAX_COMPONENTS = 32
 MAX_COMPONENT_NAME = 64
 
 _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
-    Reduction.MEAN: np.mean,
-    Reduction.STD: np.std,
-    Reduction.MIN: np.min,
-    Reduction.MAX: np.max,
+    "mean": np.mean,
+    "std": np.std,
+    "min": np.min,
+    "max": np.max,
 }
 
 
@@ -105,7 +105,7 @@ class StepReport:
     num_malformed_rewarded: int
     merge: MergeReport
     statistics: Mapping[str, float]
-    """Values of the statistics of `Source.MERGE`, by their name in `actors.statistics`."""
+    """Values of the statistics of `"merge"`, by their name in `actors.statistics`."""
     num_turns: int
     num_malformed_turns: int
     num_inserted_tokens: int
@@ -315,7 +315,7 @@ def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> di
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))
         for each in STATISTICS
-        if each.source is Source.MERGE and arrays[each.values].size
+        if each.source == "merge" and arrays[each.values].size
     }
 
 

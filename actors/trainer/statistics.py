@@ -11,38 +11,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
-from actors.statistics import STATISTICS, Reduction, Source, Statistic, only_known
+from actors.statistics import STATISTICS, Reduction, Statistic, only_known
 
+Part = Literal["sum", "squares", "count", "max", "negated_min"]
+"""A way to reduce the values of some tokens to a partial result.
 
-class Part(StrEnum):
-    """A way to reduce the values of some tokens to a partial result."""
-
-    SUM = "sum"
-    SQUARES = "squares"
-    COUNT = "count"
-    MAX = "max"
-    # The maximum of the negated values, so that minima can be combined like maxima.
-    NEGATED_MIN = "negated_min"
-
-
+negated_min: the maximum of the negated values, so that minima can be combined like maxima.
+"""
 _PARTS: Mapping[Reduction, tuple[Part, ...]] = {
-    Reduction.MEAN: (Part.SUM, Part.COUNT),
-    Reduction.SHARE: (Part.SUM, Part.COUNT),
-    Reduction.EFFECTIVE_SIZE: (Part.SUM, Part.SQUARES, Part.COUNT),
-    Reduction.UPDATE_SUM: (Part.SUM,),
-    Reduction.MAX: (Part.MAX,),
-    Reduction.MIN: (Part.NEGATED_MIN,),
+    "mean": ("sum", "count"),
+    "share": ("sum", "count"),
+    "effective_size": ("sum", "squares", "count"),
+    "update_sum": ("sum",),
+    "max": ("max",),
+    "min": ("negated_min",),
     # The rank computes these statistics itself.
-    Reduction.UPDATE: (),
+    "update": (),
 }
-_COMPARED = (Part.MAX, Part.NEGATED_MIN)
-_OF_LOSS = tuple(statistic for statistic in STATISTICS if statistic.source is Source.LOSS)
+_COMPARED = ("max", "negated_min")
+_OF_LOSS = tuple(statistic for statistic in STATISTICS if statistic.source == "policy_loss")
 _NEEDED = dict.fromkeys((each.values, part) for each in _OF_LOSS for part in _PARTS[each.reduction])
 # Counts besides the statistics: trained tokens, tokens of packed rows, and losses that are not
 # finite.
-_COUNTS = tuple((name, Part.SUM) for name in ("num_trained", "num_packed", "num_nonfinite"))
+_COUNTS: tuple[tuple[str, Part], ...] = (
+    ("num_trained", "sum"),
+    ("num_packed", "sum"),
+    ("num_nonfinite", "sum"),
+)
 
 # The places of an update's row: (name of the values, partial result). Partial results that are
 # added come first.
@@ -104,7 +101,7 @@ class UpdateTotals:
     grad_norm: float
     learning_rate: float
 
-    def part(self, values: str, part: Part = Part.SUM) -> float:
+    def part(self, values: str, part: Part = "sum") -> float:
         return self.row[_PLACES[values, part]]
 
     @property
@@ -157,21 +154,21 @@ def _reduce(statistic: Statistic, updates: Sequence[UpdateTotals]) -> float | No
         return None if found == -math.inf else found
 
     match statistic.reduction:
-        case Reduction.MEAN | Reduction.SHARE:
-            count = total(Part.COUNT)
-            return total(Part.SUM) / count if count else None
-        case Reduction.EFFECTIVE_SIZE:
-            if not total(Part.COUNT):
+        case "mean" | "share":
+            count = total("count")
+            return total("sum") / count if count else None
+        case "effective_size":
+            if not total("count"):
                 return None
-            whole = total(Part.COUNT) * total(Part.SQUARES)
+            whole = total("count") * total("squares")
             # The squares of values near 0 may all round to 0.
-            return total(Part.SUM) ** 2 / whole if whole else 0.0
-        case Reduction.UPDATE_SUM:
-            return total(Part.SUM) / len(updates)
-        case Reduction.MAX:
-            return largest(Part.MAX)
-        case Reduction.MIN:
-            negated = largest(Part.NEGATED_MIN)
+            return total("sum") ** 2 / whole if whole else 0.0
+        case "update_sum":
+            return total("sum") / len(updates)
+        case "max":
+            return largest("max")
+        case "min":
+            negated = largest("negated_min")
             return None if negated is None else -negated
         case _:
             return None

@@ -29,7 +29,7 @@ def of(*sources: Source) -> dict[str, float]:
 
 
 STATS = StepStats(
-    step=0, trainer_version=0, statistics=of(Source.LOSS, Source.CRITIC, Source.TRAINER),
+    step=0, trainer_version=0, statistics=of("policy_loss", "critic", "trainer"),
     learning_rate=1e-3, trained_tokens=10, packed_tokens=20,
     num_updates=1, num_empty_updates=0, num_skipped_updates=0,
 )  # fmt: skip
@@ -40,7 +40,7 @@ REPORT = StepReport(
     merge=MergeReport(
         samples_before=2, samples_after=1, branches={}, num_saved_tokens=0, num_masked_tokens=0
     ),
-    statistics=of(Source.MERGE), num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
+    statistics=of("merge"), num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
     num_sampled_tokens=10, num_trained_tokens=10, num_packed_tokens=20, num_micro_batches=1,
     num_padding_rows=0, num_overruled_records=0,
 )  # fmt: skip

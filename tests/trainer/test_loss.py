@@ -24,11 +24,11 @@ def make_update(*, grad_norm: float = 2.0, num_trained: int = 0, **parts: float)
     """
 
     def part(values: str, part: Part) -> float:
-        if part is Part.SUM:
+        if part == "sum":
             return parts.get(values, 0.0)
-        if part is Part.COUNT:
+        if part == "count":
             return parts.get(f"count_{values}", num_trained if values in parts else 0.0)
-        return parts.get(f"{part}_{values}", 0.0 if part is Part.SQUARES else -math.inf)
+        return parts.get(f"{part}_{values}", 0.0 if part == "squares" else -math.inf)
 
     parts |= {"num_trained": num_trained}
     return UpdateTotals(

@@ -273,16 +273,16 @@ def _reduced(
     if found is None or found.numel() == 0:
         return neutral
     wide = found.double()
-    if part is Part.COUNT:
+    if part == "count":
         return (torch.ones_like(wide) if where is None else where.double()).sum()
-    if part is Part.NEGATED_MIN:
+    if part == "negated_min":
         wide = -wide
     if where is not None:
         wide = torch.where(where, wide, neutral)
     match part:
-        case Part.SUM:
+        case "sum":
             return wide.sum()
-        case Part.SQUARES:
+        case "squares":
             return wide.square().sum()
         case _:
             return wide.amax()
