@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from enum import StrEnum
 from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge, Metric
@@ -32,18 +31,8 @@ RETURN_BUCKETS = (
 )
 
 
-class Part(StrEnum):
-    """A part that is replaced if it dies; TERM is all parts of a term, replaced together."""
-
-    ENVIRONMENT_ACTOR = "environment_actor"
-    GATEWAY = "gateway"
-    ENGINE = "engine"
-    QUEUE = "queue"
-    TRAINER = "trainer"
-    MERGE_ACTOR = "merge_actor"
-    TERM = "term"
-
-
+Part = Literal["environment_actor", "gateway", "engine", "queue", "trainer", "merge_actor", "term"]
+"""A part that is replaced if it dies; term: all parts of a term, replaced together."""
 PublishPhase = Literal["send", "check", "load"]
 """A phase of a new version on its way to the engines, in this order.
 
@@ -388,8 +377,8 @@ class PartMetrics:
         self.replacements = gained.counter(
             "rayloom_replacements", "Parts that died and were replaced.", "part"
         )
-        for part in Part:
-            self.replacements.labels(part=part.value)
+        for part in get_args(Part):
+            self.replacements.labels(part=part)
         self.publish_seconds = gained.histogram(
             "rayloom_publish_seconds",
             "Time of each phase of a publish.",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -23,7 +23,7 @@ from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.fork_server import preload
-from actors.environment.group_scoring import GroupScorer, score_together
+from actors.environment.group_scoring import score_together
 from actors.environment.lost_calls import LostCalls, task_id
 from actors.environment.policy import PolicyClient
 from actors.environment.protocol import Environment, Observation
@@ -296,7 +296,7 @@ class EnvironmentActor:
         return await score_together(
             trajectories,
             group.task,
-            make_environment=cast("Callable[[], GroupScorer]", self._maker(name)),
+            make_environment=self._maker(name),
             decode=self._renderer.decode,
             limit_s=rollouts.turn_deadline_s,
             stop=rollouts.stop,

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
@@ -31,23 +31,11 @@ from actors.user_code import (
 _RETRY_DELAYS_S = (0.1, 0.5)
 
 
-class GroupScorer(Protocol):
-    """An environment that scores the answers of a group together."""
-
-    async def score_group(
-        self, task: Task, completions: Sequence[str]
-    ) -> Sequence[StepResult | None]:
-        """Return a result for each answer, in order; None for an answer that is not scored."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 async def score_together(
     trajectories: Sequence[Trajectory],
     task: Task,
     *,
-    make_environment: Callable[[], GroupScorer],
+    make_environment: Callable[[], Any],
     decode: Callable[[TokenIds], str],
     limit_s: float,
     stop: Sequence[str] = (),
@@ -59,6 +47,9 @@ async def score_together(
     any scores, all trajectories have it.
 
     Args:
+        make_environment: Makes an environment with the method `score_group(task, completions)`. The
+            method returns a StepResult for each answer, in order; None for an answer that is not
+            scored.
         limit_s: Seconds that one call of `score_group` may take.
         stop: Stop strings; an answer is the text before the first of them.
     """

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -196,18 +196,18 @@ class ToolSchema:
         return {"type": "function", "function": function}
 
 
-class MalformedReason(StrEnum):
-    """The fault of a tool call that the policy wrote."""
-
-    INVALID_JSON = "invalid_json"
-    NOT_AN_OBJECT = "not_an_object"
-    UNKNOWN_TOOL = "unknown_tool"
-    MISSING_ARGUMENT = "missing_argument"
-    UNKNOWN_ARGUMENT = "unknown_argument"
-    ILL_TYPED_ARGUMENT = "ill_typed_argument"
-    UNCLOSED = "unclosed"
-    UNOPENED = "unopened"
-    UNREADABLE = "unreadable"
+MalformedReason = Literal[
+    "invalid_json",
+    "not_an_object",
+    "unknown_tool",
+    "missing_argument",
+    "unknown_argument",
+    "ill_typed_argument",
+    "unclosed",
+    "unopened",
+    "unreadable",
+]
+"""The fault of a tool call that the policy wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

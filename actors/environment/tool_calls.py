@@ -122,10 +122,10 @@ def _bodies(text: str) -> Iterator[str | MalformedCall]:
         if start < 0 and end < 0:
             return
         if start < 0 or 0 <= end < start:
-            yield _malformed(MalformedReason.UNOPENED, f"{CLOSE} without {OPEN}.")
+            yield _malformed("unopened", f"{CLOSE} without {OPEN}.")
             position = end + len(CLOSE)
         elif end < 0:
-            yield _malformed(MalformedReason.UNCLOSED, f"{OPEN} without {CLOSE}.")
+            yield _malformed("unclosed", f"{OPEN} without {CLOSE}.")
             return
         else:
             yield text[start + len(OPEN) : end]
@@ -137,7 +137,7 @@ def _parse_call(body: str, tools: Mapping[str, ToolSchema]) -> ToolCall | Malfor
     if isinstance(call, MalformedCall):
         return call
     if not isinstance(call, dict):
-        return _malformed(MalformedReason.NOT_AN_OBJECT, "The tool call must be a JSON object.")
+        return _malformed("not_an_object", "The tool call must be a JSON object.")
     return _check_call(call.get("name"), call.get("arguments", {}), tools)
 
 
@@ -145,14 +145,12 @@ def _check_call(
     name: object, arguments: Any, tools: Mapping[str, ToolSchema], *, call_id: str = ""
 ) -> ToolCall | MalformedCall:
     if not isinstance(name, str) or name not in tools:
-        return _malformed(
-            MalformedReason.UNKNOWN_TOOL, f"No such tool. Tools: {', '.join(tools) or 'none'}."
-        )
+        return _malformed("unknown_tool", f"No such tool. Tools: {', '.join(tools) or 'none'}.")
     arguments = _unpacked(arguments)
     if isinstance(arguments, MalformedCall):
         return arguments
     if not isinstance(arguments, dict):
-        return _malformed(MalformedReason.NOT_AN_OBJECT, "Arguments must be a JSON object.")
+        return _malformed("not_an_object", "Arguments must be a JSON object.")
     return _check_arguments(name, arguments, tools[name].parameters, call_id=call_id)
 
 
@@ -176,13 +174,13 @@ def _unpacked(arguments: Any) -> Any:
 def _load(text: str) -> Any:
     """Return the value of a JSON text; a MalformedCall if the text is not JSON."""
     if len(text) > MAX_CALL_CHARS:
-        return _malformed(MalformedReason.INVALID_JSON, "The tool call is too long.")
+        return _malformed("invalid_json", "The tool call is too long.")
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
         # An escape can make a lone surrogate, which a message must not contain.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return _malformed(MalformedReason.INVALID_JSON, "The tool call is not valid JSON.")
+        return _malformed("invalid_json", "The tool call is not valid JSON.")
     return value
 
 
@@ -196,7 +194,7 @@ def _check_arguments(
     properties: Mapping[str, Any] = schema.get("properties", {})
     for required in schema.get("required", ()):
         if required not in arguments:
-            return _malformed(MalformedReason.MISSING_ARGUMENT, f"Missing argument {required}.")
+            return _malformed("missing_argument", f"Missing argument {required}.")
     for key, value in arguments.items():
         # A schema without properties allows any arguments; the schema `true` of a property allows
         # any value, and `false` means that there is no such argument.
@@ -205,14 +203,12 @@ def _check_arguments(
             continue
         if declared is False:
             return _malformed(
-                MalformedReason.UNKNOWN_ARGUMENT,
+                "unknown_argument",
                 f"Unknown argument. Arguments: {', '.join(properties)}.",
             )
         expected = declared.get("type")
         if not _is_of_type(value, expected):
-            return _malformed(
-                MalformedReason.ILL_TYPED_ARGUMENT, f"Argument {key} must be of type {expected}."
-            )
+            return _malformed("ill_typed_argument", f"Argument {key} must be of type {expected}.")
     return ToolCall(name=name, arguments=arguments, id=call_id)
 
 

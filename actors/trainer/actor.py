@@ -12,7 +12,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +49,6 @@ _START_TICK_S = 10.0
 BOARD_PAUSE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProcess:
-    """The process that a rank runs in."""
-
-    node_id: str
-    process_id: int
-
-
 class TrainerRankActor:
     """The actor that holds one `TrainerRank`: `join` creates the rank, `call` calls its methods."""
 
@@ -84,11 +76,9 @@ class TrainerRankActor:
         return num_mib + int(time.process_time() / _START_TICK_S)
 
     @ray.method(concurrency_group="watch")
-    def process(self) -> RankProcess:
-        return RankProcess(
-            node_id=ray.get_runtime_context().get_node_id(),
-            process_id=os.getpid(),
-        )
+    def node_id(self) -> str:
+        """Return the id of the node that this rank runs on."""
+        return ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="watch")
     def check(self) -> int:

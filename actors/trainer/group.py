@@ -35,7 +35,7 @@ from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.deaths import ACTOR_DEATHS
 from actors.expert_records import ModelShape
-from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
+from actors.trainer.actor import CONCURRENCY, TrainerRankActor
 from actors.trainer.agreement import PolicyTooOld, ShardRefused, StepAbandoned
 from actors.trainer.checkpoint import CheckpointError, Progress
 from actors.trainer.settings import RankSettings
@@ -44,7 +44,7 @@ from actors.weights.board import WeightGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError, StepAbandoned)
 # If a rank's own code raises in one of these calls, it would raise again in a new group.
-_START_METHODS = ("process", "open_rendezvous", "join", "load")
+_START_METHODS = ("node_id", "open_rendezvous", "join", "load")
 # Errors caused by another process that ended or still holds memory; a new group may succeed.
 _CAUSED_ELSEWHERE = (RayError, ConnectionError, TimeoutError, MemoryError)
 _GRACE_S = 10.0
@@ -149,7 +149,6 @@ class TrainerGroup:
         self.deadlines = deadlines or Deadlines()
         self.version = 0
         self.shape: ModelShape | None = None
-        self.processes: tuple[RankProcess, ...] = ()
         self._ranks: list[ActorHandle] = []
         self._lost: _RankFailure | None = None
         """The error that every call raises after the group has been killed."""
@@ -202,8 +201,7 @@ class TrainerGroup:
             actor_class.options(**options, **self._bundle(rank)).remote(self.settings, rank)
             for rank in range(self.settings.trainer.num_ranks)
         ]
-        self.processes = tuple(await self._on_all("process"))
-        is_local = len({process.node_id for process in self.processes}) == 1
+        is_local = len(set(await self._on_all("node_id"))) == 1
         rendezvous = await self._on_first("open_rendezvous", is_local)
         shapes = await self._on_all("join", rendezvous, is_local)
         self.shape = shapes[0]

@@ -22,7 +22,7 @@ from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tokenizers.hf import get_cached_tokenizer
 
 from actors.environment.policy import ParsedCall, ParsedReply
-from actors.environment.protocol import MalformedCall, MalformedReason, ToolSchema
+from actors.environment.protocol import MalformedCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.template_traits import USUAL, call_form, form_of
 from actors.environment.template_traits import reasoning_parser as reasoning_form
@@ -43,9 +43,7 @@ _fault_log = FaultLog(logger)
 
 # Other names of the same parsers in vLLM's registry.
 _SAME_FORM = {"qwen3_json": "hermes", "qwen3_coder": "qwen3_xml", "glm45": "glm47"}
-UNREADABLE = MalformedCall(
-    reason=MalformedReason.UNREADABLE, message="The tool call could not be read."
-)
+UNREADABLE = MalformedCall(reason="unreadable", message="The tool call could not be read.")
 
 
 def load_parser(settings: EngineSettings) -> ReplyParser:

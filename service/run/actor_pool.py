@@ -203,7 +203,7 @@ class ActorPool:
 class GatewayPool(ActorPool):
     """The pool of the gateway, the one actor of a run that serves the sessions of clients."""
 
-    part = Part.GATEWAY
+    part = "gateway"
     kind = "gateway"
     id_prefix = "gateway"
     resumption = "continue from their stored turns with"

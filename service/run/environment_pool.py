@@ -25,7 +25,6 @@ from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import Play, Played, plays_of
 from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import EnvironmentActorSettings, Sampling
-from actors.metrics import Part
 from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
 from service.remote_calls import await_reply
@@ -180,7 +179,7 @@ PROMPTS_LIMIT_S = 20.0
 class EnvironmentPool(ActorPool):
     """A pool that keeps environment actors alive, and plays evaluations on them."""
 
-    part = Part.ENVIRONMENT_ACTOR
+    part = "environment_actor"
     kind = "environment actor"
     id_prefix = "environment"
     resumption = "are played again by"

@@ -240,7 +240,7 @@ class RunRecorder:
 
         text: the notice; if memory is short, a hint is added.
         """
-        self._metrics.parts.replacements.labels(part=part.value).inc(count)
+        self._metrics.parts.replacements.labels(part=part).inc(count)
         self.notice("; ".join(filter(None, (text, memory_shortage()))))
 
     def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:

@@ -23,7 +23,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
 from actors.deadline import ActorLost, TaskSet, retry
-from actors.metrics import Part
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
 from actors.trajectory_queue.ledger import RolloutOutcomes, TokenCounts
@@ -218,7 +217,7 @@ class RestartableQueue:
             await self._cuts.begin_next()
             await retry(self._open_next, on=ActorLost, limit_s=REOPEN_LIMIT_S)
             self._recorder.replaced(
-                Part.QUEUE,
+                "queue",
                 f"{loss}; its successor continues, and the rollouts in flight are played again",
             )
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from actors.deadline import ActorLost
-from actors.metrics import Metrics, Part
+from actors.metrics import Metrics
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.api.schemas import ReadyAnswer
@@ -314,7 +314,7 @@ class RunView:
             versions=self._engine_versions,
         )
         if change.num_lost:
-            self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
+            self._recorder.replaced("engine", change.text, count=change.num_lost)
         elif change.text:
             self._recorder.notice(change.text)
 

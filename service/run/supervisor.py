@@ -19,7 +19,7 @@ from logging.handlers import RotatingFileHandler
 from typing import Any, Literal
 
 from actors.deadline import ActorLost, TaskSet, beside, race
-from actors.metrics import Metrics, Part
+from actors.metrics import Metrics
 from actors.trainer.checkpoint import CheckpointError, has_digests
 from actors.trainer.group import TrainerStartFailed
 from service.access.keys import NamedKey
@@ -420,7 +420,7 @@ class Supervisor:
                     raise
                 if self._is_stopping:
                     return f"{loss}; as a stop was requested, the run ends at its newest checkpoint"
-                self._recorder.replaced(Part.TERM, f"{loss}; going back to the newest checkpoint")
+                self._recorder.replaced("term", f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_term(self) -> str:

@@ -25,7 +25,6 @@ from actors.environment.tasks import TaskSource
 from actors.limits import GIB
 from actors.merge.actor import MergeActor
 from actors.merge.journal import Journal
-from actors.metrics import Part
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, claim
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trajectory_queue.settings import QueueStateSettings
@@ -148,7 +147,7 @@ class Term:
             parent=run_dir.checkpoints / lease.parent.directory if lease.parent else None,
             first_step=self.first_step,
             max_kept_bytes=config.trainer.max_replay_mib * 2**20,
-            on_restart=partial(recorder.replaced, Part.TRAINER),
+            on_restart=partial(recorder.replaced, "trainer"),
             on_check=recorder.ranks,
         )
         self._merge: RestartableMerge | None = None
@@ -346,7 +345,7 @@ class Term:
             )
         self._merge = RestartableMerge(
             self._start_merge_actor,
-            on_restart=partial(self._recorder.replaced, Part.MERGE_ACTOR),
+            on_restart=partial(self._recorder.replaced, "merge_actor"),
         )
         publisher = Publisher(
             self._trainer,

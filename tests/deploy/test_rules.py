@@ -22,7 +22,6 @@ from worlds.builders.synthetic_run import (
 from worlds.checks.metric_names import NAME, RAYS, declared
 from worlds.servers.promtool import promtool, run_test
 
-from actors.metrics import Part
 from deploy.rules.source import FOLDER, PLACE_LABELS, rule_files, rules_text
 from service.report.document import Phase
 
@@ -306,8 +305,8 @@ def test_what_is_usual_on_preemptible_nodes_is_quiet_and_the_same_of_a_small_run
         run.values["rayloom_engines_ready"] = lambda t, n=num_engines: n - 1
         run.values["rayloom_environment_actors_expected"] = lambda t, n=num_engines: n
         for part, value in (
-            (Part.ENGINE, lambda t: t // 400),
-            (Part.ENVIRONMENT_ACTOR, lambda t, n=num_engines: n // 2 if t > HOUR else 0),
+            ("engine", lambda t: t // 400),
+            ("environment_actor", lambda t, n=num_engines: n // 2 if t > HOUR else 0),
         ):
             run.values[series("rayloom_replacements_total", part=part.value)] = value
         run.values["rayloom_publish_failures_total"] = lambda t: t // HOUR
@@ -436,7 +435,7 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     ),
     "RayloomUploadsBehind": (copy_nothing, 32, 40, 60),
     "RayloomPartFlapping": (
-        counting(series("rayloom_replacements_total", part=Part.ENGINE.value), 0.01), 24, 36, 60
+        counting(series("rayloom_replacements_total", part="engine"), 0.01), 24, 36, 60
     ),
     "RayloomRankLost": (lose_half, 4, 10, 60),
     "RayloomEngineMissing": (showing("rayloom_engines_ready", 0), 14, 20, 60),

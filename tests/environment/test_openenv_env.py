@@ -18,7 +18,6 @@ from actors.environment.builtin.openenv_env import OpenEnvEnvironment, OpenEnvOp
 from actors.environment.protocol import (
     Action,
     MalformedCall,
-    MalformedReason,
     RewardError,
     StepResult,
     ToolCall,
@@ -164,7 +163,7 @@ def _guess(number: int) -> ToolCall:
     return ToolCall(name="guess", arguments={"number": number}, id=f"c{number}")
 
 
-NO_JSON = MalformedCall(reason=MalformedReason.INVALID_JSON, message="No JSON.")
+NO_JSON = MalformedCall(reason="invalid_json", message="No JSON.")
 
 
 async def _play(environment: OpenEnvEnvironment, *answers: str) -> list[StepResult]:

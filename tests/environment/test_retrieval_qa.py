@@ -31,7 +31,6 @@ from actors.environment.plugins.retrieval_qa.environment import (
 from actors.environment.protocol import (
     Action,
     MalformedCall,
-    MalformedReason,
     StepResult,
     ToolCall,
 )
@@ -246,7 +245,7 @@ async def test_support_counts_where_it_was_shown_and_is_known(corpus: str) -> No
 async def test_calls_that_cannot_be_read_or_are_too_many_are_malformed(corpus: str) -> None:
     environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus, max_malformed=1))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
-    broken = MalformedCall(reason=MalformedReason.INVALID_JSON, message="no JSON.")
+    broken = MalformedCall(reason="invalid_json", message="no JSON.")
     result = await environment.step(Action(text="", calls=(broken,)))
     assert result.is_malformed and result.reward == -0.1 and not result.terminated
     many = tuple(_call("read", id="a") for _ in range(9))

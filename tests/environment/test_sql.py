@@ -26,7 +26,6 @@ from actors.environment.plugins.sql.generated import LEVELS, make_question
 from actors.environment.protocol import (
     Action,
     MalformedCall,
-    MalformedReason,
     StepResult,
     ToolCall,
 )
@@ -310,7 +309,7 @@ async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed() -> None:
 async def test_calls_that_cannot_be_read_cost_and_end_the_task() -> None:
     environment = SqlEnvironment(SqlOptions(max_malformed=1))
     await environment.reset(_task(**GIVEN))
-    broken = MalformedCall(reason=MalformedReason.INVALID_JSON, message="no JSON.")
+    broken = MalformedCall(reason="invalid_json", message="no JSON.")
     first = await environment.step(Action(text="", calls=(broken,)))
     assert first.is_malformed and not first.terminated and first.reward == -0.1
     assert first.messages[0].content == "error: no JSON."

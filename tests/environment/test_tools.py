@@ -27,7 +27,6 @@ from actors.environment.function_tools import (
 from actors.environment.protocol import (
     Action,
     MalformedCall,
-    MalformedReason,
     RewardError,
     ToolCall,
 )
@@ -382,7 +381,7 @@ async def test_calls_are_converted_answered_in_order_and_the_answer_is_scored() 
         (
             Action(
                 text="…",
-                calls=(MalformedCall(reason=MalformedReason.INVALID_JSON, message="No JSON."),),
+                calls=(MalformedCall(reason="invalid_json", message="No JSON."),),
             ),
             "error: No JSON.",
             True,

@@ -97,7 +97,7 @@ def test_a_step_in_hand_is_finalised_by_the_queue_that_comes_after_the_one_that_
         os.kill(pid, signal.SIGKILL)
         # The loop's own calls in any order, all at once.
         await asyncio.gather(finalise(queue, step), queue.cut(), queue.cut(), queue.stats())
-        assert notebook.parts == [Part.QUEUE]
+        assert notebook.parts == ["queue"]
         assert (await queue.stats()).ledger.trained == 4
         assert await player.hand_in.remote(2, 2) == [False] * 2, "it was given to the dead queue"
         other = Player.remote(queue.actor, "other")

@@ -34,7 +34,7 @@ LABEL_VALUES = {
     "outcome": {outcome.value for outcome in Outcome},
     "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
     "fate": {fate.value for fate in (LedgerEventKind.TRAINED, *EvictionReason, *LeftOutReason)},
-    "part": {part.value for part in (*Part, *Pausable)},
+    "part": {*get_args(Part), *(part.value for part in Pausable)},
     "side": {"before", "after"} | set(get_args(Side)),
     "stage": set(StageSeconds().by_name()),
     "kind": {kind.value for kind in LedgerEventKind} | {"sampled", "trained"},
@@ -129,7 +129,7 @@ def check_series(scrapes: list[dict[Series, float]]) -> None:
 
 def check_replacement(scrapes: list[dict[Series, float]]) -> None:
     """The death of the actor is counted once, and brings or leaves no series."""
-    died = series("rayloom_replacements_total", part=Part.ENVIRONMENT_ACTOR.value)
+    died = series("rayloom_replacements_total", part="environment_actor")
     before = [seen for seen in scrapes if seen[died] == 0]
     after = [seen for seen in scrapes if seen[died] == 1]
     assert before and after and [*before, *after] == scrapes

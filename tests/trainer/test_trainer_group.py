@@ -66,6 +66,12 @@ async def wait_until_dead(process_ids: list[int]) -> None:
     raise AssertionError(f"still alive: {process_ids}")
 
 
+async def process_ids_of(group: TrainerGroup) -> list[int]:
+    """The process of each rank, which answers this between two calls of the group."""
+    asked = [rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group._ranks]
+    return [await process_id for process_id in asked]
+
+
 async def start_group(settings: RankSettings, **deadlines: float) -> TrainerGroup:
     group = TrainerGroup(settings, deadlines=Deadlines(**deadlines))
     await group.start()
@@ -127,7 +133,7 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
     assert own.shape == (NUM_CHECK_TOKENS - 1,) and own.max() < 0
     before = await group.fingerprint()
 
-    process_ids = [process.process_id for process in group.processes]
+    process_ids = await process_ids_of(group)
     os.kill(process_ids[1], signal.SIGKILL)
     # Of a dead rank's, asked for before anything else notices.
     assert len(await trainer.score(put_shards(2))) == 2
@@ -138,8 +144,9 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
     assert trainer.version == 2 and trainer.republished == ()
     assert await groups[1].fingerprint() == before
     np.testing.assert_array_equal(await groups[1].check_logprobs(), own)
+    process_ids = await process_ids_of(groups[1])
     await trainer.stop()
-    await wait_until_dead([process.process_id for process in groups[1].processes])
+    await wait_until_dead(process_ids)
 
 
 @pytest.mark.chaos
@@ -186,7 +193,7 @@ async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at
     assert (await group.step(put_shards(0))).num_updates == 1
     assert list_checkpoints(settings.checkpoint_dir) == []
 
-    process_ids = [process.process_id for process in group.processes]
+    process_ids = await process_ids_of(group)
     os.kill(process_ids[0], signal.SIGSTOP)
     try:
         with pytest.raises(TrainerRankLost, match="no answer within 6 s"):
@@ -265,10 +272,11 @@ async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_i
     assert time.monotonic() - began > group.deadlines.idle_s
     with pytest.raises(ActorLost, match="board is lost: it has fetched and copied nothing for 6 s"):
         await group.publish(SlowBoard.remote(num_moves=1, then="hangs"), 0, 0)
+    first, *_ = await process_ids_of(group)
     board = SlowBoard.remote(then="loses what it fetches")
     publishing = asyncio.ensure_future(group.publish(board, 0, 0))
     await board.wait_until_begun.remote()
-    os.kill(group.processes[0].process_id, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)
     # As `RestartableTrainer.watch` may find it first, which kills the group.
     with pytest.raises(TrainerRankLost, match="rank 0 was lost in check"):
         while True:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import get_args
 
 from actors.metrics import Part
 from actors.trajectory_queue.ledger import EvictionReason
@@ -235,8 +236,8 @@ class SyntheticRun:
             series("rayloom_http_requests_total", route="/api", status="429"): lambda t: 0,
             series("rayloom_http_requests_total", route="/readyz", status="503"): lambda t: 0,
         }
-        for part in Part:
-            found[series("rayloom_replacements_total", part=part.value)] = lambda t: 0
+        for part in get_args(Part):
+            found[series("rayloom_replacements_total", part=part)] = lambda t: 0
         return found
 
 

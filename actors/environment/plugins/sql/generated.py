@@ -54,32 +54,8 @@ class SqlData:
     top level."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shop:
-    """The content of a generated database: items with name, kind and price.
-
-    Names and prices are unique.
-    """
-
-    rows: Sequence[tuple[str, str, int]]
-    cities: Sequence[str]
-    """City of each item, for the second table."""
-
-    def script(self, *, with_stores: bool) -> str:
-        items = ", ".join(f"('{name}', '{kind}', {price})" for name, kind, price in self.rows)
-        script = (
-            "CREATE TABLE items (name TEXT, kind TEXT, price INTEGER);\n"
-            f"INSERT INTO items VALUES {items};\n"
-        )
-        if with_stores:
-            stores = ", ".join(
-                f"('{city}', '{row[0]}')" for city, row in zip(self.cities, self.rows, strict=True)
-            )
-            script += (
-                "CREATE TABLE stores (city TEXT, item TEXT);\n"
-                f"INSERT INTO stores VALUES {stores};\n"
-            )
-        return script
+_Items = Sequence[tuple[str, str, int, str]]
+"""Name, kind, price and city of each item of a shop; names and prices are unique."""
 
 
 def make_question(seed: int, *, level: int = 1) -> SqlData:
@@ -91,41 +67,54 @@ def make_question(seed: int, *, level: int = 1) -> SqlData:
     names = dice.sample(_NAMES, dice.randint(4, 8))
     prices = dice.sample(range(1, _MOST + 1), len(names))
     kinds = [*_KINDS, *(dice.choice(_KINDS) for _ in names)][: len(names)]
-    shop = _Shop(
-        rows=list(zip(names, kinds, prices, strict=True)),
-        cities=[dice.choice(("Rome", "Oslo")) for _ in names],
-    )
+    cities = [dice.choice(("Rome", "Oslo")) for _ in names]
+    items = list(zip(names, kinds, prices, cities, strict=True))
     makers = [maker for each in _MAKERS[:level] for maker in each]
-    text, query = dice.choice(makers)(dice, shop)
-    return SqlData(question=text, schema=shop.script(with_stores=level > 2), query=query)
+    text, query = dice.choice(makers)(dice, items)
+    return SqlData(question=text, schema=_script(items, with_stores=level > 2), query=query)
+
+
+def _script(items: _Items, *, with_stores: bool) -> str:
+    """Return the SQL that makes the database. with_stores: whether it has the items' cities."""
+    rows = ", ".join(f"('{name}', '{kind}', {price})" for name, kind, price, _ in items)
+    script = (
+        "CREATE TABLE items (name TEXT, kind TEXT, price INTEGER);\n"
+        f"INSERT INTO items VALUES {rows};\n"
+    )
+    if with_stores:
+        stores = ", ".join(f"('{city}', '{name}')" for name, _, _, city in items)
+        script += (
+            f"CREATE TABLE stores (city TEXT, item TEXT);\nINSERT INTO stores VALUES {stores};\n"
+        )
+    return script
 
 
 _Made = tuple[str, str]
 
 
-def _aggregate(dice: random.Random, _shop: _Shop) -> _Made:
+def _aggregate(dice: random.Random, _items: _Items) -> _Made:
     word = dice.choice(list(_AGGREGATES))
     return f"What is the {word} price?", f"SELECT {_AGGREGATES[word]}(price) FROM items"
 
 
-def _count(_dice: random.Random, _shop: _Shop) -> _Made:
+def _count(_dice: random.Random, _items: _Items) -> _Made:
     return "How many items are there?", "SELECT count(*) FROM items"
 
 
-def _of_kind(dice: random.Random, shop: _Shop) -> _Made:
-    kind = dice.choice([row[1] for row in shop.rows])
+def _of_kind(dice: random.Random, items: _Items) -> _Made:
+    kind = dice.choice([kind for _, kind, _, _ in items])
     return f"Which items are {kind}?", f"SELECT name FROM items WHERE kind = '{kind}'"
 
 
-def _above(dice: random.Random, shop: _Shop) -> _Made:
-    bound = dice.choice(sorted(row[2] for row in shop.rows)[:-1])
+def _above(dice: random.Random, items: _Items) -> _Made:
+    bound = dice.choice(sorted(price for _, _, price, _ in items)[:-1])
     return (
         f"Which items have a price above {bound}?",
         f"SELECT name FROM items WHERE price > {bound}",
     )
 
 
-def _in_order(dice: random.Random, _shop: _Shop) -> _Made:
+def _in_order(dice: random.Random, _items: _Items) -> _Made:
     word, direction = dice.choice((("lowest", ""), ("highest", " DESC")))
     return (
         f"List the names of the items, the {word} price first.",
@@ -133,7 +122,7 @@ def _in_order(dice: random.Random, _shop: _Shop) -> _Made:
     )
 
 
-def _by_kind(dice: random.Random, _shop: _Shop) -> _Made:
+def _by_kind(dice: random.Random, _items: _Items) -> _Made:
     word = dice.choice(list(_AGGREGATES))
     return (
         f"Give each kind with its {word} price.",
@@ -141,8 +130,9 @@ def _by_kind(dice: random.Random, _shop: _Shop) -> _Made:
     )
 
 
-def _in_city(dice: random.Random, shop: _Shop) -> _Made:
-    city, word = dice.choice(shop.cities), dice.choice(list(_AGGREGATES))
+def _in_city(dice: random.Random, items: _Items) -> _Made:
+    city = dice.choice([city for _, _, _, city in items])
+    word = dice.choice(list(_AGGREGATES))
     return (
         f"What is the {word} price of the items in the stores of {city}?",
         f"SELECT {_AGGREGATES[word]}(price) FROM items JOIN stores ON item = name "
@@ -150,7 +140,7 @@ def _in_city(dice: random.Random, shop: _Shop) -> _Made:
     )
 
 
-_MAKERS: Sequence[Sequence[Callable[[random.Random, _Shop], _Made]]] = (
+_MAKERS: Sequence[Sequence[Callable[[random.Random, _Items], _Made]]] = (
     (_aggregate, _count),
     (_of_kind, _above, _in_order, _by_kind),
     (_in_city,),
