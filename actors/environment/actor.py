@@ -95,7 +95,6 @@ class EnvironmentActor:
             queue=queue,
             environments=self._makers,
             num_slots=settings.rollouts.slots_per_actor,
-            settings=settings.exchange,
         )
         scored = [name for name, each in settings.environments.items() if each.scores_groups]
         # The list is empty if no environment scores groups.
@@ -105,7 +104,6 @@ class EnvironmentActor:
                 actor_id=actor_id,
                 queue=queue,
                 environments=scored,
-                settings=settings.exchange,
             )
             for _ in range(1 if scored else 0)
         ]

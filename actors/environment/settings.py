@@ -11,7 +11,6 @@ from annotated_types import MaxLen, MinLen
 
 from actors.limits import STRICT, Fraction, Natural, NotNegative, Positive, Seconds, Temperature
 from actors.outcomes import OutcomeRule
-from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
 
 # The name of the option that makes an environment score the answers of a group together.
@@ -208,4 +207,3 @@ class EnvironmentActorSettings:
     tokens."""
     num_steps: int = 0
     """Number of training steps of the run; 0 if nothing is trained."""
-    exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

@@ -1,7 +1,7 @@
 """The trainer's ranks as one object that the supervisor awaits.
 
 Every call goes to all ranks and has a deadline. For calls whose time depends on the model's size,
-the deadline limits the time in which no rank makes progress (`Deadlines.idle_s`).
+the deadline limits the time in which no rank makes progress (`IDLE_S`).
 Invariant: after `TrainerRankLost` no rank of the group is alive, so no unfinished call can take
 effect later; `service/run/restartable_trainer.py` makes a new group, which loads the newest
 checkpoint. Errors that all ranks raise (a refused shard, a broken checkpoint) leave the group
@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +46,15 @@ _AGREED = (ShardRefused, PolicyTooOld, CheckpointError, StepAbandoned)
 _START_METHODS = ("node_id", "open_rendezvous", "join", "load")
 # Errors caused by another process that ended or still holds memory; a new group may succeed.
 _CAUSED_ELSEWHERE = (RayError, ConnectionError, TimeoutError, MemoryError)
+# Deadlines of every call except a step, in seconds.
+PLACE_S = 300.0
+"""Time to wait until the cluster has room for the ranks."""
+IDLE_S = 300.0
+"""Longest time in which no rank makes progress during a start, a load, a checkpoint or a publish,
+or in which the weight board makes no progress while it copies the weights.
+"""
+CHECK_S = 60.0
+STOP_S = 10.0
 _GRACE_S = 10.0
 _BLAME_S = 2.0
 # Time to wait for one node that has room for all ranks; after that they are spread over several.
@@ -91,20 +99,6 @@ class TrainerStartFailed(_RankFailure):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Deadlines in seconds of every call except a step."""
-
-    place_s: float = 300.0
-    """Time to wait until the cluster has room for the ranks."""
-    idle_s: float = 300.0
-    """Longest time in which no rank makes progress during a start, a load, a checkpoint or a
-    publish, or in which the weight board makes no progress while it copies the weights.
-    """
-    check_s: float = 60.0
-    stop_s: float = 10.0
-
-
 def reservation_name(run_id: str, term: int) -> str:
     """Return the name of the placement group of a term's ranks."""
     return f"{run_id}-ranks-{term}"
@@ -134,7 +128,6 @@ class TrainerGroup:
         self,
         settings: RankSettings,
         *,
-        deadlines: Deadlines | None = None,
         resources: Mapping[str, float] | None = None,
         reservation: str = "",
     ) -> None:
@@ -146,7 +139,6 @@ class TrainerGroup:
         self.settings = settings
         self._reservation = reservation
         self._resources = dict(resources or {})
-        self.deadlines = deadlines or Deadlines()
         self.version = 0
         self.shape: ModelShape | None = None
         self._ranks: list[ActorHandle] = []
@@ -164,7 +156,7 @@ class TrainerGroup:
         """
         if self._placement is not None:
             return
-        num_ranks, timeout_s = self.settings.trainer.num_ranks, self.deadlines.place_s
+        num_ranks, timeout_s = self.settings.trainer.num_ranks, PLACE_S
         num_gpus = self.settings.trainer.gpus_per_rank
         bundle = {"CPU": 1, **self._resources, **({"GPU": num_gpus} if num_gpus else {})}
         # Prefer one node for all ranks: otherwise gradients cross the network at each step.
@@ -293,12 +285,11 @@ class TrainerGroup:
                 return {0: await within(_LOOK_EVERY_S, board.num_moved.remote())}
             return {}
 
-        idle_s = self.deadlines.idle_s
         answer = asyncio.wrap_future(board.publish.remote(term, version, groups).future())
         _ignore_results([answer])
-        await wait_while_moving([answer], progress, idle_s=idle_s, look_s=_LOOK_EVERY_S)
+        await wait_while_moving([answer], progress, idle_s=IDLE_S, look_s=_LOOK_EVERY_S)
         if not answer.done():
-            raise TimeoutError(f"it has fetched and copied nothing for {idle_s:g} s")
+            raise TimeoutError(f"it has fetched and copied nothing for {IDLE_S:g} s")
         await _answer(answer, _GRACE_S)
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
@@ -307,7 +298,7 @@ class TrainerGroup:
         Raises: TrainerRankLost.
         """
         # The limit of a step: the rows may fill the context.
-        timeout_s = self.settings.trainer.step_deadline_s if rows else self.deadlines.check_s
+        timeout_s = self.settings.trainer.step_deadline_s if rows else CHECK_S
         found = await self._call_all("check_logprobs", tuple(rows), timeout_s=timeout_s)
         logprobs: Float32s = found[0]
         return logprobs
@@ -340,8 +331,7 @@ class TrainerGroup:
 
         Raises: TrainerRankLost.
         """
-        timeout_s = self.deadlines.check_s
-        await self._call_all("renumber", version, republished, timeout_s=timeout_s)
+        await self._call_all("renumber", version, republished, timeout_s=CHECK_S)
         self.version = version
 
     async def load(self, path: Path) -> Progress:
@@ -359,7 +349,7 @@ class TrainerGroup:
         """Close the ranks, and kill those that do not end in time."""
         try:
             if self._ranks:
-                await self._on_all("close", timeout_s=self.deadlines.stop_s)
+                await self._on_all("close", timeout_s=STOP_S)
         except TrainerRankLost:
             return
         finally:
@@ -446,7 +436,7 @@ class TrainerGroup:
                 await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             else:
                 await wait_while_moving(
-                    answers, self._progress, idle_s=self.deadlines.idle_s, look_s=_LOOK_EVERY_S
+                    answers, self._progress, idle_s=IDLE_S, look_s=_LOOK_EVERY_S
                 )
         except asyncio.CancelledError:
             _ignore_results(answers)
@@ -462,7 +452,7 @@ class TrainerGroup:
         if not any(_has_died(answer) for answer in answers):
             # A broken connection to a peer is often noticed before the death of that peer.
             await asyncio.wait(answers, timeout=_BLAME_S)
-        limit = f"progress for {self.deadlines.idle_s:g} s"
+        limit = f"progress for {IDLE_S:g} s"
         lost = _blame(
             method, answers, limit if timeout_s is None else f"answer within {timeout_s:g} s"
         )

@@ -21,16 +21,22 @@ from ray.exceptions import ActorUnavailableError, RayError
 from actors.deadline import TaskSet, is_set_within, retry, within
 from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode
 from actors.trajectory_queue.messages import GroupToScore
-from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome, RolloutAssignment, Trajectory, TrajectorySummary, summarize
 from actors.user_code import describe
 
 logger = logging.getLogger(__name__)
 
 Play = Callable[[RolloutAssignment], Awaitable[Trajectory]]
-
-
 ScoreGroup = Callable[[GroupToScore, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
+
+POLL_S = 1.0
+"""Longest time that a request for assignments waits in the queue, in seconds."""
+TICK_S = 0.02
+"""Time in seconds within which finished trajectories are collected and sent together."""
+MAX_BLOCK = 64
+"""Largest number of trajectories that are sent together."""
+QUEUE_DEADLINE_S = 60.0
+"""Longest time to wait for the queue's answer, in seconds; for a poll, POLL_S is added."""
 # Number of groups that one actor scores at the same time.
 MAX_GROUPS_IN_SCORING = 16
 
@@ -54,7 +60,6 @@ class RolloutExchange:
         queue: Any,
         environments: Collection[str],
         num_slots: int,
-        settings: ExchangeSettings,
         is_durable: bool = False,
     ) -> None:
         """Create an exchange; `run` starts it.
@@ -72,7 +77,6 @@ class RolloutExchange:
         self._queue = queue
         self._environments = tuple(environments)
         self._num_slots = num_slots
-        self._settings = settings
         self._is_durable = is_durable
         self._plays: set[asyncio.Task[None]] = set()
         self._finished: list[Trajectory] = []
@@ -149,13 +153,11 @@ class RolloutExchange:
 
     async def _take(self, max_count: int) -> list[RolloutAssignment]:
         # The call is not repeated, because a lost answer may have contained assignments.
-        settings = self._settings
         call = self._queue.take_rollouts.remote(
-            self._actor_id, max_count, settings.poll_s, self._environments
+            self._actor_id, max_count, POLL_S, self._environments
         )
-        limit_s = settings.poll_s + settings.queue_deadline_s
         try:
-            assignments: list[RolloutAssignment] = await within(limit_s, call)
+            assignments: list[RolloutAssignment] = await within(POLL_S + QUEUE_DEADLINE_S, call)
         except ActorUnavailableError as error:
             raise QueueDied(describe(error)) from error
         except (RayError, TimeoutError) as error:
@@ -171,14 +173,13 @@ class RolloutExchange:
         for task in self._plays:
             task.cancel()
         self._finished.clear()
-        settings = self._settings
 
         async def give_back() -> None:
             call = self._queue.give_back.remote(self._actor_id)
-            await within(settings.queue_deadline_s, call)
+            await within(QUEUE_DEADLINE_S, call)
 
         try:
-            await retry(give_back, on=ActorUnavailableError, limit_s=settings.queue_deadline_s)
+            await retry(give_back, on=ActorUnavailableError, limit_s=QUEUE_DEADLINE_S)
         except (RayError, TimeoutError) as error:
             raise QueueUnreachable(f"give_back: {describe(error)}") from error
 
@@ -225,9 +226,9 @@ class RolloutExchange:
                 continue
             # Plays that have just finished are still in the set.
             await asyncio.sleep(0)
-            if self._plays and len(self._finished) < self._settings.max_block:
-                await asyncio.sleep(self._settings.tick_s)
-            block = self._finished[: self._settings.max_block]
+            if self._plays and len(self._finished) < MAX_BLOCK:
+                await asyncio.sleep(TICK_S)
+            block = self._finished[:MAX_BLOCK]
             del self._finished[: len(block)]
             self._num_sending = len(block)
             await self._send(block)
@@ -237,13 +238,12 @@ class RolloutExchange:
     async def _send(self, block: Sequence[Trajectory]) -> None:
         encoded = encode(block)
         summaries = _summaries(block, encoded)
-        settings = self._settings
 
         async def put() -> None:
             # Pass the block by value: the queue stores its own copy, which outlives this actor.
             call = self._queue.put.remote(self._actor_id, encoded, summaries)
             try:
-                await within(settings.queue_deadline_s, call)
+                await within(QUEUE_DEADLINE_S, call)
             except (RayError, TimeoutError) as error:
                 logger.warning("put: %s", describe(error))
                 raise
@@ -252,7 +252,7 @@ class RolloutExchange:
             await retry(
                 put,
                 on=(RayError, TimeoutError),
-                limit_s=settings.queue_deadline_s,
+                limit_s=QUEUE_DEADLINE_S,
                 first_pause_s=0.5,
             )
         except (RayError, TimeoutError) as error:
@@ -260,7 +260,7 @@ class RolloutExchange:
 
     async def _wait_for(self, event: asyncio.Event) -> None:
         event.clear()
-        await is_set_within(self._settings.poll_s, event)
+        await is_set_within(POLL_S, event)
 
 
 class GroupExchange:
@@ -277,7 +277,6 @@ class GroupExchange:
         actor_id: str,
         queue: Any,
         environments: Collection[str],
-        settings: ExchangeSettings,
     ) -> None:
         """Create an exchange; `run` starts it.
 
@@ -289,7 +288,6 @@ class GroupExchange:
         self._actor_id = actor_id
         self._queue = queue
         self._environments = tuple(environments)
-        self._settings = settings
         self._scoring = TaskSet()
 
     async def run(self) -> None:
@@ -301,26 +299,24 @@ class GroupExchange:
             self._scoring.cancel()
 
     async def _take(self) -> None:
-        settings = self._settings
         if len(self._scoring) >= MAX_GROUPS_IN_SCORING:
             await asyncio.wait(self._scoring, return_when=asyncio.FIRST_COMPLETED)
             return
-        call = self._queue.take_group.remote(self._actor_id, settings.poll_s, self._environments)
+        call = self._queue.take_group.remote(self._actor_id, POLL_S, self._environments)
         try:
-            group = await within(settings.poll_s + settings.queue_deadline_s, call)
+            group = await within(POLL_S + QUEUE_DEADLINE_S, call)
         except (RayError, TimeoutError) as error:
             # If the queue is lost permanently, the exchange of rollouts ends and cancels this one.
             logger.warning("take_group: %s", describe(error))
-            await asyncio.sleep(settings.poll_s)
+            await asyncio.sleep(POLL_S)
             return
         if group is not None:
             self._scoring.begin(self._score(group))
 
     async def _score(self, group: GroupToScore) -> None:
-        limit_s = self._settings.queue_deadline_s
         block, summaries = None, []
         try:
-            blocks = await within(limit_s, asyncio.gather(*group.blocks))
+            blocks = await within(QUEUE_DEADLINE_S, asyncio.gather(*group.blocks))
         except (RayError, TimeoutError) as error:
             logger.warning(
                 "group %s is not scored and is played again, because its payloads are lost: %s",
@@ -335,11 +331,13 @@ class GroupExchange:
 
         async def put() -> None:
             call = self._queue.put_group.remote(self._actor_id, group.group_id, block, summaries)
-            await within(limit_s, call)
+            await within(QUEUE_DEADLINE_S, call)
 
         # The call may be repeated, because the queue accepts a group only once.
         with suppress(RayError, TimeoutError):
-            await retry(put, on=(RayError, TimeoutError), limit_s=limit_s, first_pause_s=0.5)
+            await retry(
+                put, on=(RayError, TimeoutError), limit_s=QUEUE_DEADLINE_S, first_pause_s=0.5
+            )
 
 
 def _summaries(

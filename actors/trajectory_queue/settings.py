@@ -1,4 +1,4 @@
-"""The queue's part of the configuration, and the settings of the queue and the playing actors."""
+"""The queue's part of the configuration, and the settings of the queue actor."""
 
 from __future__ import annotations
 
@@ -62,17 +62,3 @@ class QueueStateSettings:
 
     def policy(self, environment: str) -> OutcomePolicy:
         return self.policies.get(environment, OutcomePolicy())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeSettings:
-    """The times and limits of the exchange between an actor that plays and the queue."""
-
-    poll_s: float = 1.0
-    """Longest time that a request for assignments waits in the queue, in seconds."""
-    tick_s: float = 0.02
-    """Time in seconds within which finished trajectories are collected and sent together."""
-    max_block: int = 64
-    """Largest number of trajectories that are sent together."""
-    queue_deadline_s: float = 60.0
-    """Longest time to wait for the queue's answer, in seconds; for a poll, poll_s is added."""

@@ -22,7 +22,6 @@ from actors.environment.policy import PolicyClient
 from actors.environment.rendering import ChatRenderer, load_renderer
 from actors.metrics import GatewayMetrics
 from actors.trajectory_queue.exchange import RolloutExchange
-from actors.trajectory_queue.settings import ExchangeSettings
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import SESSION, UPLOADED, Outcome, RolloutAssignment, Trajectory
 from service.access.keys import Caller, KeyBook, NamedKey, digest_of, may_see
@@ -490,7 +489,6 @@ class Gateway:
             queue=queue,
             environments=(SESSION, UPLOADED),
             num_slots=settings.sessions.max_open,
-            settings=ExchangeSettings(),
             is_durable=True,
         )
 

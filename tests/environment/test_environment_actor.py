@@ -20,10 +20,10 @@ from actors.environment.settings import (
     RolloutSettings,
 )
 from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.trajectory_queue import exchange
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome, RolloutAssignment, Task
 
 pytestmark = [
@@ -46,6 +46,14 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(str(path))
     return path
+
+
+class QuickActor(EnvironmentActor):
+    """Asks the queue often, and sends small blocks."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        exchange.POLL_S, exchange.MAX_BLOCK = 0.2, 8
+        super().__init__(*arguments, **settings)
 
 
 def _assignments(count: int, environment: str = "guessing") -> list[RolloutAssignment]:
@@ -72,7 +80,6 @@ def _start(
         "max_context_tokens": 256,
         "chat_template": None,
         "groups_per_step": 1,
-        "exchange": ExchangeSettings(poll_s=0.2),
         "environments": {
             name: EnvironmentSettings(environment=name, options=options)
             for name, options in {
@@ -82,7 +89,7 @@ def _start(
         },
     }
     return (
-        ray.remote(EnvironmentActor)
+        ray.remote(QuickActor)
         .options(num_cpus=0)
         .remote(
             EnvironmentActorSettings(**(fields | changes)),
@@ -114,7 +121,7 @@ def _finish(actor: Any, run: Any) -> None:
 
 def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) -> None:
     queue = _queue(_assignments(100), num_failing_puts=2)
-    actor = _start(queue, tokenizer_path, exchange=ExchangeSettings(poll_s=0.2, max_block=8))
+    actor = _start(queue, tokenizer_path)
     run = actor.run.remote()
     ended, block_sizes, max_held = _until_ended(queue, 100)
     _finish(actor, run)

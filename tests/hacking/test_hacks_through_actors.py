@@ -14,7 +14,6 @@ from actors.merge.actor import MergeActor
 from actors.merge.journal import Journal
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.exchange import RolloutExchange
-from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import RolloutAssignment, Trajectory
 from service.hacking.patterns import find_all
 from service.hacking.read import read_features
@@ -51,7 +50,6 @@ async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
         queue=queue,
         environments=("guessing",),
         num_slots=64,
-        settings=ExchangeSettings(poll_s=0.05),
     )
     running = asyncio.create_task(exchange.run())
     for step in range(1, run.size.num_steps + 1):

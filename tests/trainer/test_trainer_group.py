@@ -19,10 +19,10 @@ from worlds.builders.settings import changed, rank_settings
 from worlds.parts.trainer_world import list_checkpoints, random_samples, shards
 
 from actors.deadline import ActorLost
+from actors.trainer import group as trainer_group
 from actors.trainer.agreement import ShardRefused, StepAbandoned
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import (
-    Deadlines,
     TrainerGroup,
     TrainerRankLost,
     TrainerStartFailed,
@@ -72,8 +72,8 @@ async def process_ids_of(group: TrainerGroup) -> list[int]:
     return [await process_id for process_id in asked]
 
 
-async def start_group(settings: RankSettings, **deadlines: float) -> TrainerGroup:
-    group = TrainerGroup(settings, deadlines=Deadlines(**deadlines))
+async def start_group(settings: RankSettings) -> TrainerGroup:
+    group = TrainerGroup(settings)
     await group.start()
     return group
 
@@ -263,13 +263,13 @@ class SlowBoard:
 
 @pytest.mark.chaos
 async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_it_is_blamed(
-    settings: RankSettings,
+    settings: RankSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = await start_group(changed(settings, num_ranks=1))
-    group.deadlines = Deadlines(idle_s=6.0)
+    monkeypatch.setattr(trainer_group, "IDLE_S", 6.0)
     began = time.monotonic()
     await group.publish(SlowBoard.remote(num_moves=5), 0, 0)
-    assert time.monotonic() - began > group.deadlines.idle_s
+    assert time.monotonic() - began > trainer_group.IDLE_S
     with pytest.raises(ActorLost, match="board is lost: it has fetched and copied nothing for 6 s"):
         await group.publish(SlowBoard.remote(num_moves=1, then="hangs"), 0, 0)
     first, *_ = await process_ids_of(group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,14 @@ from worlds.builders.trajectory_builders import make_task
 from worlds.parts.environment_fakes import FakeQueue
 
 from actors.trajectory_queue.exchange import Play, QueueUnreachable, RolloutExchange
-from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION, Outcome, RolloutAssignment, Trajectory
 
-SETTINGS = ExchangeSettings(poll_s=0.01, tick_s=0.001, max_block=8, queue_deadline_s=1.0)
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {"POLL_S": 0.01, "TICK_S": 0.001, "MAX_BLOCK": 8, "QUEUE_DEADLINE_S": 1.0}
+    for name, value in short.items():
+        monkeypatch.setattr(f"{RolloutExchange.__module__}.{name}", value)
 
 
 class Handle:
@@ -79,7 +82,6 @@ def exchange_with(
     *,
     num_slots: int = 4,
     is_durable: bool = False,
-    settings: ExchangeSettings = SETTINGS,
 ) -> RolloutExchange:
     return RolloutExchange(
         play,
@@ -87,7 +89,6 @@ def exchange_with(
         queue=Handle(queue),
         environments=(SESSION,),
         num_slots=num_slots,
-        settings=settings,
         is_durable=is_durable,
     )
 
@@ -187,14 +188,17 @@ async def test_a_queue_that_does_not_answer_ends_the_run_with_an_error() -> None
         await exchange_with(Silent([]), play).run()
 
 
-async def test_the_last_trajectory_does_not_wait_for_others_to_travel_with() -> None:
+async def test_the_last_trajectory_does_not_wait_for_others_to_travel_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     queue = FakeQueue(assignments(1))
 
     async def play(assignment: RolloutAssignment) -> Trajectory:
         await asyncio.sleep(0.01)
         return ended(assignment)
 
-    exchange = exchange_with(queue, play, settings=replace(SETTINGS, tick_s=60.0))
+    monkeypatch.setattr(f"{RolloutExchange.__module__}.TICK_S", 60.0)
+    exchange = exchange_with(queue, play)
     running = asyncio.create_task(exchange.run())
     await until(lambda: len(queue.ended) == 1, running)
     await exchange.stop()
