@@ -42,7 +42,7 @@ from numbers import Real
 from typing import Any
 
 from actors.environment import workers
-from actors.environment.fork_server import preload
+from actors.environment.fork_server import WorkerLost, preload
 from actors.environment.protocol import RewardError
 from actors.environment.settings import rollout_settings
 from actors.environment.trainer_arguments import (
@@ -55,7 +55,6 @@ from actors.environment.trainer_arguments import (
     trainer_state,
 )
 from actors.environment.user_names import HIDES, BadName, find, hides_arguments
-from actors.environment.worker_handle import WorkerLost
 from actors.limits import MAX_REWARD
 from actors.user_code import CallFailed, CallTimedOut, in_thread, type_of
 

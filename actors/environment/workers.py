@@ -29,11 +29,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from actors.environment.fork_server import ForkServer, how_ended, preloaded
+from actors.environment.fork_server import (
+    ForkServer,
+    WorkerHandle,
+    WorkerLost,
+    how_ended,
+    preloaded,
+)
 from actors.environment.lost_calls import LostCallCounter, LostCalls
 from actors.environment.settings import rollout_settings
 from actors.environment.user_names import is_importable
-from actors.environment.worker_handle import WorkerHandle, WorkerLost
 from actors.environment.worker_process import HEAD, LENGTH
 from actors.user_code import UNWIND_S, CallFailed, CallTimedOut, RaisedInWorker
 

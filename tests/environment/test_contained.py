@@ -16,6 +16,7 @@ from actors.environment.actor import EnvironmentActor
 from actors.environment.builtin.single_turn import SingleTurnEnvironment, SingleTurnOptions
 from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
 from actors.environment.evaluation import plays_of
+from actors.environment.fork_server import WorkerLost
 from actors.environment.protocol import Action, RewardError, ToolCall
 from actors.environment.settings import (
     EnvironmentActorSettings,
@@ -24,7 +25,6 @@ from actors.environment.settings import (
     rollout_settings,
 )
 from actors.environment.worker_environment import WorkerEnvironment
-from actors.environment.worker_handle import WorkerLost
 from actors.options import read
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Outcome, Task

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from actors.environment import workers
+from actors.environment.fork_server import WorkerLost
 from actors.environment.lost_calls import task_id
-from actors.environment.worker_handle import WorkerLost
 from actors.environment.workers import Pool
 from actors.user_code import CallFailed, CallTimedOut, RaisedInWorker, describe
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.environment.worker_handle import WorkerLost
+from actors.environment.fork_server import WorkerLost
 from actors.environment.workers import Pool
 from actors.user_code import CallFailed, CallTimedOut
 

@@ -225,10 +225,13 @@ def test_a_tiny_model_with_a_damaged_marker_is_refused(tmp_path: Path, content: 
         build_tiny_model(tmp_path, warmup_steps=0)
 
 
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(step: int, loss: float) -> None:
+def test_an_interrupted_build_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **settings: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("actors.trainer.tiny.model.warm_up", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        build_tiny_model(tmp_path / "tiny", on_step=interrupt)
+        build_tiny_model(tmp_path / "tiny")
     assert list(tmp_path.iterdir()) == []

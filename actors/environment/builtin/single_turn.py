@@ -14,6 +14,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from actors.environment.fork_server import WorkerLost
 from actors.environment.judge import Judge, shared_judge
 from actors.environment.judge_options import JudgeOptions
 from actors.environment.protocol import (
@@ -36,7 +37,6 @@ from actors.environment.task_data import PROMPT_DATA
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.trainer_arguments import mean_metrics
-from actors.environment.worker_handle import WorkerLost
 from actors.limits import STRICT
 from actors.options import Weighted
 from actors.types import Task

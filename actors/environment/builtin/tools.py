@@ -22,6 +22,7 @@ from actors.environment.builtin.single_turn import (
     SingleTurnOptions,
     must_be_read,
 )
+from actors.environment.fork_server import WorkerLost
 from actors.environment.function_tools import FunctionTool, ToolClass, load_tools
 from actors.environment.judge_options import JudgeOptions
 from actors.environment.mcp_servers import (
@@ -40,7 +41,6 @@ from actors.environment.reward_functions import EXTRAS, RewardFunction
 from actors.environment.settings import rollout_settings
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
-from actors.environment.worker_handle import WorkerLost
 from actors.limits import STRICT, Natural, Positive
 from actors.options import Several
 from actors.types import Task

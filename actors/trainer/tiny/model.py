@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,6 @@ def build_tiny_model(
     seed: int = 0,
     tie_word_embeddings: bool = True,
     warmup_steps: int = WARMUP_STEPS,
-    on_step: Callable[[int, float], None] | None = None,
 ) -> bool:
     """Write a Hugging Face directory that transformers and vLLM can load.
 
@@ -66,8 +65,7 @@ def build_tiny_model(
     model is replaced.
 
     Args: seed: of the initialisation and of the warm-up's conversations. warmup_steps: 0 keeps the
-    random initialisation, whose answers are noise. on_step: called with the number of each warm-up
-    step, from 0, and its loss.
+    random initialisation, whose answers are noise.
     Returns: whether the directory held this model already.
     Raises: FileExistsError if the directory holds anything but a tiny model.
     """
@@ -103,7 +101,6 @@ def build_tiny_model(
                 warmup_steps,
                 seed=seed,
                 tie_word_embeddings=tie_word_embeddings,
-                on_step=on_step,
             )
         marker = {"settings": settings, "report": report}
         (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
@@ -138,14 +135,13 @@ def _write_model(
     *,
     seed: int,
     tie_word_embeddings: bool,
-    on_step: Callable[[int, float], None] | None,
 ) -> dict[str, Any]:
     """Create, warm up and save the model; return the report in its marker."""
     tokenizer = build_tokenizer()
     config = tiny_config(tokenizer, tie_word_embeddings=tie_word_embeddings)
     model = Qwen3ForCausalLM(config)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=_EMBEDDING_STD)
-    losses = warm_up(model, tokenizer, steps=warmup_steps, seed=seed, on_step=on_step)
+    losses = warm_up(model, tokenizer, steps=warmup_steps, seed=seed)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -196,12 +196,10 @@ def warm_up(
     *,
     steps: int,
     seed: int,
-    on_step: Callable[[int, float], None] | None = None,
 ) -> tuple[float, ...]:
     """Train the model in place and return the loss of each step, in nats per token.
 
-    steps: number of optimiser steps; 0 leaves the random initialisation. on_step: called with the
-    step's number from 0 and its loss.
+    steps: number of optimiser steps; 0 leaves the random initialisation.
     """
     dice = random.Random(seed)
     decks = Decks()
@@ -217,7 +215,6 @@ def warm_up(
         lambda: [[make(dice) for _ in range(count)] for make, count in kinds],
         steps=steps,
         learning_rate=LEARNING_RATE,
-        on_step=on_step,
     )
 
 
@@ -228,11 +225,10 @@ def imitate(
     *,
     steps: int,
     learning_rate: float,
-    on_step: Callable[[int, float], None] | None = None,
 ) -> tuple[float, ...]:
     """Train on conversations in place; return the loss of each step, in nats per token.
 
-    deal: called for each step, returns its conversations by kind. on_step: as for `warm_up`.
+    deal: called for each step, returns its conversations by kind.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -249,6 +245,4 @@ def imitate(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-        if on_step is not None:
-            on_step(step, losses[-1])
     return tuple(losses)
