@@ -42,9 +42,10 @@ from actors.environment.plugins.code_search.tools import (
     read_answer,
 )
 from actors.environment.policy import ParsedCall
-from actors.environment.protocol import MalformedCall
+from actors.environment.protocol import MalformedCall, ToolCall
 from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import check_calls
+from actors.environment.tool_turns import BadArguments, ToolFailed
 from actors.types import Task
 
 TOOLS = (*SEARCH_TOOLS, ANSWER)
@@ -113,9 +114,8 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
                     content, is_malformed = ERROR.format(message=BAD_ANSWER), True
                 else:
                     num_calls += 1
-                    found = await tools.call(directory, call.name, call.arguments)
-                    is_malformed |= found.is_malformed
-                    content = ERROR.format(message=found.text) if found.is_error else found.text
+                    content, is_refused = await search(tools, directory, call)
+                    is_malformed |= is_refused
                 messages.append({"role": "tool", "tool_call_id": asked.id, "content": content})
             num_malformed += is_malformed
             in_a_row = in_a_row + 1 if is_malformed else 0
@@ -128,6 +128,14 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
                 )
     penalty = -MALFORMED_PENALTY * num_malformed
     return Played(reward=penalty, components={"malformed": penalty}, outcome="max_turns")
+
+
+async def search(tools: CodeTools, directory: str, call: ToolCall) -> tuple[str, bool]:
+    """Make a search; return its answer, and whether the call was malformed."""
+    try:
+        return await tools.call(directory, call.name, call.arguments), False
+    except ToolFailed as error:
+        return ERROR.format(message=error), isinstance(error, BadArguments)
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, **how: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from worlds.builders.code_repository import (
 
 from actors.environment.plugins.code_search.repositories import BadRepository, scratch
 from actors.environment.plugins.code_search.tools import CodeTools, ToolSettings, _Pool
+from actors.environment.tool_turns import BadArguments, ToolFailed
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"max_repository_mib": 1, "max_entries": 50}
@@ -45,9 +46,7 @@ async def test_the_tools_list_search_and_read(root: Path) -> None:
         shop = await search.open("shop")
 
         async def told(name: str, **arguments: object) -> str:
-            answer = await search.call(shop, name, arguments)
-            assert not answer.is_error, answer.text
-            return answer.text
+            return await search.call(shop, name, arguments)
 
         assert await told("list_files") == "README.md\ndata.bin\nshop/\ntests/"
         assert await told("list_files", directory="./shop/") == (
@@ -79,16 +78,18 @@ async def test_no_path_leads_out_of_the_repository_or_into_git(root: Path) -> No
     async with tools(root) as search:
         shop = await search.open("shop")
         for path in [*malformed, *absent, *others]:
-            answer = await search.call(shop, "read_file", {"path": path})
-            assert answer.is_error and answer.is_malformed == (path in malformed), path
-            assert "root:" not in answer.text
+            with pytest.raises(ToolFailed) as refused:
+                await search.call(shop, "read_file", {"path": path})
+            assert isinstance(refused.value, BadArguments) == (path in malformed), path
+            assert "root:" not in str(refused.value)
         for path in malformed:
             for name in ("list_files", "grep"):
                 arguments = {"directory": path, "pattern": "x"}
-                assert (await search.call(shop, name, arguments)).is_malformed
+                with pytest.raises(BadArguments):
+                    await search.call(shop, name, arguments)
         for pattern in ("the answer", "root:x"):
             answer = await search.call(shop, "grep", {"pattern": pattern})
-            assert answer.text == "No line matches."
+            assert answer == "No line matches."
         assert await search.missing_files(shop, [*FILES, "nothing", "shop"]) == ["nothing", "shop"]
 
 
@@ -104,10 +105,11 @@ async def test_broken_arguments_are_malformed_and_say_why(root: Path) -> None:
     async with tools(root) as search:
         shop = await search.open("shop")
         for name, arguments, word in wrong:
-            answer = await search.call(shop, name, arguments)
-            assert answer.is_malformed and word in answer.text, (arguments, answer)
-        beyond = await search.call(shop, "read_file", {"path": "README.md", "first_line": 9})
-        assert beyond.text == "The file has only 2 lines." and not beyond.is_malformed
+            with pytest.raises(BadArguments, match=word):
+                await search.call(shop, name, arguments)
+        with pytest.raises(ToolFailed, match=r"^The file has only 2 lines\.$") as beyond:
+            await search.call(shop, "read_file", {"path": "README.md", "first_line": 9})
+        assert not isinstance(beyond.value, BadArguments)
 
 
 async def test_answers_are_bounded_in_lines_and_characters(root: Path) -> None:
@@ -129,12 +131,12 @@ async def test_answers_are_bounded_in_lines_and_characters(root: Path) -> None:
             ("grep", {"pattern": "needle", "glob": "l*.txt"}),
         ):
             answer = await search.call(place, name, arguments)
-            assert not answer.is_error and len(answer.text) < 1_100, (name, arguments)
-            assert answer.text.count("\n") <= 20 and "..." in answer.text
-        huge = await search.call(place, "read_file", {"path": "huge.txt"})
-        assert huge.text == "The file is too large to be read."
+            assert len(answer) < 1_100, (name, arguments)
+            assert answer.count("\n") <= 20 and "..." in answer
+        with pytest.raises(ToolFailed, match=r"^The file is too large to be read\.$"):
+            await search.call(place, "read_file", {"path": "huge.txt"})
         listed = await search.call(place, "list_files", {"glob": "lat*"})
-        assert listed.text == "latin-\\udce9.txt"
+        assert listed == "latin-\\udce9.txt"
 
 
 async def test_a_pattern_without_end_costs_its_process_and_not_the_event_loop(root: Path) -> None:
@@ -148,11 +150,12 @@ async def test_a_pattern_without_end_costs_its_process_and_not_the_event_loop(ro
             await asyncio.sleep(0.01)
             num_turns += 1
             pids.update(_Pool.pids())
-        answer = trap.result()
-        assert answer.is_error and not answer.is_malformed and "too long" in answer.text
+        with pytest.raises(ToolFailed, match="too long") as late:
+            trap.result()
+        assert not isinstance(late.value, BadArguments)
         assert num_turns > 5
         assert pids and not any(map(psutil.pid_exists, pids))
-        assert (await search.call(shop, "list_files", {"glob": "trap*"})).text == "trap.txt"
+        assert await search.call(shop, "list_files", {"glob": "trap*"}) == "trap.txt"
 
 
 async def test_a_process_that_ends_or_is_frozen_is_replaced(root: Path) -> None:
@@ -162,10 +165,13 @@ async def test_a_process_that_ends_or_is_frozen_is_replaced(root: Path) -> None:
             await asyncio.gather(*(search.call(shop, "list_files", {}) for _ in range(8)))
             for pid in _Pool.pids():
                 os.kill(pid, number)
-            broken = await asyncio.gather(*(search.call(shop, "list_files", {}) for _ in range(8)))
-            assert any(answer.is_error for answer in broken) or number == signal.SIGKILL
-            whole = await search.call(shop, "list_files", {})
-            assert not whole.is_error
+            broken = await asyncio.gather(
+                *(search.call(shop, "list_files", {}) for _ in range(8)), return_exceptions=True
+            )
+            failed = [each for each in broken if not isinstance(each, str)]
+            assert all(isinstance(each, ToolFailed) for each in failed)
+            assert failed or number == signal.SIGKILL
+            assert await search.call(shop, "list_files", {})
 
 
 async def test_nothing_is_left_after_the_last_close(root: Path) -> None:
@@ -176,7 +182,7 @@ async def test_nothing_is_left_after_the_last_close(root: Path) -> None:
     assert pids
     first.close()
     first.close()
-    assert not (await second.call(shop, "list_files", {})).is_error
+    assert await second.call(shop, "list_files", {})
     (root / "shop" / "trap.txt").write_text("a" * 60 + "!\n")
     given_up = asyncio.create_task(second.call(shop, "grep", {"pattern": "(a+)+$"}))
     await asyncio.sleep(0.1)
@@ -293,7 +299,7 @@ async def test_an_archive_is_unpacked_once_without_links_and_git(root: Path, mak
         places = await asyncio.gather(*(search.open(archive.name) for _ in range(8)))
         assert len(set(places)) == 1 and places[0].startswith(scratch())
         listed = await search.call(places[0], "list_files", {"glob": "*"})
-        assert listed.text.split("\n") == sorted(FILES)
+        assert listed.split("\n") == sorted(FILES)
         assert await search.open(f"./{archive.name}") == places[0]
         # Another archive under the same name is another repository.
         time.sleep(0.01)
@@ -315,10 +321,10 @@ async def test_what_is_unpacked_makes_room_when_nobody_uses_it(root: Path) -> No
         assert [Path(place).is_dir() for place in (first, *places)] == [True] + [False] * 3 + [
             True
         ] * 7
-        assert not (await used.call(first, "list_files", {})).is_error
+        assert await used.call(first, "list_files", {})
         async with tools(root, max_repository_mib=1) as search:
             again = await search.open("1.tar.gz")
-            assert (await search.call(again, "list_files", {})).text == "zeros"
+            assert await search.call(again, "list_files", {}) == "zeros"
 
 
 async def test_no_hostile_archive_is_unpacked(root: Path) -> None:

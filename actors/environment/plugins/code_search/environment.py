@@ -44,7 +44,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.settings import rollout_settings
 from actors.environment.task_data import DataCheck
-from actors.environment.tool_turns import ERROR, BadArguments, Penalty, ToolFailed, ToolTurns
+from actors.environment.tool_turns import ERROR, Penalty, ToolTurns
 from actors.limits import OPEN, STRICT, Natural, Positive
 from actors.options import schema_of
 from actors.types import Task
@@ -167,10 +167,7 @@ class CodeSearchEnvironment:
 
     async def _call(self, call: ToolCall) -> str:
         assert self._tools is not None
-        answer = await self._tools.call(self._directory, call.name, call.arguments)
-        if answer.is_error:
-            raise (BadArguments if answer.is_malformed else ToolFailed)(answer.text)
-        return answer.text
+        return await self._tools.call(self._directory, call.name, call.arguments)
 
 
 def read_task(task: Task) -> CodeSearchData:

@@ -21,6 +21,7 @@ from annotated_types import MinLen
 from actors.environment.plugins.code_search.repositories import Repositories
 from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
 from actors.environment.protocol import ToolSchema
+from actors.environment.tool_turns import BadArguments, ToolFailed
 from actors.limits import MIB, STRICT, Positive, Rate
 from actors.options import DataPath
 
@@ -62,17 +63,6 @@ ANSWER = ToolSchema(
     },
 )
 SEARCH_TOOLS = (LIST_FILES, GREP, READ_FILE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolAnswer:
-    """The answer to a call of a search tool."""
-
-    text: str
-    """Text for the policy."""
-    is_error: bool = False
-    is_malformed: bool = False
-    """Whether an argument has a wrong form, so that no repository could answer the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +125,13 @@ class CodeTools:
         self._opened.append(directory)
         return directory
 
-    async def call(self, directory: str, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call the tool of SEARCH_TOOLS with this name.
+    async def call(self, directory: str, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call the tool of SEARCH_TOOLS with this name, and return its answer for the policy.
 
         directory: the result of `open`. arguments: must satisfy the tool's schema.
-
-        Raises: ServerFailed if a confined process cannot be started.
+        Raises: BadArguments if an argument has a wrong form, so that no repository could answer the
+            call; ToolFailed if the call fails; ServerFailed if a confined process cannot be
+            started.
         """
         settings = self._settings
         request = {
@@ -157,10 +148,11 @@ class CodeTools:
         try:
             answer = await self._pool.ask(request, limit_s=settings.call_limit_s)
         except NoAnswer:
-            return ToolAnswer(text="The call took too long; narrow it.", is_error=True)
-        return ToolAnswer(
-            text=answer["text"], is_error=answer["is_error"], is_malformed=answer["is_malformed"]
-        )
+            raise ToolFailed("The call took too long; narrow it.") from None
+        text: str = answer["text"]
+        if answer["is_error"]:
+            raise BadArguments(text) if answer["is_malformed"] else ToolFailed(text)
+        return text
 
     async def missing_files(self, directory: str, paths: Iterable[str]) -> list[str]:
         """Return those of the paths that are not files in `directory`.
