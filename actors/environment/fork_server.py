@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ def preload(name: str) -> None:
 class ForkServer:
     """A running fork server: it imports the modules of users' functions and forks the workers."""
 
-    def __init__(self, preloads: Iterable[str], *, max_bytes: int) -> None:
+    def __init__(self, *, preloads: bool, max_bytes: int) -> None:
         """Start the fork server's process.
 
         Args:
-            preloads: The functions whose modules the process imports before it forks a worker.
+            preloads: Whether the process imports the modules of `preload` before it forks a worker.
             max_bytes: Memory in bytes that a worker may use beyond that of the imported modules; 0
                 means no limit.
         """
@@ -53,11 +52,13 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.preloads = dict.fromkeys(preloads).keys()
+        names = list(preloaded) if preloads else []
+        self.loaded = frozenset(names)
+        """The functions whose modules the process imports."""
         self._path = _import_path()
         self.has_forked = False
         """Whether the fork server has imported the modules and forked its first worker."""
-        options = {"path": self._path, "preload": list(self.preloads), "max_bytes": max_bytes}
+        options = {"path": self._path, "preload": names, "max_bytes": max_bytes}
         self.control.send(json.dumps(options).encode())
         self.end = weakref.finalize(self, _end, self.control, process)
         """A function that ends the fork server and all workers; Python also calls it when this

@@ -29,13 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from actors.environment.fork_server import (
-    ForkServer,
-    WorkerHandle,
-    WorkerLost,
-    how_ended,
-    preloaded,
-)
+from actors.environment.fork_server import ForkServer, WorkerHandle, WorkerLost, how_ended
 from actors.environment.lost_calls import LostCallCounter, LostCalls
 from actors.environment.settings import rollout_settings
 from actors.environment.user_names import is_importable
@@ -405,7 +399,7 @@ class Pool:
         number = next(self._numbers)
         end = server.fork(number, is_loop=is_loop)
         worker = WorkerHandle(number, end, is_home=is_home, is_loop=is_loop)
-        worker.loaded |= server.preloads
+        worker.loaded |= server.loaded
         self._workers[number] = worker
         assert self._loop is not None
         self._loop.add_reader(end, self._on_readable, worker)
@@ -453,8 +447,8 @@ class Pool:
 
     def _start_fork_server(self) -> ForkServer:
         # A module may have caused a failed start. Each worker then imports the modules itself.
-        preloads = () if self._num_starts_in_vain else preloaded
-        self._fork_server = server = ForkServer(preloads, max_bytes=self._max_bytes)
+        server = ForkServer(preloads=not self._num_starts_in_vain, max_bytes=self._max_bytes)
+        self._fork_server = server
         assert self._loop is not None
         self._loop.add_reader(server.control, self._on_report)
         self._loop.call_later(LOAD_LIMIT_S, self._check_start, server)

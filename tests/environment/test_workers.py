@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.environment import workers
+from actors.environment import fork_server, workers
 from actors.environment.fork_server import WorkerLost
 from actors.environment.lost_calls import task_id
 from actors.environment.workers import Pool
@@ -135,7 +135,7 @@ async def test_a_thread_that_a_module_starts_is_there_in_a_worker(
         "async def later(): return 42\n"
         "def call(): return asyncio.run_coroutine_threadsafe(later(), loop).result()\n"
     )
-    monkeypatch.setattr(workers, "preloaded", {"threads_of_test.py:call": None})
+    monkeypatch.setattr(fork_server, "preloaded", {"threads_of_test.py:call": None})
     assert await made(size=1).call("threads_of_test.py:call", {}, limit_s=LIMIT_S) == 42
 
 
@@ -345,7 +345,7 @@ async def test_a_module_that_ends_or_breaks_its_import_costs_only_its_calls(
     (tmp_path / "ends_of_test.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "breaks_of_test.py").write_text("1 / 0\n")
     names = ["ends_of_test.py:f", "breaks_of_test.py:f", functions + "double"]
-    monkeypatch.setattr(workers, "preloaded", dict.fromkeys(names))
+    monkeypatch.setattr(fork_server, "preloaded", dict.fromkeys(names))
     pool = made(size=2)
     assert await pool.call(functions + "double", {"number": 1}, limit_s=LIMIT_S) == 2
     with pytest.raises(CallFailed, match="status 3"):
