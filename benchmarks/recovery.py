@@ -37,7 +37,6 @@ from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.settings import QueueStateSettings
 from benchmarks.environment import describe_environment
 from service.config.file import load_config
-from service.config.parts import rank_settings
 from service.config.tree import Config
 from service.inference.replica import make_engine_directory, session_directory
 from service.launch.cluster import joined
@@ -242,7 +241,7 @@ def _start_merge_actor(config: Config) -> Callable[[], None]:
 
 def _start_rank(config: Config, run_dir: RunDir, model: str) -> Callable[[], None]:
     async def start() -> TrainerGroup:
-        group = TrainerGroup(rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints))
+        group = TrainerGroup(config.rank_settings(model=model, checkpoint_dir=run_dir.checkpoints))
         await group.start()
         return group
 

@@ -153,7 +153,7 @@ def serve_side(port: int) -> None:
     from actors.algorithm import AlgorithmSettings
     from actors.environment.settings import RolloutSettings
     from service.api.settings import HttpSettings
-    from service.config.tree import ServiceSettings
+    from service.config.sections import ServiceSettings
     from service.launch.cluster import start_ray
     from service.serve.ingress import ingress_application
 

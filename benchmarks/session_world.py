@@ -30,8 +30,7 @@ from actors.types import SESSION, FinishReason, RolloutAssignment, Task, Version
 from service.access.keys import AGENT, session_key
 from service.api.app import create_app
 from service.api.settings import HttpSettings
-from service.config.sessions import SessionSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings, SessionSettings
 from service.gateway.client import GatewayClient
 from service.gateway.routes import add_sessions
 from service.gateway.sampling import GatewaySettings

@@ -16,7 +16,7 @@ from service.api.control_routes import add_control
 from service.api.ports import RunPort
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
 

@@ -138,7 +138,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
     from worlds.runs.run_driver import SMALL
 
-    from service.config.tree import TinyModelSettings
+    from service.config.sections import TinyModelSettings
     from service.launch.model_directories import build_tiny
 
     directory = tmp_path_factory.mktemp("small") / "model"

@@ -19,8 +19,8 @@ from actors.options import JsonSchema
 from service.access.keys import digest_of
 from service.access.secret_files import read_secret
 from service.config.file import ConfigError
-from service.config.sessions import SessionSettings
-from service.config.tree import Config, ServiceSettings
+from service.config.sections import ServiceSettings, SessionSettings
+from service.config.tree import Config
 from service.haproxy import VARIABLE as HAPROXY_VARIABLE
 from service.haproxy import uses_haproxy
 

@@ -24,7 +24,7 @@ from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
 from service.access.keys import NO_LIMITS, KeyLimits, may_see, tenant_of
 from service.backlog.table import SubmissionTable, rebuild
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.intake.feed import FeedEntry, FeedPage
 from service.intake.listing import (
     Page,

@@ -37,8 +37,9 @@ from service.cli.outlet import Stages, say, warn
 from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.file import ConfigError
 from service.config.preflight import check_with_model, check_without_model
+from service.config.sections import MetricsSettings
 from service.config.tasks import open_sets, open_tasks
-from service.config.tree import Config, MetricsSettings
+from service.config.tree import Config
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir, model_path
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals

@@ -12,7 +12,8 @@ from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD, KeptTokens
 from actors.types import SESSION, UPLOADED, Dtype
 from actors.user_code import type_of
 from service.config.algorithm_checks import ALGORITHM_CHECKS, check_schedules
-from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.config.sections import EvaluationSetSettings, TasksSettings
+from service.config.tree import Config
 from service.inference.engine_args import engine_args_problems
 from service.inference.settings import ADAPTER_RANKS, CPU_BLOCK_TOKENS
 

@@ -36,8 +36,8 @@ from service.config.model_files import (
     read_object,
     vocabulary_size,
 )
+from service.config.sections import OwnTrackerSettings
 from service.config.tasks import check_prompts, first_observations
-from service.config.trackers import OwnTrackerSettings
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
 from service.inference.settings import AUTO, NONE

@@ -13,7 +13,8 @@ from pydantic import Field
 from actors.environment.settings import RolloutSettings
 from actors.limits import STRICT, Positive, Seed
 from actors.trainer.settings import TrainerSettings
-from service.config.tree import Config, ModelSettings, RunSettings
+from service.config.sections import ModelSettings, RunSettings
+from service.config.tree import Config
 from service.inference.settings import InferenceSettings
 
 

@@ -56,7 +56,8 @@ from service.config.model_files import (
     renderer_of,
     vocabulary_size,
 )
-from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.config.sections import EvaluationSetSettings, TasksSettings
+from service.config.tree import Config
 from service.inference.settings import AUTO
 
 _logger = logging.getLogger(__name__)

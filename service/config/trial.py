@@ -29,7 +29,8 @@ from actors.environment.builtin.tools import TOOLS
 from actors.environment.protocol import Observation
 from service.config import tasks
 from service.config.file import ConfigError
-from service.config.tree import Config, TasksSettings
+from service.config.sections import TasksSettings
+from service.config.tree import Config
 
 CALLS_LIMIT_S = 10.0
 """Time limit for all calls of a preflight together, in seconds."""

@@ -34,7 +34,6 @@ from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import RankSettings
 from actors.types import Trajectory
 from service.config.file import ConfigError
-from service.config.parts import rank_settings, step_settings
 from service.config.tree import Config
 from service.inspect.reader import OpenJournal, config_beside, load_step, open_journal
 from service.launch.run_dir import RunDir
@@ -231,7 +230,7 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
             _train_again(rank, step, source.config)
         step = source.step
         updates = weigh_updates(
-            members_of(step), step_settings(source.config), trainer_version=step.trainer_version
+            members_of(step), source.config.step_settings(), trainer_version=step.trainer_version
         )
         entries = {entry.trajectory.trajectory_id: entry for entry in step.entries}
         named = [[entries[_name(samples)] for samples in update] for update in updates]
@@ -273,7 +272,7 @@ def _one_rank(config: Config, model: str) -> RankSettings:
         max_lag=_ANY_LAG,
     )
     # Nothing is saved, so the directory of checkpoints stays as it is.
-    settings = rank_settings(config, model=model, checkpoint_dir=Path(os.devnull))
+    settings = config.rank_settings(model=model, checkpoint_dir=Path(os.devnull))
     return replace(settings, trainer=trainer, algorithm=algorithm)
 
 
@@ -298,7 +297,7 @@ def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
 
 
 def _train_again(rank: TrainerRank, step: JournalStep, config: Config) -> None:
-    settings = step_settings(replace(config, trainer=rank.settings.trainer))
+    settings = replace(config, trainer=rank.settings.trainer).step_settings()
     updates = weigh_updates(members_of(step), settings, trainer_version=step.trainer_version)
     (shard,) = pack_updates(updates, settings, step=step.step, trainer_version=step.trainer_version)
     rank.renumber(step.trainer_version, ())

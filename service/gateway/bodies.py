@@ -20,7 +20,7 @@ from actors.limits import MAX_REWARD
 from actors.types import SESSION, LeftOutReason, Outcome, Task
 from service.access.keys import AGENT, REWARD, Caller, own_id, session_key
 from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.intake.listing import SessionPage, SessionView
 from service.intake.session import (
     Finish,

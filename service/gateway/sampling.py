@@ -35,7 +35,7 @@ from actors.environment.tool_calls import arguments_of, visible_text
 from actors.expert_records import ModelShape
 from actors.types import FinishReason, TokenIds, Turn, original_numbers
 from service.access.keys import NO_LIMITS, KeyBook, KeyLimits, Rates, tenant_of
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.chat import (
     ChatCall,
     ChatReply,

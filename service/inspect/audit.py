@@ -21,7 +21,7 @@ from actors.policy_age import policy_ages
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import NO_VERSION, Outcome, Sample
 from service.config.file import ConfigError
-from service.config.tree import RunSettings
+from service.config.sections import RunSettings
 from service.inspect.reader import OpenJournal, config_beside, is_refused, read_rows
 from service.store.lineage import read_events, recorded_steps
 from service.units import visible_text

@@ -25,7 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.deadline import poll
 from actors.limits import MIB
 from service.config.file import ConfigError
-from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.config.sections import EvaluationSetSettings, TasksSettings
+from service.config.tree import Config
 from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children, signals_noted
 from service.launch.sources import data_files, user_modules, user_scripts

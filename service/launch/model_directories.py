@@ -31,7 +31,8 @@ from actors.trainer.tiny.built import MARKER as BUILT
 from actors.trainer.tiny.built import WARMUP_STEPS, build_name, copy_built, read_marker
 from service.config.file import ConfigError
 from service.config.model_files import user_cache
-from service.config.tree import Config, TinyModelSettings
+from service.config.sections import TinyModelSettings
+from service.config.tree import Config
 from service.remote_files import RemoteDirectory, RemoteError, is_url
 
 SUFFIX = ".gguf"

@@ -23,7 +23,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from actors.network import is_loopback
 from service.config.file import ConfigError
 from service.config.preflight import check_metrics_address, companions
-from service.config.tree import Config, ServiceSettings
+from service.config.sections import ServiceSettings
+from service.config.tree import Config
 from service.launch.cluster import alive_nodes, on_node
 from service.launch.placement import HEAD_NODE, Node, Role, nodes_of, roles_of
 from service.launch.run_dir import RunDir

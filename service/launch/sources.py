@@ -18,8 +18,9 @@ from actors.environment.tasks import FileTasks, MixedTasks
 from actors.environment.user_names import module_of
 from actors.options import data_paths
 from service.config.file import ConfigError
+from service.config.sections import TasksSettings
 from service.config.tasks import open_tasks, options_read, own_names
-from service.config.tree import Config, TasksSettings
+from service.config.tree import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from actors.metrics import Metrics
 from actors.trainer.checkpoint import CheckpointError
-from service.config.tree import Config, RunSettings
+from service.config.sections import RunSettings
+from service.config.tree import Config
 from service.launch.remote_run import NotThisRun, upload_next
 from service.launch.run_dir import RunDir
 from service.remote_files import RemoteError

@@ -32,7 +32,6 @@ from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.types import Sample
 from service import units
-from service.config.parts import rank_settings
 from service.config.sft import SftConfig
 from service.launch.run_dir import RunDir
 from service.run.health import RunFailed
@@ -114,11 +113,8 @@ class SftRun:
         self._is_stop_asked = is_stop_asked
         self._tell, self._on_start = tell, on_start
         self.num_steps = num_steps_of(config, len(chats))
-        ranks = rank_settings(
-            config.as_run(num_steps=self.num_steps),
-            model=model,
-            checkpoint_dir=run_dir.checkpoints,
-        )
+        run = config.as_run(num_steps=self.num_steps)
+        ranks = run.rank_settings(model=model, checkpoint_dir=run_dir.checkpoints)
         self._ranks: RankSettings = replace(ranks, algorithm=IMITATION)
         self._steps = StepSettings(
             algorithm=IMITATION,

@@ -31,7 +31,6 @@ from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import SESSION, UPLOADED, Task, TokenIds, TrajectorySummary
 from actors.weights.logprob_check import CheckText, LogprobCheck, bounds_dtype, start_text
 from service.backlog.queue import SubmissionQueue
-from service.config.parts import rank_settings, step_settings
 from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
 from service.gateway.sampling import GatewaySettings
@@ -136,7 +135,7 @@ class Term:
         self.queue = RestartableQueue(
             queue_settings, lease.queue_snapshot, recorder=recorder, strategy=on_this_node()
         )
-        ranks = rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
+        ranks = config.rank_settings(model=model, checkpoint_dir=run_dir.checkpoints)
         self._trainer = RestartableTrainer(
             partial(
                 TrainerGroup,
@@ -492,7 +491,7 @@ class Term:
         actor: ActorHandle = merge_class.options(
             num_cpus=0, scheduling_strategy=on_this_node()
         ).remote(
-            step_settings(config, shape=self._trainer.shape),
+            config.step_settings(shape=self._trainer.shape),
             self._journal(),
         )
         return actor

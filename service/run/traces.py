@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from actors.types import TrajectorySummary
-from service.config.tree import TracingSettings
+from service.config.sections import TracingSettings
 from service.telemetry.records import StepRecord
 
 if TYPE_CHECKING:

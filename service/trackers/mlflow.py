@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from service.config.trackers import MlflowSettings
+from service.config.sections import MlflowSettings
 from service.trackers.tracker import Point
 
 TIMEOUT_S = 20.0

@@ -28,7 +28,7 @@ from actors.environment.user_names import find
 from actors.journal.files import TrajectoryEntry, file_name
 from actors.user_code import describe, type_of
 from service.config.file import ConfigError, dump_config
-from service.config.trackers import OwnTrackerSettings
+from service.config.sections import OwnTrackerSettings
 from service.config.tree import Config
 from service.inspect.reader import OpenJournal, load_step, tokenizer_of
 from service.inspect.token_text import TokenText

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from service.config.trackers import TrackioSettings
+from service.config.sections import TrackioSettings
 from service.trackers.tracker import Point, completion_row
 
 DIRECTORY_VARIABLE = "TRACKIO_DIR"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from service.config.trackers import WandbSettings
+from service.config.sections import WandbSettings
 from service.trackers.tracker import COMPLETION_COLUMNS, Point, completion_row
 
 # The wandb process buffers data before it writes its file; a kill -9 of our process ends it too.

@@ -15,7 +15,7 @@ from actors.environment.settings import KeptTokens, RolloutSettings, StructuredO
 from service.api.app import create_app
 from service.api.control_routes import add_control
 from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 
 SETTINGS = HttpSettings(
     rollouts=RolloutSettings(),

@@ -23,7 +23,7 @@ from service.api.callers import Callers
 from service.api.guards import Guards
 from service.api.schemas import SubmitAnswer
 from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.intake.submission import SubmissionView
 
 KEY = "0123456789abcdef"

@@ -22,7 +22,7 @@ from actors.environment.task_data import data_schema_of
 from service.api.app import create_app
 from service.api.settings import HttpSettings
 from service.api.waiting import wait_of
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.gateway.routes import add_sessions
 
 API = "/api/v1"

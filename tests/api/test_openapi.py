@@ -19,7 +19,7 @@ from worlds.runs.served_run import served
 from actors.deadline import poll
 from deploy.openapi_document import DOCUMENT, document_text, whole_document
 from service.access.keys import AGENT, REWARD, session_key
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.gateway.chat import Refused
 from service.gateway.description import SMALLEST
 from service.gateway.dialects import DIALECTS

@@ -21,7 +21,7 @@ from service.access.keys import digest_of
 from service.api.app import create_app
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.page.packed import empty_page
 
 KEY = "0123456789abcdef"

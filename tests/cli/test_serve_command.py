@@ -23,7 +23,8 @@ from service.api.settings import (
     with_free_port,
 )
 from service.config.file import ConfigError, parse_config
-from service.config.tree import Config, MetricsSettings
+from service.config.sections import MetricsSettings
+from service.config.tree import Config
 
 KEY = "0123456789abcdef"
 

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from service.config.file import ConfigError, parse_config
-from service.config.parts import rank_settings
 from service.config.resumable import refused_changes
 from service.config.tree import Config
 
@@ -34,7 +33,7 @@ def with_critic(critic: dict[str, Any], **trainer: Any) -> Config:
 
 def test_a_schedule_ends_with_the_run_where_no_number_is_given() -> None:
     config = config_with({"schedule": {"kind": "cosine"}}, steps=50, minibatches=4, epochs=2)
-    ranks = rank_settings(config, model="m", checkpoint_dir=Path("c"))
+    ranks = config.rank_settings(model="m", checkpoint_dir=Path("c"))
     assert ranks.trainer.schedule.updates == 50 * 4 * 2
     assert ranks.trainer.schedule.kind == "cosine"
     own = config_with({"schedule": {"kind": "linear", "updates": 30}}, minibatches=4)
@@ -43,7 +42,7 @@ def test_a_schedule_ends_with_the_run_where_no_number_is_given() -> None:
 
 def test_a_critic_has_a_schedule_of_its_own_of_one_update_a_step() -> None:
     config = with_critic({"schedule": {"kind": "wsd", "decay_updates": 10}})
-    ranks = rank_settings(config, model="m", checkpoint_dir=Path("c"))
+    ranks = config.rank_settings(model="m", checkpoint_dir=Path("c"))
     assert ranks.algorithm.critic.schedule.updates == 50
     assert ranks.algorithm.critic.schedule.decay_updates == 10
     assert ranks.trainer.schedule.kind == "constant"

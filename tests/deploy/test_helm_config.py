@@ -35,7 +35,8 @@ from worlds.servers.helm_chart import (
 
 from deploy.run_arguments import RunArguments
 from service.config.file import config_schema, dump_config, load_config, parse_config
-from service.config.tree import Config, MetricsSettings, ServiceSettings
+from service.config.sections import MetricsSettings, ServiceSettings
+from service.config.tree import Config
 from service.launch.placement import Node, misfit
 
 SETTINGS = config_schema()

@@ -25,7 +25,7 @@ from actors.trajectory_queue.ledger import EvictionReason, Ledger, TokenCounts
 from actors.types import Outcome
 from deploy.dashboards.grafana import load_dashboards
 from service.backlog.queue import SubmissionQueue
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
 from service.telemetry.endpoint import MetricsEndpoint, Pusher, Reading

@@ -23,7 +23,7 @@ from worlds.parts.session_app import SessionRun
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tokenizer import RAW, with_template
 from actors.types import FinishReason, Outcome
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.bodies import NewSession, SessionsBody
 
 SESSION = NewSession.of(NAME, client_key="", address="http://localhost")

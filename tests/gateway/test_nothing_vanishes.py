@@ -22,7 +22,7 @@ from actors.environment.protocol import Message, Role, ToolCall
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.shown_text import holds
 from actors.types import FinishReason, VersionSpan
-from service.config.sessions import SessionSettings, SystemMessages
+from service.config.sections import SessionSettings, SystemMessages
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.sampling import Prompt, next_prompt
 from service.gateway.tree import SessionTree

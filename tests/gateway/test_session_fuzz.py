@@ -21,7 +21,7 @@ from worlds.parts.gateway_world import Gateway, Policy
 from worlds.parts.session_app import Reader, SessionRun
 
 from service.access.keys import AGENT, REWARD, session_key
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 
 NUM_REQUESTS = 1500
 TOOL = {"type": "object", "properties": {"x": {"type": "string"}}}

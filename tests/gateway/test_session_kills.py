@@ -22,7 +22,7 @@ from worlds.parts.gateway_world import SPEC, Gateway, Policy, user
 from actors.environment.protocol import Message
 from actors.types import Outcome, Trajectory
 from service.access.keys import REWARD
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.intake.listing import SessionView
 from service.intake.session import Finish
 

@@ -10,7 +10,7 @@ import pytest
 from worlds.parts.gateway_world import NAME, Gateway, Policy, said, user
 
 from actors.types import NO_VERSION, UNDONE
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.chat import RefusalCode, Refused
 
 HI, MORE = user("hi"), user("lower")

@@ -17,7 +17,7 @@ from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import ChatRenderer, TokenIds
 from actors.types import FinishReason, Outcome
 from service.access.keys import AGENT, REWARD
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.sessions import NO_KEY
 from service.intake.session import Finish, SessionStatus

@@ -20,7 +20,7 @@ from worlds.parts.upload_world import (
 )
 
 from actors.types import UNDONE, Outcome
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from worlds.parts.gateway_world import NAME, SPEC, Gateway, Policy
 from worlds.parts.session_app import SessionRun
 
 from actors.types import FinishReason, Outcome, Trajectory
-from service.config.sessions import SessionSettings, Titles
+from service.config.sections import SessionSettings, Titles
 from service.gateway.bodies import NewSession
 from service.intake.session import Finish
 

@@ -16,7 +16,7 @@ from worlds.parts.submission_service import GROUPS_PER_STEP, Service, request
 
 from actors.types import Outcome, Task
 from service.access.keys import NO_LIMITS, KeyLimits
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.intake.submission import RolloutRequest, Status, SubmitReply
 from service.store.errors import LeaseLost
 from service.store.lineage import read_events

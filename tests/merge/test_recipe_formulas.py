@@ -25,7 +25,6 @@ from actors.merge.step import build_step, trajectory_weights
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.model import row_tensors
 from service.config.file import parse_config
-from service.config.parts import step_settings
 from service.config.tree import Config
 
 CPU = torch.device("cpu")
@@ -91,7 +90,7 @@ def config_of(name: str) -> Config:
 
 def our_gradients(name: str, groups: list[Group], **changes: Any) -> list[np.ndarray]:
     """Of each answer, by the configuration of the page. changes: of its algorithm's settings."""
-    settings = step_settings(config_of(name))
+    settings = config_of(name).step_settings()
     # How a step is cut into updates is no part of an objective.
     algorithm = replace(settings.algorithm, minibatches=1, **changes)
     settings = replace(settings, algorithm=algorithm)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from service.config.file import ConfigError, parse_config
-from service.config.tree import Config, ServiceSettings
+from service.config.sections import ServiceSettings
+from service.config.tree import Config
 from service.launch.cluster import check_places, seen_from_afar, shipped_files
 from service.launch.other_nodes import (
     SharedPath,

@@ -22,7 +22,6 @@ from actors.trajectory_queue.messages import QueueSnapshot
 from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
-from service.config.parts import step_settings
 from service.launch.run_dir import RunDir
 from service.report.document import Phase
 from service.run.health import Cursor
@@ -63,7 +62,7 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str], endpoint: Any) -> It
 
 def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path), ["rollouts.temperature=0.7"])
-    temperatures = step_settings(config).temperatures
+    temperatures = config.step_settings().temperatures
     assert temperatures == dict.fromkeys(["guessing", "session", "uploaded"], 0.7)
 
 

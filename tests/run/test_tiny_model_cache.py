@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.config.file import ConfigError
-from service.config.tree import TinyModelSettings
+from service.config.sections import TinyModelSettings
 from service.launch.model_directories import build_tiny
 
 SETTINGS = TinyModelSettings(warmup_steps=0)

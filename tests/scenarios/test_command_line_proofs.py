@@ -22,7 +22,7 @@ from worlds.parts.session_server import TITLE, ForcedPolicy, Served, serving
 
 from actors.environment.protocol import ToolCall
 from actors.types import Outcome, Trajectory
-from service.config.sessions import Unsupported
+from service.config.sections import Unsupported
 
 pytestmark = [pytest.mark.proof, pytest.mark.clients, pytest.mark.timeout(1800)]
 

@@ -15,7 +15,7 @@ from worlds.runs.stored_run import BEFORE, unpack_run
 from actors.deadline import poll
 from actors.metrics import Metrics
 from service.config.file import ConfigError, load_config, parse_config
-from service.config.tree import RunSettings
+from service.config.sections import RunSettings
 from service.launch.remote_run import (
     NotThisRun,
     check_address,

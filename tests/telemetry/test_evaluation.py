@@ -14,7 +14,7 @@ from actors.environment.evaluation import EvaluationSet, plays_of, rollout_line
 from actors.environment.settings import Sampling
 from actors.environment.turn_loop import MAX_ANSWER_CHARS, short_answer
 from actors.types import Outcome, Task
-from service.config.tree import EvaluationSettings
+from service.config.sections import EvaluationSettings
 from service.telemetry.evaluation import (
     evaluation_record,
     majority,

@@ -11,7 +11,7 @@ from worlds.servers.otlp_collector import Collector, Trace, attributes, collecti
 
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from actors.types import Outcome, Timings, TrajectorySummary
-from service.config.tree import TracingSettings
+from service.config.sections import TracingSettings
 from service.run.traces import RolloutTraces, traces_to
 from service.telemetry.records import StageSeconds
 

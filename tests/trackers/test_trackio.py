@@ -25,7 +25,7 @@ from pathlib import Path
 from actors.types import Outcome, SampledText
 from service.config.preflight import check_trackers
 from service.telemetry.records import EvaluationSample
-from service.config.trackers import TrackioSettings
+from service.config.sections import TrackioSettings
 from service.trackers.tracker import Point
 from service.trackers.trackio import Trackio
 from worlds.builders.journal_builders import group_of, step_of, written

@@ -18,7 +18,8 @@ from actors.trajectory_queue.groups import BlockRow, FailedGroups
 from actors.trajectory_queue.ledger import EvictionReason, TokenCause, TokenCounts
 from actors.trajectory_queue.state import QueueState
 from actors.types import LeftOutReason, Outcome, RolloutAssignment
-from service.config.tree import Config, ModelSettings
+from service.config.sections import ModelSettings
+from service.config.tree import Config
 from service.inference.settings import InferenceSettings
 from service.run.health import OTHER_REMEDY, FailureWatch, RunFailed
 

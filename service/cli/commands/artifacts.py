@@ -9,7 +9,7 @@ import typer
 
 from actors.environment.plugins.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
-from service.config.tree import TinyModelSettings
+from service.config.sections import TinyModelSettings
 
 model_app = typer.Typer(help="Write a small model to a directory.", no_args_is_help=True)
 tasks_app = typer.Typer(help="Write a file of tasks.", no_args_is_help=True)

@@ -18,7 +18,7 @@ from actors.environment.chat_template import RenderError
 from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.rendering import ChatRenderer
 from actors.types import FinishReason, TokenIds, VersionSpan
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.bodies import NewSession
 from service.gateway.dialects.openai_chat import OPENAI_CHAT
 from worlds.models.template_chats import TOOLS, Chat, Reply, Seen, TurnSeen, said, without_spaces

@@ -17,7 +17,7 @@ from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
 from service.access.keys import AGENT, REWARD, digest_of, session_key
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.chat import ChatCall, ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit
 from service.gateway.sampling import GatewaySettings

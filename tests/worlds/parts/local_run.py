@@ -15,7 +15,7 @@ from actors.types import SESSION, Trajectory
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
 from service.api.schemas import ReadyAnswer
-from service.config.sessions import SessionSettings
+from service.config.sections import SessionSettings
 from service.gateway.commits import GroupCommit
 from service.gateway.sampling import GatewaySettings
 from service.gateway.sessions import Sessions

@@ -26,7 +26,8 @@ from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcomes, Toke
 from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Dtype, Outcome, Task, TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck, compare
-from service.config.tree import Config, ModelSettings, RunSettings
+from service.config.sections import ModelSettings, RunSettings
+from service.config.tree import Config
 from service.inference.settings import InferenceSettings
 from service.run.handles import Handles, LoopSettings
 from service.run.health import WeightsMoved

@@ -16,7 +16,7 @@ from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.app import create_app
 from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.gateway.chat import ChatCall, ChatReply
 from service.gateway.routes import add_sessions
 from service.intake.feed import FeedPage

@@ -22,7 +22,7 @@ from actors.environment.protocol import ToolCall
 from actors.environment.rendering import ChatRenderer
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import FinishReason, VersionSpan
-from service.config.sessions import SessionSettings, Unsupported
+from service.config.sections import SessionSettings, Unsupported
 from service.gateway.bodies import NewSession
 from worlds.parts.gateway_world import NAME, SPEC, Gateway
 from worlds.parts.session_app import SessionRun

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from worlds.parts.submission_service import Service
 
 ROOM = 10_000

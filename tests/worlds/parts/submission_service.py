@@ -12,7 +12,7 @@ from actors.trajectory_queue.groups import Group
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task
 from service.backlog.queue import SubmissionQueue
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings
 from service.intake.submission import RolloutRequest
 from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore

@@ -21,8 +21,7 @@ from service.api.control_routes import add_control
 from service.api.problems import RunUnavailable
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings
-from service.config.sessions import SessionSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings, SessionSettings
 from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
 from service.store.controls import CallAnswer

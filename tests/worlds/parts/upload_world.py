@@ -20,8 +20,7 @@ from actors.types import NO_VERSION, UPLOADED, RolloutAssignment, Sample, Trajec
 from service.api.app import create_app
 from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
-from service.config.sessions import SessionSettings
-from service.config.tree import ServiceSettings
+from service.config.sections import ServiceSettings, SessionSettings
 from service.gateway.sampling import GatewaySettings
 from service.gateway.upload_routes import add_uploads
 from service.gateway.uploads import policy_facts

@@ -27,7 +27,6 @@ from actors.trainer.rank import TrainerRank
 from actors.trainer.statistics import StepStats
 from actors.types import Sample, Trajectory
 from service.config.file import dump_config, parse_config
-from service.config.parts import rank_settings, step_settings
 from service.config.tree import Config
 from service.launch.model_directories import build_tiny
 from service.launch.run_dir import RunDir
@@ -70,7 +69,7 @@ class PlayedRun:
 
     def step(self, groups: Groups, *, saves: bool = False) -> StepResult:
         number = len(self.stats) + 1
-        settings = step_settings(self.config, shape=self.rank.shape)
+        settings = self.config.step_settings(shape=self.rank.shape)
         version = self.rank.version
         result = build_step(
             classify_groups(groups, settings), settings, step=number, trainer_version=version
@@ -111,7 +110,7 @@ def played_run(directory: Path, config: Config) -> Iterator[PlayedRun]:
     if config.model.tiny is not None:
         build_tiny(run_dir.tiny_model, config.model.tiny)
     model = config.model.path or str(run_dir.tiny_model)
-    settings = rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
+    settings = config.rank_settings(model=model, checkpoint_dir=run_dir.checkpoints)
     meeting = open_store(LOOPBACK, num_ranks=1, timeout_s=60)
     rank, store = TrainerRank(settings, rank=0, store=meeting), RunStore(run_dir.database_url)
     try:
