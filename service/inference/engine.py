@@ -1,9 +1,8 @@
 """One vLLM engine, which samples token ids with their log-probabilities and policy versions.
 
 The module does not use Ray. Invariants: nothing is sampled before a policy version is loaded;
-requests in flight survive a weight update, and their replies name the version of each token; a new
-trajectory never begins during an update, so that its cache salt names the version that computes its
-prompt.
+requests in flight survive an update, and their replies name the version of each token; a trajectory
+never begins during an update, so that its cache salt names the version that computes its prompt.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ class BroadcastFailed(Exception):
 
 
 class PolicyEngine:
-    """One vLLM engine (`AsyncLLM`) that samples turns and loads published weights.
-
-    All methods must be called in one event loop.
-    """
+    """The owner of one vLLM engine (`AsyncLLM`); call all methods in one event loop."""
 
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
         """Store the settings, and start nothing.
@@ -97,9 +93,8 @@ class PolicyEngine:
         self._adapter_of_requests = None if settings.lora is None else policy_adapter()
 
     async def start(self) -> StartStages:
-        """Start the engine process with the weights in the model's directory.
+        """Start the engine with the weights in the model's directory; return the start's stages.
 
-        Returns: the stages of the start with their seconds.
         Raises: ValueError if a parser that the settings name cannot be used.
         """
         began = time.time()
@@ -271,8 +266,8 @@ class PolicyEngine:
     ) -> None:
         """Load a published version into the engine between two steps of vLLM's scheduler.
 
-        Args: buffers: the bytes of the publication's weight groups, in the same order, on this
-            machine. on_progress: called after each group is loaded.
+        Args: buffers: the bytes of the publication's groups, in the same order, on this machine.
+        on_progress: called after each group is loaded.
         Raises: PolicyUnavailable if loading fails: the engine is then partly loaded and must end.
         """
         staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
@@ -294,13 +289,10 @@ class PolicyEngine:
         address: str,
         on_progress: Callable[[], None],
     ) -> None:
-        """Receive a published version in a broadcast, then load it as `apply` does.
+        """Receive a version in a broadcast, while sampling continues; then load it like `apply`.
 
-        The engine samples while it receives the version.
-        Args: seat: this engine's ranks in the broadcast. address: the address at which the other
-            members of the broadcast reach this node.
-        Raises: BroadcastFailed if the broadcast failed: the engine is then unchanged;
-            PolicyUnavailable as in `apply`.
+        Args: address: the address at which other members of the broadcast reach this node.
+        Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as in `apply`.
         """
         progress = self._directory / seat.name
         workers = [Path(f"{progress}.{number}") for number in range(self.num_workers)]
@@ -351,10 +343,9 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight and begin no others (`is_held`), or resume all turns.
+        """Freeze the turns in flight, with their cache, and begin no others; or resume all turns.
 
-        Frozen turns keep their cache; their deadlines are not extended.
-        Raises: PolicyUnavailable if the engine is dead.
+        Deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
         """
         async with self._update_lock, self._failure_ends_engine("holding the turns"):
             if is_held == self.is_held:
@@ -369,10 +360,7 @@ class PolicyEngine:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Run vLLM's scheduler during the `with` block, even if turns are held.
-
-        Held turns continue during the block too.
-        """
+        """Run vLLM's scheduler during the `with` block, even if turns are held (`hold`)."""
         async with self._update_lock:
             if not self.is_held:
                 yield
@@ -405,8 +393,7 @@ class PolicyEngine:
             # vLLM's client raises a plain Exception with the worker's text for any error in a
             # worker, and each such error leaves the engine partly loaded.
             self._broken = f"{what} failed: {type(error).__name__}: {error}"
-            # Wake the requests that wait for admission, so that they fail now; the running requests
-            # fail when the engine has ended.
+            # Wake the requests that wait for admission: they fail now, the others with the engine.
             self._admission.set()
             with suppress(EngineDeadError):
                 await asyncio.to_thread(self.shutdown)
@@ -422,10 +409,9 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the numbers of the layers for which the engine records each token's routed experts.
+    """Return the numbers of the layers whose routed experts are recorded; an empty tuple on CPU.
 
-    The tuple is empty on CPU, because only vLLM's model runner V2, which needs Triton, returns
-    routed experts.
+    Only vLLM's model runner V2, which needs Triton, returns routed experts.
     """
     if settings.inference.is_on_cpu:
         return ()
@@ -433,10 +419,7 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for these settings, without those that only training needs.
-
-    Training also needs weight transfer and records of routed experts (`_engine_args`).
-    """
+    """Return vLLM's options for these settings, except for weight transfer and expert records."""
     inference = settings.inference
     return {
         "model": settings.model,
@@ -464,8 +447,7 @@ def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's options for the policy's LoRA adapter; empty if the policy has no adapter.
 
     The options name the adapted layers, so that vLLM leaves the other layers unchanged. The output
-    head above all must stay unchanged: vLLM's head with LoRA fails if it scores a prompt while
-    other requests run.
+    head above all must not have LoRA, with which it cannot score a prompt while other requests run.
     """
     if settings.lora is None:
         return {}
@@ -494,9 +476,8 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the stages of an engine's start with their seconds, without stages of no duration.
+    """Return the stages of an engine's start that took time; an eager engine does not compile.
 
-    For example, an eager engine has no stage of compilation.
     Args: began, ended: times in seconds since 1970. workers: the result of `start_marks` of each
     worker; the slowest worker counts.
     """
@@ -526,8 +507,7 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
-        # Leave out the experts of the prompt's tokens, which a turn does not keep. This has no
-        # effect if experts are not recorded.
+        # Leave out the experts of the prompt's tokens, which a turn does not keep.
         routed_experts_prompt_start=int(request.prompt_token_ids.shape[0]),
         detokenize=bool(request.stop),
         skip_special_tokens=False,
@@ -540,11 +520,7 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
 async def _follow(
     paths: Sequence[Path], *, num_groups: int, on_progress: Callable[[], None]
 ) -> None:
-    """Wait until each worker of the engine has received all weight groups of a broadcast.
-
-    Args: paths: one progress file per worker. on_progress: called when a group has arrived.
-    Raises: BroadcastFailed if a worker reports a failure or nothing arrives for too long.
-    """
+    """Wait until the workers' progress files (`paths`) show all groups. Raises: BroadcastFailed."""
     num_received, heard_at = 0, time.monotonic()
     while True:
         states = [read_progress(path) for path in paths]
@@ -574,10 +550,7 @@ async def _with_parts(
 
 
 def _scoring_params() -> SamplingParams:
-    """Return sampling parameters with which vLLM scores a prompt.
-
-    vLLM always samples at least one token, which is not used.
-    """
+    """Return parameters with which vLLM scores the prompt; the one token sampled is not used."""
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,

@@ -141,11 +141,7 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """A checker of the steps of one journal, in order; it remembers the rollouts already trained.
-
-    recorded, events: the steps and the ledger events in the run's database; events is None without
-    a database.
-    """
+    """A checker of a journal's steps; recorded, events: steps and events in the run's database."""
 
     def __init__(
         self, journal: OpenJournal, recorded: Iterable[int], events: Sequence[LedgerEvent] | None
@@ -248,8 +244,7 @@ def _check_handed_out(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
     expected = [sample.num_trained for sample in entry.trajectory.samples]
     found = [int(of_sample.shape[0]) for of_sample in entry.advantages]
     if found != expected:
-        text = f"its samples have advantages for {found} tokens, expected {expected}"
-        yield Check.HANDED_OUT, text
+        yield Check.HANDED_OUT, f"samples with {found} advantages, expected {expected}"
     num_bad = sum(int(np.count_nonzero(~np.isfinite(each))) for each in entry.advantages)
     if num_bad:
         yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
@@ -322,8 +317,7 @@ def check_groups(
 ) -> Iterator[Offence]:
     """Yield the violations of the invariants that concern a group, for all groups of a step.
 
-    Args: admitted: the newest ledger event of each admitted rollout, by group and rollout; None if
-    the ledger is not known.
+    Args: admitted: newest ledger event by group and rollout; None if the ledger is not known.
     """
     groups: dict[str, list[TrajectoryEntry]] = {}
     for entry in step.entries:
@@ -418,7 +412,6 @@ def _check_sum(
 
     With the baselines mean and leave-one-out they must, whatever the scale. An untrained member
     counts with the advantage that the group's returns give it.
-    Args: members: each entry with the advantage that follows from the group's returns.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
@@ -468,10 +461,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the events in `newest` by group id, then by rollout id.
-
-    Args: newest: the newest ledger event of each rollout, by rollout id.
-    """
+    """Return ledger events by group id and rollout id, given those by rollout id in `newest`."""
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
@@ -529,8 +519,7 @@ def missing_steps(
 ) -> tuple[int, ...]:
     """Return the recorded steps that should have a journal file but have none.
 
-    Args: present: steps with a journal file. recorded: steps in the database. plan: the settings
-    with the number of steps whose files are kept; None if it is unknown.
+    Args: recorded: steps in the database. plan: has the number of kept steps; None if unknown.
     Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
     """
     first, last = min(present), max(present)
@@ -544,11 +533,7 @@ def missing_steps(
 def steps_beyond(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> Iterator[Offence]:
-    """Yield a violation for each step that has a file although the run cannot have begun the step.
-
-    Args: present: steps with a journal file. recorded: steps in the database. plan: the settings
-    with the run's last step; None if it is unknown.
-    """
+    """Yield a violation for each step that has a file (`present`), but that cannot have begun."""
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED
     if plan is not None:
