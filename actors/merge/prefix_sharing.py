@@ -257,10 +257,10 @@ class SortedItems:
 def sort_trajectories(
     trajectories: Sequence[Sequence[TokenIds]], *, attention_tokens: int, share_prefixes: bool
 ) -> SortedItems:
-    """Sort trajectories by their first samples.
+    """Sort trajectories so that those with a long common prefix are neighbours, and measure each.
 
-    Only prefixes that first samples share are counted: a row may be smaller than planned, never
-    larger.
+    Of each trajectory, only the first sample is compared with its neighbours. Later samples may
+    share more tokens, so that a row has at most the size that is planned from these sizes.
     """
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]

@@ -189,8 +189,8 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
     """Return the token with which most answers end; -1 if no answer ends with a stop.
 
-    If any answer has more than one token, only such answers count, because a stop string may end an
-    answer of one token that is not empty.
+    Answers of a single token count only if there are no longer ones, because that token may be text
+    that a stop string ended.
     """
     ended = [
         parts[-1]

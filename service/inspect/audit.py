@@ -141,7 +141,7 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """A checker of a journal's steps; recorded, events: steps and events in the run's database."""
+    """A checker of a journal's steps, given the database's steps and ledger events."""
 
     def __init__(
         self, journal: OpenJournal, recorded: Iterable[int], events: Sequence[LedgerEvent] | None

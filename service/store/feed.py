@@ -133,8 +133,9 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries of the feed after the number `after`.
 
-    Args: sees: the tenant whose entries to return, with the tenant's own numbers. If it is None,
-    the entries of all tenants are returned, and an entry for all tenants appears only once.
+    Args: sees: the tenant whose entries to return; `after` is then one of the tenant's own numbers.
+    None returns the entries of all tenants, numbered over the whole feed. An entry about the run,
+    of which each tenant has a copy, is then returned once.
     Raises: StoreError.
     """
     columns = tables.feed.c

@@ -206,7 +206,8 @@ class _Reader:
 
     @property
     def has_references(self) -> bool:
-        """Whether the newest reference belongs to the assistant's message that is being read."""
+        """Whether the assistant's message that is being read has a part that the client named by an
+        id (`Reference`) instead of sending it."""
         return bool(self.references) and self.references[-1].message == len(self.messages)
 
     def take(self, item: Mapping[str, Any], where: str) -> None:

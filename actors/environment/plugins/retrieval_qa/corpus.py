@@ -188,14 +188,25 @@ def _rows(path: Path) -> Iterable[tuple[str, Any]]:
 
 def _document(row: Any, settings: CorpusOptions, *, where: str) -> Document:
     given: Mapping[str, Any] = row if isinstance(row, dict) else {}
-    number, text = given.get(settings.id_column), given.get(settings.text_column)
+    names = settings.id_column, settings.text_column
+    if missing := [name for name in names if name not in given]:
+        raise BadCorpus(
+            f"{where}: got the columns {', '.join(map(str, given)) or 'none'}, expected "
+            f"{' and '.join(missing)}; set tasks.options.id_column and text_column to the names of "
+            "your columns"
+        )
+    number, text = (given[name] for name in names)
     if isinstance(number, int) and not isinstance(number, bool):
         number = str(number)
-    if not (isinstance(number, str) and number and isinstance(text, str)):
+    if not (isinstance(number, str) and number):
+        got = "an empty text" if number == "" else type(number).__name__
         raise BadCorpus(
-            f"{where}: got {', '.join(map(str, given)) or 'no columns'}, expected a text or whole "
-            f"number {settings.id_column!r} and a text {settings.text_column!r}; name the columns "
-            "by tasks.options.id_column and text_column"
+            f"{where}: got {got} in {names[0]}, expected a whole number or a text that is not "
+            "empty; correct the row"
+        )
+    if not isinstance(text, str):
+        raise BadCorpus(
+            f"{where}: got {type(text).__name__} in {names[1]}, expected a text; correct the row"
         )
     title = given.get(settings.title_column)
     return Document(id=number, text=text, title=title if isinstance(title, str) else "")
