@@ -21,7 +21,7 @@ import ray
 
 from actors.environment import workers
 from actors.environment.chat_template import RenderError
-from actors.environment.evaluation import Play, Played, rollout_line
+from actors.environment.evaluation import Played, rollout_line
 from actors.environment.fork_server import preload
 from actors.environment.group_scoring import score_together
 from actors.environment.lost_calls import LostCalls, task_id
@@ -194,7 +194,7 @@ class EnvironmentActor:
 
     async def evaluate(
         self,
-        plays: Sequence[Play],
+        plays: Sequence[RolloutAssignment],
         *,
         temperature: float = 0.0,
         kept: KeptTokens | None = None,
@@ -234,8 +234,7 @@ class EnvironmentActor:
                 task.cancel()
         return [
             self._played(
-                Trajectory.of(play.assignment, Outcome.CANCELLED, detail="the actor was stopped"),
-                play,
+                Trajectory.of(play, Outcome.CANCELLED, detail="the actor was stopped"),
                 keeps_tokens=keeps_tokens,
             )
             if task.cancelled()
@@ -346,7 +345,7 @@ class EnvironmentActor:
 
     async def _evaluate_one(
         self,
-        play: Play,
+        play: RolloutAssignment,
         slots: asyncio.Semaphore,
         *,
         temperature: float,
@@ -356,18 +355,18 @@ class EnvironmentActor:
     ) -> Played:
         async with slots:
             episode = partial(self._episode, temperature=temperature, kept=kept)
-            trajectory = await play_once(episode, play.assignment)
-        played = self._played(trajectory, play, keeps_tokens=keeps_tokens, shows_text=shows_text)
+            trajectory = await play_once(episode, play)
+        played = self._played(trajectory, keeps_tokens=keeps_tokens, shows_text=shows_text)
         self._num_evaluated += 1
         return played
 
     def _played(
-        self, trajectory: Trajectory, play: Play, *, keeps_tokens: bool, shows_text: bool = False
+        self, trajectory: Trajectory, *, keeps_tokens: bool, shows_text: bool = False
     ) -> Played:
         line = None
         if keeps_tokens:
             decode = self._renderer.decode
-            line = ray.put(rollout_line(trajectory, play.sample, decode=decode))
+            line = ray.put(rollout_line(trajectory, decode=decode))
         summary = summarize(trajectory, num_bytes=0)
         if shows_text:
             summary = replace(summary, text=self._text_of(trajectory))

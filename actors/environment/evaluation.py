@@ -1,4 +1,4 @@
-"""A rollout of an evaluation: the request to play it, and its record as a line of JSON.
+"""A rollout of an evaluation: its assignment, and its record as a line of JSON.
 
 The line has every token that the engine received or returned, as the journal has for trained
 rollouts. The environment actor, which has the tokenizer, makes the line, and
@@ -31,45 +31,36 @@ class EvaluationSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
-    """A request to an environment actor: play one sample of one task."""
-
-    task: Task
-    sample: int
-    """Index of the sample among the samples of its task, from 0."""
-
-    @property
-    def assignment(self) -> RolloutAssignment:
-        group_id = f"evaluation-{self.task.task_id}"
-        return RolloutAssignment(
-            rollout_id=f"{group_id}-{self.sample}",
-            group_id=group_id,
-            group_number=-1,
-            attempt=0,
-            task=self.task,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The result of one `Play`."""
+    """The result of one rollout of `plays_of`."""
 
     summary: TrajectorySummary
     line: Any = None
     """Reference to the bytes of `rollout_line` in the object store; None if not requested."""
 
 
-def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:
-    """Return num_samples `Play` requests for each task; those of one task are adjacent."""
-    return [Play(task=task, sample=number) for task in tasks for number in range(num_samples)]
+def plays_of(tasks: Sequence[Task], num_samples: int) -> list[RolloutAssignment]:
+    """Return the assignments of num_samples rollouts of each task; those of a task are adjacent.
+
+    The id of a rollout ends with its number among the rollouts of its task, from 0.
+    """
+    return [
+        RolloutAssignment(
+            rollout_id=f"evaluation-{task.task_id}-{number}",
+            group_id=f"evaluation-{task.task_id}",
+            group_number=-1,
+            attempt=0,
+            task=task,
+        )
+        for task in tasks
+        for number in range(num_samples)
+    ]
 
 
-def rollout_line(
-    trajectory: Trajectory, sample: int, *, decode: Callable[[TokenIds], str]
-) -> bytes:
-    """Return the line of JSON for a rollout, without a newline.
+def rollout_line(trajectory: Trajectory, *, decode: Callable[[TokenIds], str]) -> bytes:
+    """Return the line of JSON for a rollout of `plays_of`, without a newline.
 
-    sample: index of the sample among the samples of its task, from 0.
+    decode: a function that converts ids to text.
     """
     components: Counter[str] = Counter()
     for turn in trajectory.turns:
@@ -78,7 +69,7 @@ def rollout_line(
     return msgspec.json.encode(
         {
             "task_id": trajectory.task_id,
-            "sample": sample,
+            "sample": int(trajectory.rollout_id.rpartition("-")[2]),
             "environment": trajectory.environment,
             "outcome": trajectory.outcome,
             "detail": trajectory.detail,

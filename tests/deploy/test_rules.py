@@ -308,7 +308,7 @@ def test_what_is_usual_on_preemptible_nodes_is_quiet_and_the_same_of_a_small_run
             ("engine", lambda t: t // 400),
             ("environment_actor", lambda t, n=num_engines: n // 2 if t > HOUR else 0),
         ):
-            run.values[series("rayloom_replacements_total", part=part.value)] = value
+            run.values[series("rayloom_replacements_total", part=part)] = value
         run.values["rayloom_publish_failures_total"] = lambda t: t // HOUR
         runs.append(run)
     large, small = runs

@@ -11,8 +11,9 @@ import pytest
 import ray
 from worlds.builders.settings import queue_settings
 from worlds.parts.environment_fakes import FakeQueue, GuessFour
+from worlds.parts.quick_actor import QuickActor
 
-from actors.environment.actor import SHOWN_SAMPLES, EnvironmentActor
+from actors.environment.actor import SHOWN_SAMPLES
 from actors.environment.evaluation import plays_of
 from actors.environment.settings import (
     EnvironmentActorSettings,
@@ -20,7 +21,6 @@ from actors.environment.settings import (
     RolloutSettings,
 )
 from actors.trainer.tiny.tokenizer import build_tokenizer
-from actors.trajectory_queue import exchange
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
 from actors.trajectory_queue.groups import GroupRequest
@@ -46,14 +46,6 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(str(path))
     return path
-
-
-class QuickActor(EnvironmentActor):
-    """Asks the queue often, and sends small blocks."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        exchange.POLL_S, exchange.MAX_BLOCK = 0.2, 8
-        super().__init__(*arguments, **settings)
 
 
 def _assignments(count: int, environment: str = "guessing") -> list[RolloutAssignment]:

@@ -14,11 +14,12 @@ import ray
 from worlds.builders.record_builders import lost_calls
 from worlds.builders.trajectory_builders import make_summary
 
-from actors.environment.evaluation import Play, Played
+from actors.environment.evaluation import Played
 from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.metrics import Metrics
+from actors.types import RolloutAssignment
 from service.run.environment_pool import EnvironmentPool, EvaluationFiles
 from service.telemetry.user_calls import UserCalls
 
@@ -36,7 +37,7 @@ class Slow:
         self.num_ended = 0
         self.may_answer = asyncio.Event()
 
-    async def evaluate(self, plays: Sequence[Play], **settings: float) -> list[Played]:
+    async def evaluate(self, plays: Sequence[RolloutAssignment], **settings: float) -> list[Played]:
         self.story.append("begun")
         try:
             while self.num_ended < self.num_rollouts:
@@ -45,7 +46,7 @@ class Slow:
             return [
                 Played(
                     summary=replace(make_summary("g000000.0-0"), task_id=each.task.task_id),
-                    line=ray.put(f"{each.task.task_id} {each.sample}".encode()),
+                    line=ray.put(f"{each.task.task_id} {each.rollout_id[-1]}".encode()),
                 )
                 for each in plays
             ]

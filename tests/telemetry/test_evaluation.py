@@ -124,7 +124,8 @@ def test_a_line_has_every_token_of_a_rollout_as_the_trajectory_has_it() -> None:
         make_turn([9], [8, 7], logprobs=[-1e-7, -3.0], reward_components={"hit": 0.5}),
     ]
     trajectory = make_trajectory(turns, answer="6", best_return=2.0)
-    text = rollout_line(trajectory, 5, decode=lambda token_ids: f"{len(token_ids)} tokens")
+    trajectory = replace(trajectory, rollout_id="evaluation-g-5")
+    text = rollout_line(trajectory, decode=lambda token_ids: f"{len(token_ids)} tokens")
     assert b"\n" not in text
     line = json.loads(text)
     assert (line["task_id"], line["sample"]) == (trajectory.task_id, 5)
@@ -142,10 +143,9 @@ def test_a_line_has_every_token_of_a_rollout_as_the_trajectory_has_it() -> None:
 def test_each_task_is_played_so_often_under_ids_of_its_own() -> None:
     tasks = [Task(task_id=name, environment="game", seed=0) for name in "ab"]
     plays = plays_of(tasks, 3)
-    assert [(each.task.task_id, each.sample) for each in plays] == [
-        (name, number) for name in "ab" for number in range(3)
+    assert [(each.task.task_id, each.rollout_id) for each in plays] == [
+        (name, f"evaluation-{name}-{number}") for name in "ab" for number in range(3)
     ]
-    assert len({each.assignment.trajectory_id for each in plays}) == 6
 
 
 def test_a_long_answer_is_kept_short_and_still_told_apart() -> None:
