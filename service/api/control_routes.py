@@ -27,15 +27,16 @@ from service.access.keys import (
     digest_of,
     new_key,
 )
-from service.api.control import (
+from service.api.ports import (
+    PREFIX,
     CheckpointAnswer,
     ControlAnswer,
     ControlRefused,
     OperationAnswer,
     PoliciesAnswer,
     RefusalCode,
+    RunPort,
 )
-from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
 from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody

@@ -20,8 +20,8 @@ from service.access.keys import (
 )
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
+from service.store.controls import add_key, read_keys, revoke_key
 from service.store.errors import StoreError
-from service.store.keys import add_key, read_keys, revoke_key
 from service.store.run_store import RunStore
 
 PATIENCE_S = 10.0

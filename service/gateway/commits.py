@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from actors.deadline import within
-from service.intake.turns import Change, TurnAdded, TurnMarked
+from service.intake.session import Change, TurnAdded, TurnMarked
 from service.store.errors import LeaseLost, StoreError
 from service.store.sessions import SessionStore
 from service.worker_thread import WorkerThread

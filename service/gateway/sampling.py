@@ -45,8 +45,7 @@ from service.gateway.chat import (
     unavailable,
 )
 from service.gateway.tree import Place, SessionTree
-from service.intake.session import StoredSession
-from service.intake.turns import SessionTurn
+from service.intake.session import SessionTurn, StoredSession
 from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.gateway")

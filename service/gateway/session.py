@@ -33,14 +33,18 @@ from service.gateway.ends import (
 from service.gateway.sampling import PendingTurn, Sampler, as_reply
 from service.gateway.tree import Place, SessionTree, request_keys
 from service.intake.listing import SessionView
-from service.intake.session import Finish, LimitRefusal, SessionEnd, SessionStatus, StoredSession
-from service.intake.turns import (
+from service.intake.session import (
     Change,
+    Finish,
     LimitReached,
+    LimitRefusal,
     SessionClaimed,
+    SessionEnd,
     SessionEnded,
     SessionOpened,
+    SessionStatus,
     SessionTurn,
+    StoredSession,
     TurnAdded,
     TurnMarked,
 )

@@ -34,9 +34,9 @@ from service.gateway.session import Session
 from service.gateway.uploads import Uploads
 from service.intake.listing import SessionView
 from service.intake.session import Finish, session_id
+from service.store.controls import read_keys
 from service.store.database import PATIENCE_S
 from service.store.errors import StoreError
-from service.store.keys import read_keys
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.uploads import UploadStore

@@ -27,7 +27,7 @@ from service.gateway.canonical import (
 )
 from service.gateway.chat import ChatRequest, Part, Reference, RefusalCode, Refused, unknown_item
 from service.gateway.quotes import ReplyText
-from service.intake.turns import SessionTurn
+from service.intake.session import SessionTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from actors.environment.settings import Sampling
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Task
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.api.control import (
+from service.api.ports import (
     CheckpointAnswer,
     ControlAnswer,
     ControlPort,

@@ -45,8 +45,8 @@ from service.run.recorder import RunRecorder
 from service.run.run_view import RunView
 from service.run.term import ParentUnusable, Term
 from service.run.traces import traces_to
+from service.store.controls import add_key, read_keys, revoke_key
 from service.store.errors import LeaseHeld, LeaseLost, StoreError
-from service.store.keys import add_key, read_keys, revoke_key
 from service.store.leases import RENEW_EVERY_S, Lease, own_name
 from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore

@@ -21,19 +21,17 @@ from actors.types import Outcome
 from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import Page, SessionFilter, SessionPage, SessionPlace, SessionView
 from service.intake.session import (
-    LimitRefusal,
-    SessionEnd,
-    SessionKeys,
-    SessionStatus,
-    StoredSession,
-)
-from service.intake.turns import (
     Change,
     LimitReached,
+    LimitRefusal,
     SessionClaimed,
+    SessionEnd,
     SessionEnded,
+    SessionKeys,
     SessionOpened,
+    SessionStatus,
     SessionTurn,
+    StoredSession,
     TurnAdded,
     TurnMarked,
 )

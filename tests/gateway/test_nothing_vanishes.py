@@ -26,7 +26,7 @@ from service.config.sections import SessionSettings, SystemMessages
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.sampling import Prompt, next_prompt
 from service.gateway.tree import SessionTree
-from service.intake.turns import SessionTurn
+from service.intake.session import SessionTurn
 
 
 def system(content: str) -> Message:

@@ -13,7 +13,7 @@ from worlds.parts.control_world import World, played
 
 from actors.deadline import ActorLost
 from actors.environment.settings import Sampling
-from service.api.control import (
+from service.api.ports import (
     ControlRefused,
     EvaluationAnswer,
     OperationAnswer,

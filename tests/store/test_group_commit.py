@@ -29,7 +29,7 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from actors.deadline import within
 from service.gateway.commits import MAX_CHANGES, PAUSE_S, GroupCommit, StoreAway, TooLate
-from service.intake.turns import SessionEnded, TurnMarked
+from service.intake.session import SessionEnded, TurnMarked
 from service.store.errors import LeaseLost, StoreError
 from service.store.place import schema_name
 from service.store.run_store import RunStore

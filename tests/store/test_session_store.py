@@ -30,17 +30,19 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.types import FinishReason, Outcome, VersionSpan
-from service.intake.session import LimitRefusal, SessionStatus, StoredSession
-from service.intake.submission import RolloutRequest, Status, SubmissionView
-from service.intake.turns import (
+from service.intake.session import (
     LimitReached,
+    LimitRefusal,
     SessionClaimed,
     SessionEnded,
     SessionOpened,
+    SessionStatus,
     SessionTurn,
+    StoredSession,
     TurnAdded,
     TurnMarked,
 )
+from service.intake.submission import RolloutRequest, Status, SubmissionView
 from service.store import tables
 from service.store.errors import LeaseLost, StoreError
 from service.store.place import schema_name

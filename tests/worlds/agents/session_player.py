@@ -22,8 +22,7 @@ from service.gateway.chat import ChatRequest
 from service.gateway.ends import judged_of, samples_of, trained, trajectory_of
 from service.gateway.sampling import next_prompt
 from service.gateway.tree import Place, SessionTree
-from service.intake.session import SessionKeys, StoredSession
-from service.intake.turns import SessionTurn
+from service.intake.session import SessionKeys, SessionTurn, StoredSession
 from worlds.builders.session_builders import SPEC, session_end
 from worlds.models.tool_families import FAMILIES, Family
 

@@ -15,9 +15,10 @@ from service.intake.session import (
     SessionRequest,
     SessionSpec,
     SessionStatus,
+    SessionTurn,
+    TurnAdded,
 )
 from service.intake.submission import RolloutRequest
-from service.intake.turns import SessionTurn, TurnAdded
 
 SPEC = SessionSpec(
     max_turns=50, max_tokens_per_turn=512, ttl_s=7200.0, idle_s=900.0, reward_deadline_s=3600.0

@@ -25,7 +25,7 @@ from service.intake.session import session_id
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.report.document import Phase
 from service.run.health import readiness
-from service.store.keys import add_key, read_keys, revoke_key
+from service.store.controls import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
 from worlds.builders.episode_builders import renderer
 from worlds.builders.queue_builders import take_all
