@@ -15,7 +15,7 @@ from worlds.builders.session_builders import session_request, turn_added
 from worlds.builders.store_builders import write_under_way
 from worlds.runs.stored_run import unpack_run
 
-from service.cli import keys
+from service.cli.commands import keys
 from service.launch.resume import move_finished
 from service.launch.run_dir import RunDir
 from service.store import tables

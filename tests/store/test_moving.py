@@ -19,8 +19,8 @@ from worlds.runs.stored_run import unpack_run
 from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service import VERSION
-from service.cli import keys
 from service.cli.artifacts import move
+from service.cli.commands import keys
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store import tables

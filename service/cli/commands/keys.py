@@ -1,14 +1,35 @@
-"""The commands `keys create`, `keys list` and `keys revoke`."""
+"""The commands `keys create`, `keys list` and `keys revoke`.
+
+They manage the named keys in a run's database, whether or not the run is running.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from service.access.keys import KeyLimits, Scope
+from service.access.keys import (
+    MAX_KEYS,
+    KeyLimits,
+    NamedKey,
+    Scope,
+    check_key,
+    digest_of,
+    new_key,
+)
 from service.config.file import ConfigError
+from service.store.controls import add_key, read_keys, revoke_key
+from service.store.errors import StoreError
+from service.store.run_store import RunStore
+
+PATIENCE_S = 10.0
 
 app = typer.Typer(help="Create, list and revoke keys of a run's API.", no_args_is_help=True)
 RunOption = Annotated[
@@ -48,17 +69,33 @@ def keys_create(
     The command also works while the run is running. The default of each limit is that of
     service.key_limits.
     """
-    from service.cli.keys import create
-
-    limits = KeyLimits(
-        requests_per_s=requests_per_s,
-        max_waiting_tasks=max_waiting_tasks,
-        max_open_sessions=max_open_sessions,
-        turns_per_minute=turns_per_minute,
-    )
-    # Print nothing but the key, so that other programs can read it.
     place, name = _run_and_name(run_and_name, run)
-    typer.echo(create(place, name=name, scope=scope, tenant=tenant, limits=limits))
+    try:
+        check_key(name, scope, tenant)
+    except ValueError as error:
+        raise ConfigError(f"keys create: {error}") from error
+    raw = new_key()
+    key = NamedKey(
+        name=name,
+        digest=digest_of(raw),
+        scope=scope,
+        tenant=tenant,
+        limits=KeyLimits(
+            requests_per_s=requests_per_s,
+            max_waiting_tasks=max_waiting_tasks,
+            max_open_sessions=max_open_sessions,
+            turns_per_minute=turns_per_minute,
+        ),
+        created_at=time.time(),
+    )
+    with _opened(place) as store:
+        if not add_key(store, key):
+            raise ConfigError(
+                f"keys create: the name {name!r} is or was taken, or the run has its maximum "
+                f"of {MAX_KEYS:,} keys; choose another name, or use an existing key"
+            )
+    # Print nothing but the key, so that other programs can read it. The run has only its digest.
+    typer.echo(raw)
 
 
 @app.command("list")
@@ -67,8 +104,6 @@ def keys_list(
     run: RunOption = None,
 ) -> None:
     """List the names and limits of a run's keys, including revoked keys."""
-    from service.cli.keys import listing
-
     if (place := target or run) is None or (target and run):
         raise ConfigError("keys list: expected one run's directory; name one")
     typer.echo(listing(place))
@@ -80,10 +115,14 @@ def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
 
     A running service refuses these keys after at most three seconds.
     """
-    from service.cli.keys import revoke
-
     place, name = _run_and_name(run_and_name, run)
-    typer.echo(revoke(place, name=name))
+    with _opened(place) as store:
+        key = revoke_key(store, name)
+    if key is None:
+        raise ConfigError(
+            f"keys revoke: the run has no key with the name {name!r}; see `rayloom keys list`"
+        )
+    typer.echo(_line(key))
 
 
 def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
@@ -99,3 +138,48 @@ def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
             "as `rayloom keys create runs/NAME ci`"
         )
     return Path(given[0]), given[1]
+
+
+def listing(run: Path) -> str:
+    """Return a line for each key. Raises: ConfigError if the run's database cannot be opened."""
+    with _opened(run) as store:
+        keys = read_keys(store)
+    return "\n".join(_line(key) for key in keys) or "the run has no named keys"
+
+
+def _line(key: NamedKey) -> str:
+    values = {each.name: getattr(key.limits, each.name) for each in fields(key.limits)}
+    limits = [f"{name}={value:g}" for name, value in values.items() if value is not None]
+    state = "in force" if key.revoked_at is None else f"revoked {_day(key.revoked_at)}"
+    words = [key.name, key.scope.value, key.tenant or "-", f"created {_day(key.created_at)}", state]
+    return "  ".join([*words, *limits])
+
+
+def _day(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@contextmanager
+def _opened(run: Path) -> Iterator[RunStore]:
+    """Open a run's database in the block; update an older format if no process holds the run.
+
+    Raises: ConfigError if there is no run, or the database cannot be opened.
+    """
+    from service.launch.run_dir import RunDir
+
+    run_dir = RunDir(path=run)
+    try:
+        if not run_dir.has_run():
+            raise ConfigError(
+                f"--run {run}: has no run, expected the directory of a run that was started; name "
+                "it"
+            )
+        store = RunStore(run_dir.database_url, patience_s=PATIENCE_S, may_be_older=True)
+        try:
+            if store.is_older():
+                store.move_forward()
+            yield store
+        finally:
+            store.close()
+    except StoreError as error:
+        raise ConfigError(f"--run {run}: {error}") from error
