@@ -27,6 +27,14 @@ from typing import IO, Any
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.protocol import Observation
+from actors.environment.reward_functions import (
+    EXTRAS,
+    BadRewardFunction,
+    RewardFunction,
+    load_functions,
+    load_group_functions,
+)
+from actors.user_code import describe
 from service.config import tasks
 from service.config.file import ConfigError
 from service.config.sections import TasksSettings
@@ -132,6 +140,29 @@ def has_own_code(config: Config) -> bool:
 
 def is_own(settings: TasksSettings) -> bool:
     return settings.environment in (SINGLE_TURN, TOOLS) or ":" in settings.environment
+
+
+def load_shadow(name: str, *, key: str, scores_groups: bool = False) -> RewardFunction:
+    """Return a reward function that scores answers a second time, such as that of audit.shadow.
+
+    key: the setting or option that names the function, for messages. scores_groups: whether the
+    function has to score the answers of a group together. Raises: ConfigError if it cannot be
+    loaded.
+    """
+    try:
+        found = (load_group_functions if scores_groups else load_functions)(name)[0]
+    except BadRewardFunction as error:
+        problem = str(error).removeprefix("group_").removeprefix("reward: ")
+        raise ConfigError(f"{key}: {problem}") from error
+    except Exception as error:
+        # Importing the user's own module may raise any exception.
+        raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error
+    if missing := sorted(found.required & EXTRAS):
+        raise ConfigError(
+            f"{key}: {name} needs {', '.join(missing)}, which the journal does not hold; expected "
+            "an answer and columns of the data; give the argument a default"
+        )
+    return found
 
 
 def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[str, Observation]:

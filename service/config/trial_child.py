@@ -44,9 +44,8 @@ from actors.types import Task
 from actors.user_code import closing, describe, location, root_cause, type_of
 from service.config import tasks
 from service.config.file import ConfigError
-from service.config.shadow import load_shadow
 from service.config.tree import Config
-from service.config.trial import SCORE_GROUP, STEP, Call, Fate, Request, is_own
+from service.config.trial import SCORE_GROUP, STEP, Call, Fate, Request, is_own, load_shadow
 
 MADE_UP = ("I do not know.", "1")
 _MAX_LOOKED_AT = 64

@@ -25,9 +25,9 @@ from actors.journal.files import JournalStep
 from actors.types import Trajectory
 from actors.user_code import CallFailed, CallTimedOut, bounded, describe, location, root_cause
 from service.config.file import ConfigError
-from service.config.shadow import load_shadow
 from service.config.tasks import open_tasks
 from service.config.tree import Config
+from service.config.trial import load_shadow
 
 VERIFIED = 0.5
 """Smallest score that counts as verified."""
