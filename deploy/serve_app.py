@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from deploy.run_arguments import RunArguments
+from deploy.train_job import RunArguments
 from service.api.settings import http_settings
 from service.launch.run_dir import RunDir, run_id_of, session_secret
 from service.serve.ingress import ingress_application

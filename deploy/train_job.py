@@ -11,11 +11,12 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deploy.run_arguments import RunArguments
-from service.config.file import ConfigError, dump_config
+from service.config.file import ConfigError, dump_config, load_config, parse_config
+from service.config.tree import Config
 from service.launch.run_dir import RunDir, check_new, place_store, prepared_directory, run_id_of
 from service.store.database import PATIENCE_S
 from service.store.errors import StoreError
@@ -24,6 +25,27 @@ from service.store.place import StoreOptions
 EXIT_REFUSED = 2
 # The default of metrics.stays_s, in which a Prometheus that scrapes once a minute reads the end.
 LAST_SCRAPES_S = 120.0
+
+
+class RunArguments(BaseModel):
+    """The configuration and directories of a run, as the chart passes them also to `serve_app`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config: dict[str, Any] | Path = Field(
+        description="the configuration, or a YAML file on each node that imports the application"
+    )
+    run_dir: Path = Field(description="on storage that every node sees; a run in it is resumed")
+    state_dir: Path | None = Field(
+        None, description="directory for rayloom.db, on a local disk of the head node"
+    )
+    overrides: tuple[str, ...] = Field((), description="such as run.steps=1000")
+
+    def read_config(self) -> Config:
+        """Return the configuration. Raises: ConfigError."""
+        if isinstance(self.config, Path):
+            return load_config(self.config, self.overrides)
+        return parse_config(self.config, source="of the arguments", overrides=self.overrides)
 
 
 def train_command(text: str, *, directory: Path) -> list[str]:

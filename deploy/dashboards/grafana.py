@@ -26,7 +26,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEdito
 from pydantic import ConfigDict, TypeAdapter
 
 from actors.statistics import BY_NAME
-from deploy.rules.source import PLACE_LABELS
+from deploy.rules.__main__ import PLACE_LABELS
 
 SOURCES = Path(__file__).parent
 COLUMNS = 24
@@ -174,14 +174,6 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    __pydantic_config__ = _STRICT
-
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
     __pydantic_config__ = _STRICT
 
@@ -189,7 +181,8 @@ class Dashboard:
     title: str
     description: str
     choices: tuple[Choice, ...] = ()
-    sections: tuple[Section, ...]
+    sections: Mapping[str, tuple[Panel, ...]]
+    """The panels of each section, by the section's title."""
 
     @property
     def file_name(self) -> str:
@@ -197,7 +190,7 @@ class Dashboard:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        return tuple(panel for section in self.sections for panel in section.panels)
+        return tuple(panel for panels in self.sections.values() for panel in panels)
 
 
 def _of_newest_step(statistic: str) -> str:
@@ -352,11 +345,11 @@ def _query(name: str, label: str, query: str) -> sdk.QueryVariable:
 def _place(builder: sdk.Dashboard, dashboard: Dashboard) -> None:
     """Place the panels of each section in lines from left to right, below the section's row."""
     top, number = 0, 1
-    for section in dashboard.sections:
+    for title, panels in dashboard.sections.items():
         place = models.GridPos(x=0, y=top, w=COLUMNS, h=1)
-        builder.with_row(sdk.Row(section.title).id(number).grid_pos(place))
+        builder.with_row(sdk.Row(title).id(number).grid_pos(place))
         left, top, line_height = 0, top + 1, 0
-        for panel in section.panels:
+        for panel in panels:
             height = panel.height or HEIGHTS[panel.look]
             if left + panel.width > COLUMNS:
                 left, top, line_height = 0, top + line_height, 0

@@ -1,8 +1,52 @@
-"""Write helm/files/rules/ from rules.yaml."""
+"""Convert rules.yaml to Prometheus' rules: `python -m deploy.rules` writes helm/files/rules/.
+
+RUN_LABELS in rules.yaml is replaced by the labels that distinguish runs, and PLACE_LABELS by those
+that distinguish releases. The chart's PodMonitor adds `release` to every series, and Prometheus'
+operator adds `namespace`; `cluster` is needed if Thanos or Mimir evaluates the rules for several
+clusters. A series without one of these labels, as on a laptop, is grouped with an empty value.
+
+Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
+`{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
+test takes minutes instead of hours; the chart uses scale 1.
+"""
 
 from __future__ import annotations
 
-from deploy.rules.source import FOLDER, rule_files
+import re
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "rules.yaml"
+FOLDER = Path(__file__).parents[2] / "helm" / "files" / "rules"
+FILE = "rayloom.yaml"
+PLACE_LABELS = ("cluster", "namespace", "release")
+RUN_LABELS = (*PLACE_LABELS, "run")
+_HEADER = "# Written by `python -m deploy.rules` from deploy/rules/rules.yaml.\n"
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
+
+
+def rules_text(*, scale: float = 1.0) -> str:
+    """Return the rules as YAML. scale: factor for all durations; at least 1 ms remains of each."""
+
+    def scaled(found: re.Match[str]) -> str:
+        amount, unit, is_number = found.groups()
+        if is_number:
+            return f"{int(amount) * _SECONDS[unit] * scale:g}"
+        if scale == 1.0:
+            return f"{amount}{unit}"
+        return f"{max(round(int(amount) * _SECONDS[unit] * scale * 1000), 1)}ms"
+
+    source = SOURCE.read_text(encoding="utf-8")
+    rules = source[source.index("groups:") :]
+    for name, labels in (("RUN_LABELS", RUN_LABELS), ("PLACE_LABELS", PLACE_LABELS)):
+        rules = rules.replace(name, ", ".join(labels))
+    return _HEADER + _DURATION.sub(scaled, rules)
+
+
+def rule_files() -> dict[str, str]:
+    """Return the expected rule files of the chart by name."""
+    return {FILE: rules_text()}
+
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

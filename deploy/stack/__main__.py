@@ -24,7 +24,7 @@ import psutil
 import typer
 import yaml
 
-from deploy.rules.source import rules_text
+from deploy.rules.__main__ import rules_text
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).parents[1] / "configs" / "guessing-cpu.yaml"

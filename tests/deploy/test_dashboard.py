@@ -30,7 +30,7 @@ from deploy.dashboards.grafana import (
     Panel,
     load_dashboards,
 )
-from deploy.rules.source import PLACE_LABELS, RUN_LABELS, rules_text
+from deploy.rules.__main__ import PLACE_LABELS, RUN_LABELS, rules_text
 from service.inference.replica import SHOWN
 
 SPECS = load_dashboards()
@@ -94,7 +94,7 @@ def test_there_is_a_dashboard_for_each_question() -> None:
     assert [file.stem for file in sorted(SOURCES.glob("*.yaml"))] == names
     assert [spec.uid for spec in SPECS] == [f"rayloom-{name}" for name in names]
     assert len({spec.title for spec in SPECS}) == len(names)
-    assert all(section.panels for spec in SPECS for section in spec.sections)
+    assert all(panels for spec in SPECS for panels in spec.sections.values())
 
 
 def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:

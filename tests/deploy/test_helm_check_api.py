@@ -21,7 +21,7 @@ from worlds.servers.helm_chart import CHART, CPU_DEV, VARIANTS, arguments_of, on
 
 from actors.deadline import within
 from actors.types import Outcome
-from deploy.run_arguments import RunArguments
+from deploy.train_job import RunArguments
 from service.api.app import create_app
 from service.api.settings import KEY_VARIABLE, http_settings
 from service.config.tree import Config

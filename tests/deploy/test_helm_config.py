@@ -33,7 +33,7 @@ from worlds.servers.helm_chart import (
     rendered,
 )
 
-from deploy.run_arguments import RunArguments
+from deploy.train_job import RunArguments
 from service.config.file import config_schema, dump_config, load_config, parse_config
 from service.config.sections import MetricsSettings, ServiceSettings
 from service.config.tree import Config

@@ -25,7 +25,7 @@ from worlds.servers.prometheus_server import fill
 from worlds.servers.promtool import run_test
 
 from deploy.dashboards.grafana import load_dashboards
-from deploy.rules.source import PLACE_LABELS
+from deploy.rules.__main__ import PLACE_LABELS
 from service.report.document import Phase
 
 HOUR = 3600

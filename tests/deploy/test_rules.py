@@ -22,7 +22,7 @@ from worlds.builders.synthetic_run import (
 from worlds.checks.metric_names import NAME, RAYS, declared
 from worlds.servers.promtool import promtool, run_test
 
-from deploy.rules.source import FOLDER, PLACE_LABELS, rule_files, rules_text
+from deploy.rules.__main__ import FOLDER, PLACE_LABELS, rule_files, rules_text
 from service.report.document import Phase
 
 HOUR = 3600

@@ -15,8 +15,7 @@ from worlds.faults.breaking_proxy import breaking_proxy
 from worlds.servers.helm_chart import arguments_of, rendered
 from worlds.servers.postgresql_server import PASSWORD, postgresql
 
-from deploy.run_arguments import RunArguments
-from deploy.train_job import LAST_SCRAPES_S, train_command
+from deploy.train_job import LAST_SCRAPES_S, RunArguments, train_command
 from service.config.file import ConfigError, load_config
 from service.launch.run_dir import RunDir, run_id_of
 from service.store.place import VARIABLE, StoreOptions, chosen_url, record

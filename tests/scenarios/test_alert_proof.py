@@ -28,7 +28,7 @@ from worlds.servers.nodes import Node, network, require_nodes
 from worlds.servers.ports import free_port
 from worlds.servers.prometheus_server import LIFE_S, Target, scraping_all
 
-from deploy.rules.source import rules_text
+from deploy.rules.__main__ import rules_text
 from deploy.stack.__main__ import alertmanager_command, alertmanager_config
 
 pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(900)]

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from deploy.dashboards.grafana import CHOICES, SHORTEST_STEP, load_dashboards
-from deploy.rules.source import PLACE_LABELS
+from deploy.rules.__main__ import PLACE_LABELS
 from worlds.checks.missing_tools import skip_or_fail
 from worlds.servers.ports import free_port
 
