@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from service.cli.outlet import say
 from service.explain.recompute import Contribution, Explanation, explain_step, find_source
+from service.inspect.listing import aligned
 from service.inspect.view import advantage, number
 from service.units import plural, visible_text
 
@@ -216,21 +217,12 @@ def _shown(row: Contribution) -> tuple[str, str, str]:
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align columns with two spaces between them; the first and the last to the left."""
+    """Return lines with aligned columns; long cells are cut off."""
     cut = [
         tuple(cell[: _WIDTHS.get(name)] for cell, name in zip(row, header, strict=True))
         for row in rows
     ]
-    every = [header, *cut]
-    widths = [max(len(row[column]) for row in every) for column in range(len(header))]
-    last = len(header) - 1
-    return [
-        "  ".join(
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in every
-    ]
+    return aligned([header, *cut])
 
 
 def _fields(row: Contribution) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from service.launch.run_dir import RunDir
 from service.units import visible_text
 
 HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "ledger")
-_WORDS = frozenset({"trajectory", "outcome", "ledger", "environment"})
+_WORDS = frozenset({"trajectory", "group", "task", "outcome", "ledger", "environment"})
 
 Place = tuple[int, int]
 """(step, index of an entry in that step of the journal)."""
