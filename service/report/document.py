@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,6 @@ from service.telemetry.totals import RunTotals
 
 # A check that holds only at a run's end.
 IN_FLIGHT = "nothing in flight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """A guarantee of the run. `name` states the guarantee, and `text` describes a violation."""
-
-    name: str
-    is_kept: bool
-    text: str
 
 
 def verdict(summary: RunSummary) -> str:
@@ -63,7 +54,8 @@ def ending(summary: RunSummary) -> str:
     return reason[0].upper() + reason[1:] + ("" if reason.endswith((".", "!", "?")) else ".")
 
 
-def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
+def checks(summary: RunSummary, totals: RunTotals) -> list[dict[str, str | bool]]:
+    """Return the guarantees of the run: each one's name, whether it is kept, and its violation."""
     num_breaks = totals.num_version_breaks
     found = [
         ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
@@ -105,7 +97,7 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
             "positive reward.",
         ),
     ]
-    return tuple(Check(name=name, is_kept=is_kept, text=text) for name, is_kept, text in found)
+    return [dict(zip(("name", "is_kept", "text"), each, strict=True)) for each in found]
 
 
 def _checked(summary: RunSummary) -> str:
@@ -343,18 +335,16 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
         "tiles": tiles(summary),
         # A live run has rollouts in flight, which is not an error.
         "checks": [
-            _plain(each)
-            for each in checks(summary, totals)
-            if live is None or each.name != IN_FLIGHT
+            each for each in checks(summary, totals) if live is None or each["name"] != IN_FLIGHT
         ],
         "tables": [
-            _plain(each)
+            asdict(each)
             for each in (
                 *tables.summary_tables(summary),
                 *tables.reward_tables(history.steps),
             )
         ],
-        "loss_tables": [_plain(each) for each in tables.statistic_tables(totals)],
+        "loss_tables": [asdict(each) for each in tables.statistic_tables(totals)],
         "loss_definitions": _statistic_definitions(totals),
         "definitions": _definitions(),
         "statistics": {
@@ -411,7 +401,7 @@ def _live(live: LiveState) -> dict[str, Any]:
         "checkpoint_step": live.checkpoint_step,
         "engines": dict(live.engines),
         "tables": [
-            _plain(each)
+            asdict(each)
             for each in (
                 tables.window_table(queue, max_items=live.max_items, max_lag=live.max_lag),
                 tables.queue_table(queue, max_bytes=live.max_bytes),
@@ -421,10 +411,6 @@ def _live(live: LiveState) -> dict[str, Any]:
         ],
         "notices": list(live.notices),
     }
-
-
-def _plain(value: Check | tables.Table) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def write_report(path: Path, *, summary: RunSummary, history: History, config_text: str) -> None:

@@ -72,7 +72,7 @@ def test_the_checks_cost_is_their_share_of_the_time_of_all_steps() -> None:
     )
     check = summary_of(run).logprob_check
     assert check.seconds == 0.06 and check.share == pytest.approx(0.08 / 6)
-    texts = {each.name: each.text for each in checks(summary_of(run), run.totals)}
+    texts = {each["name"]: each["text"] for each in checks(summary_of(run), run.totals)}
     assert texts["engines compute as the trainer"].endswith(
         "took up to 0.06 s, all of them 1.3\u00a0% of the time of the steps."
     )
