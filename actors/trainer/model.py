@@ -34,7 +34,7 @@ from actors.trainer.model_check import (
 )
 from actors.trainer.rope import fix_rope
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
-from actors.trainer.weights_check import check_loaded
+from actors.trainer.weights_check import check_finite, check_loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +269,7 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
         )
         try:
             check_loaded(model, loading)
+            check_finite(model)
         except NotImplementedError as error:
             raise NotImplementedError(f"model {name}: {error}") from error
         model.config.use_cache = False

@@ -3,8 +3,8 @@
 transformers fills a parameter that the files lack with random numbers, and ignores tensors for
 which the configuration has no parameter: a model with too few layers in config.json would train
 without any error. `check_weights` reads only the headers of the files, before anything starts;
-`check_loaded` checks the loaded model. Called by `model` and by the command line. Invariant: a
-refusal is a NotImplementedError that says why.
+`check_loaded` and `check_finite` check the loaded model. Called by `model` and by the command line.
+Invariant: a refusal is a NotImplementedError that says why.
 """
 
 from __future__ import annotations
@@ -129,6 +129,20 @@ def check_loaded(model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
             f"({_count(unused, 'such tensor', 'such tensors')}), so that the tensor would be "
             f"ignored; expected the configuration of these weights; {_REMEDY}"
         )
+
+
+def check_finite(model: PreTrainedModel) -> None:
+    """Refuse a model with a parameter that has NaN or an infinite number.
+
+    Raises: NotImplementedError.
+    """
+    for name, parameter in model.named_parameters():
+        # NaN is passed on to both results; unlike torch.isfinite, aminmax needs no copy.
+        if parameter.numel() and not all(each.isfinite() for each in parameter.aminmax()):
+            raise NotImplementedError(
+                f"{name} has NaN or infinite numbers, expected finite ones; copy or download the "
+                "model again, or choose an earlier checkpoint"
+            )
 
 
 def _check_types(model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> None:

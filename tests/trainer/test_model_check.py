@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,19 @@ def test_a_threshold_that_is_called_noise_is_left_alone(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = load_policy(model, logprob_chunk=8, gradient_checkpointing=True)(row)[0]
     torch.testing.assert_close(found, obvious_logprobs(plain, token_ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused(
+    tmp_path: Path, number: float
+) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**DECODER, head_dim=8))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = number
+    model.save_pretrained(tmp_path)
+    expected = r"model\.layers\.1\.mlp\.up_proj\.weight has NaN or infinite numbers"
+    with pytest.raises(NotImplementedError, match=expected):
+        load_policy(str(tmp_path), logprob_chunk=8, gradient_checkpointing=False)
 
 
 def test_a_checkpoint_that_lacks_its_output_head_is_refused(tmp_path: Path) -> None:
