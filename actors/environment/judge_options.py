@@ -138,7 +138,11 @@ def key_of(options: JudgeOptions) -> str:
     # A key that was read from a file may end with a newline.
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("api_key: it has characters that are not allowed in a header; correct it")
+        name = "$OPENAI_API_KEY" if options.api_key is None else "api_key"
+        raise ValueError(
+            f"{name}: got a key with control characters or letters beyond ASCII, expected a key of "
+            "printable ASCII; correct it"
+        )
     return key
 
 

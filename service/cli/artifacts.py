@@ -228,9 +228,10 @@ def write_generated(environment: str, out: Path, *, count: int, seed: int) -> st
 def write_code_search(
     repository: Path, out: Path, *, source: QuestionSource, count: int, max_files: int
 ) -> str:
-    """Write questions about a git repository and an archive of its files; return a sentence.
+    """Write two files: tasks that ask about a git repository, and an archive of its files.
 
-    Raises: ConfigError if they cannot be made or written.
+    Returns: a sentence for the user that names both files. Raises: ConfigError if a file cannot be
+    made or written.
     """
     archive = out.with_name(f"{out.stem}.tar.gz")
     try:

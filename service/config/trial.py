@@ -302,10 +302,10 @@ class _Trials:
                 self.is_done = True
 
     def _late(self, place: str) -> None:
-        """Record that the child took too long for the current call.
+        """Handle a child that took too long: if it was calling a function, record that this hung.
 
         place: the line that the child executes, for the error. Raises: ConfigError if the child was
-        not calling a function.
+        still importing a module or beginning the first task.
         """
         if self._call is None:
             raise ConfigError(

@@ -57,7 +57,7 @@ class StepSource:
     weights_step: int
     """Number of steps for which these weights have been trained."""
     between: tuple[JournalFile, ...]
-    """The journal's files of the steps that were trained after the weights and before `step`.
+    """The journal's files of the steps between the loaded checkpoint's step and `step`.
 
     There are fewer files than `num_behind` if some files are missing.
     """
@@ -68,11 +68,11 @@ class StepSource:
 
     @property
     def num_behind(self) -> int:
-        """Number of steps trained after the weights and before `step`."""
+        """Number of steps between the step of the loaded checkpoint and `step`."""
         return self.step.step - 1 - self.weights_step
 
     def steps_between(self) -> tuple[JournalStep, ...]:
-        """Load the steps trained after the weights and before `step`. Raises: ConfigError."""
+        """Load the steps between the loaded checkpoint's step and `step`. Raises: ConfigError."""
         if len(self.between) < self.num_behind:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "

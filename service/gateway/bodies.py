@@ -77,7 +77,10 @@ def _turn_number(name: object) -> object:
     Otherwise two keys of a JSON object could mean the same turn.
     """
     if isinstance(name, str) and not re.fullmatch(TURN_PATTERN, name):
-        raise ValueError("expected the number of a turn in digits only, such as 0 or 12")
+        raise ValueError(
+            "expected a turn's number of at most nine digits, without a sign or leading zeros, "
+            "such as 0 or 12"
+        )
     return name
 
 

@@ -7,10 +7,10 @@
 
 A Serve call costs about a millisecond in the client and in the replica, which is more than a small
 model's turn. So requests to the same replica within a few milliseconds share a call, and the
-replica streams the answers back as they finish. The first turn of a trajectory has no replica yet,
-and a turn of a lost replica needs another one: such turns are sent in small calls, which Serve
-distributes by load. A client belongs to one event loop; pickling a client keeps only the name of
-its application.
+replica streams the answers back as they finish. Some turns have no replica: the first turn of a
+trajectory, and a turn whose replica was lost. They are sent in small calls, which Serve distributes
+by load. A client belongs to one event loop; pickling a client keeps only the name of its
+application.
 """
 
 from __future__ import annotations

@@ -534,7 +534,8 @@ async def _follow(
             on_progress()
         # Workers abort a stalled broadcast themselves; this is for a worker that is frozen.
         if time.monotonic() - heard_at > 3 * STALL_S:
-            raise BroadcastFailed(f"only {slowest} of {num_groups} groups received")
+            what = f"{slowest} of {num_groups} weight groups, and none for {3 * STALL_S:g} s"
+            raise BroadcastFailed(f"a worker has {what}; it may be frozen: see the engine's log")
         await asyncio.sleep(FOLLOW_EVERY_S)
 
 

@@ -59,8 +59,8 @@ def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
 def resources_of(role: Role, offered: Roles) -> dict[str, float]:
     """Return the custom Ray resources that a part of the role must request.
 
-    They are empty if no node offers the role; but if no node offers the role control, its parts
-    request the head node.
+    If no node offers the role, the result is empty, except for the role `control`, whose parts then
+    request the resource of the head node.
     """
     if role in offered:
         return {role.value: SHARE}

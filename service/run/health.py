@@ -457,10 +457,10 @@ class FailureWatch:
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
         if self._num_misaligned >= self._config.trainer.max_skipped_steps:
             raise RunFailed(
-                f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
-                "ended as token_misaligned, and nothing was trained; the last step's first: "
-                f"{next(iter(notices), 'without a notice')}; fix the recording of turns; to allow "
-                "more, raise trainer.max_skipped_steps"
+                f"nothing was trained in the last {self._num_misaligned} steps, up to step {step}, "
+                "because all their trajectories were refused as token_misaligned; first notice of "
+                f"step {step}: {next(iter(notices), 'none')}; correct how the environment "
+                "records turns, or raise trainer.max_skipped_steps"
             )
 
     def check_step(self, step: int, *, was_trained: bool) -> None:
@@ -472,10 +472,10 @@ class FailureWatch:
         if self._num_skipped >= self._config.trainer.max_skipped_steps:
             raise RunFailed(
                 f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
-                "and none was applied; their inputs are in checkpoints/skipped: check the loss "
-                "and the gradient norm before, and begin again with a lower trainer.learning_rate "
-                "or, with a critic, algorithm.critic.learning_rate; to allow more, raise "
-                "trainer.max_skipped_steps"
+                "so that none was applied; their inputs are in checkpoints/skipped; look at the "
+                "loss and gradient norm of the steps before these, and begin again with a lower "
+                "trainer.learning_rate (with a critic also algorithm.critic.learning_rate); to "
+                "allow more such steps, raise trainer.max_skipped_steps"
             )
 
     def check_groups(

@@ -173,7 +173,9 @@ class JsonLines:
         if (num_written := self._file.write(content)) != len(content):
             self._file.truncate(size)
             raise OSError(
-                errno.ENOSPC, f"{num_written} of {len(content)} bytes of a line were written"
+                errno.ENOSPC,
+                f"only {num_written} of {len(content)} bytes of a line could be written: the disk "
+                "or a quota is full; free space",
             )
 
     def flush(self) -> None:
