@@ -11,6 +11,7 @@ samples of a trajectory are in one row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
@@ -77,6 +78,59 @@ class MicroBatch:
     @property
     def num_trained(self) -> int:
         return int(self.targets.shape[0])
+
+
+def scored_row(
+    segments: Sequence[Int32s],
+    parents: Sequence[int],
+    *,
+    loss_positions: NDArray[np.integer],
+    targets: Int32s,
+    temperatures: NDArray[np.floating],
+) -> MicroBatch:
+    """Return a row whose targets are scored and not trained: their weights and advantages are 0.
+
+    Args: segments: the tokens of each segment. The other arguments are the row's own; a parent is
+    a root.
+    """
+    begins = [0 if parent < 0 else segments[parent].size for parent in parents]
+    positions = [begin + np.arange(each.size) for begin, each in zip(begins, segments, strict=True)]
+    zeros: Float32s = np.zeros(targets.size, np.float32)
+    return MicroBatch(
+        token_ids=np.concatenate(segments).astype(np.int32),
+        position_ids=np.concatenate(positions).astype(np.int32),
+        segment_lengths=np.array([each.size for each in segments], np.int32),
+        segment_parents=np.array(parents, np.int32),
+        loss_positions=loss_positions.astype(np.int32),
+        targets=targets.astype(np.int32),
+        behaviour_logprobs=zeros,
+        advantages=zeros,
+        sampled_versions=np.zeros(targets.size, np.int32),
+        loss_weights=zeros,
+        trajectory_index=np.zeros(targets.size, np.int32),
+        temperatures=temperatures.astype(np.float32),
+    )
+
+
+def scoring_row(token_ids: Int32s) -> MicroBatch:
+    """Return a row of one sample, in which every token but the first is scored, at temperature 1.
+
+    Args: token_ids: [T] int32, T at least 1.
+    Returns: a row with M = T - 1.
+    """
+    num_scored = token_ids.size - 1
+    return scored_row(
+        [token_ids],
+        [-1],
+        loss_positions=np.arange(num_scored),
+        targets=token_ids[1:],
+        temperatures=np.ones(num_scored),
+    )
+
+
+def padding_row() -> MicroBatch:
+    """Return a row of one token that predicts nothing."""
+    return scoring_row(np.zeros(1, np.int32))
 
 
 Minibatch = tuple[MicroBatch, ...]

@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.batch import Float32s, Int64s, MicroBatch, Minibatch, ValueRow
+from actors.batch import Float32s, Int64s, MicroBatch, Minibatch, ValueRow, padding_row
 from actors.merge.prefix_sharing import (
     SortedItems,
     build_flat,
@@ -201,25 +201,6 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
         temperatures=temperatures[sample_of_trained],
         experts=experts,
         num_overruled_records=num_overruled,
-    )
-
-
-def padding_row() -> MicroBatch:
-    """Return a row of one token that predicts nothing."""
-    one, no_ids, no_floats = np.zeros(1, np.int32), np.empty(0, np.int32), _no_floats()
-    return MicroBatch(
-        token_ids=one,
-        position_ids=one,
-        segment_lengths=np.ones(1, np.int32),
-        segment_parents=np.full(1, -1, np.int32),
-        loss_positions=no_ids,
-        targets=no_ids,
-        behaviour_logprobs=no_floats,
-        advantages=no_floats,
-        sampled_versions=no_ids,
-        loss_weights=no_floats,
-        trajectory_index=no_ids,
-        temperatures=no_floats,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from actors.batch import Float32s, Int32s, MicroBatch
+from actors.batch import MicroBatch, padding_row
 from actors.trainer.attention.forest import PackedLayout, build_layout
 from actors.trainer.attention.interface import register_packed_attention
 from actors.trainer.logprobs import token_logprobs
@@ -97,7 +97,7 @@ class RowTensors:
 def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
     """Copy a micro-batch to the device. A row without tokens becomes one untrained token."""
     if not row.num_tokens:
-        row = scoring_row(np.zeros(1, dtype=np.int32))
+        row = padding_row()
 
     def ints(values: NDArray[np.int32]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -118,31 +118,6 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
         trajectory_index=ints(row.trajectory_index),
         temperatures=None if (row.temperatures == 1).all() else floats(row.temperatures),
         experts=None if row.experts is None else replayed_experts(row.experts, device=device),
-    )
-
-
-def scoring_row(token_ids: Int32s) -> MicroBatch:
-    """Make a row of one sample, in which every token but the first is scored, at temperature 1.
-
-    Args: token_ids: [T] int32, T at least 1.
-    Returns: a row with M = T - 1.
-    """
-    num_tokens = int(token_ids.shape[0])
-    num_scored = num_tokens - 1
-    zeros: Float32s = np.zeros(num_scored, dtype=np.float32)
-    return MicroBatch(
-        token_ids=token_ids,
-        position_ids=np.arange(num_tokens, dtype=np.int32),
-        segment_lengths=np.array([num_tokens], dtype=np.int32),
-        segment_parents=np.full(1, -1, dtype=np.int32),
-        loss_positions=np.arange(num_scored, dtype=np.int32),
-        targets=token_ids[1:],
-        behaviour_logprobs=zeros,
-        advantages=zeros,
-        sampled_versions=np.zeros(num_scored, dtype=np.int32),
-        loss_weights=zeros,
-        trajectory_index=np.zeros(num_scored, dtype=np.int32),
-        temperatures=np.ones(num_scored, dtype=np.float32),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores
+from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores, scoring_row
 from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.agreement import Abandonment, StepAbandoned, agree_on
@@ -47,7 +47,6 @@ from actors.trainer.model import (
     RowTensors,
     load_policy,
     row_tensors,
-    scoring_row,
 )
 from actors.trainer.process_group import join_group, join_side_group, rank_device
 from actors.trainer.publish import pack_weights

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from actors.batch import Float32s, Int32s, MicroBatch
+from actors.batch import Float32s, Int32s, MicroBatch, scored_row
 from actors.types import Dtype
 
 CPU_CHECK_TOKENS = 4096
@@ -197,7 +197,7 @@ def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
         np.concatenate(([length - 1], np.arange(start, start + each.token_ids.size - 1)))
         for start, each in zip(starts, samples, strict=False)
     ]
-    return _packed(
+    return scored_row(
         [text.token_ids, *[each.token_ids for each in samples]],
         [-1, *[0] * len(samples)],
         loss_positions=np.concatenate(positions),
@@ -212,40 +212,12 @@ def _row(
     segments: Sequence[Int32s], parents: Sequence[int], text: CheckText, *, begin: int
 ) -> MicroBatch:
     targets = text.token_ids[text.first_scored :]
-    return _packed(
+    return scored_row(
         segments,
         parents,
         loss_positions=begin + np.arange(text.first_scored - 1, text.token_ids.size - 1),
         targets=targets,
         temperatures=np.ones(targets.size),
-    )
-
-
-def _packed(
-    segments: Sequence[Int32s],
-    parents: Sequence[int],
-    *,
-    loss_positions: np.ndarray,
-    targets: Int32s,
-    temperatures: np.ndarray,
-) -> MicroBatch:
-    begins = [0 if parent < 0 else segments[parent].size for parent in parents]
-    zeros: Float32s = np.zeros(targets.size, np.float32)
-    return MicroBatch(
-        token_ids=np.concatenate(segments).astype(np.int32),
-        position_ids=np.concatenate(
-            [begin + np.arange(each.size) for begin, each in zip(begins, segments, strict=True)]
-        ).astype(np.int32),
-        segment_lengths=np.array([each.size for each in segments], np.int32),
-        segment_parents=np.array(parents, np.int32),
-        loss_positions=loss_positions.astype(np.int32),
-        targets=targets.astype(np.int32),
-        behaviour_logprobs=zeros,
-        advantages=zeros,
-        sampled_versions=np.zeros(targets.size, np.int32),
-        loss_weights=zeros,
-        trajectory_index=np.zeros(targets.size, np.int32),
-        temperatures=temperatures.astype(np.float32),
     )
 
 

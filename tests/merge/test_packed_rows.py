@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from worlds.builders.trajectory_builders import ids
 from worlds.checks.packed_rows import check_packed
 
-from actors.batch import MicroBatch
+from actors.batch import MicroBatch, padding_row
 from actors.expert_records import ExpertRecords, MixtureShape
-from actors.merge.packing import WeightedSample, pack_minibatch, pack_row, padding_row
+from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.types import FinishReason, Sample, TurnSpan
 
 VOCABULARY = 4

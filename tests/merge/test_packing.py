@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.builders.trajectory_builders import ids, make_trajectory, make_turn
 
-from actors.batch import MicroBatch
+from actors.batch import MicroBatch, padding_row
 from actors.merge.packing import (
     BALANCED,
     WeightedSample,
     assign_rows,
     pack_minibatch,
     pack_row,
-    padding_row,
     split_trajectories,
 )
 from actors.merge.prefix_sharing import measure

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from worlds.builders.settings import step_settings
 from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
-from actors.batch import MicroBatch
+from actors.batch import MicroBatch, padding_row
 from actors.expert_records import ExpertRecords
 from actors.merge.groups import classify_groups
 from actors.merge.packing import (
@@ -18,7 +18,6 @@ from actors.merge.packing import (
     pack_minibatch,
     pack_row,
     pack_values,
-    padding_row,
 )
 from actors.merge.scoring import plan_scores
 from actors.merge.step import build_step

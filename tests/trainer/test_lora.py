@@ -17,10 +17,11 @@ from worlds.builders.settings import changed, rank_settings
 from worlds.parts.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
 from actors.algorithm import KlSettings, LossSettings
+from actors.batch import scoring_row
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.export import export_checkpoint
 from actors.trainer.lora import adapted_layers, adapters_off, attach_adapters, target_names
-from actors.trainer.model import load_policy, row_tensors, scoring_row
+from actors.trainer.model import load_policy, row_tensors
 from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import LoraSettings, RankSettings
 from actors.weights.board import check_tokens

@@ -35,7 +35,8 @@ from transformers import (
 )
 from worlds.parts.trainer_world import obvious_logprobs
 
-from actors.trainer.model import load_policy, load_value_model, row_tensors, scoring_row
+from actors.batch import scoring_row
+from actors.trainer.model import load_policy, load_value_model, row_tensors
 from actors.trainer.model_check import check_architecture
 
 COMMON: dict[str, Any] = dict(

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from actors.batch import scoring_row
 from actors.trainer.critic import clipped_value_loss
-from actors.trainer.model import RowTensors, ValueModel, load_value_model, row_tensors, scoring_row
+from actors.trainer.model import RowTensors, ValueModel, load_value_model, row_tensors
 from actors.trainer.sharded_model import ShardedModel, Sharding
 
 LENGTHS = [5, 17, 1, 9]

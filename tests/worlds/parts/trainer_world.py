@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.batch import MicroBatch, Minibatch, RankShard, scoring_row
 from actors.network import LOOPBACK
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
-from actors.trainer.model import row_tensors, scoring_row
+from actors.trainer.model import row_tensors
 from actors.trainer.process_group import connect_store, open_store
 from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import RankSettings
