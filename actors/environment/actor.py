@@ -24,7 +24,6 @@ from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Played, rollout_line
 from actors.environment.fork_server import preload
 from actors.environment.group_scoring import score_together
-from actors.environment.lost_calls import LostCalls, task_id
 from actors.environment.policy import PolicyClient
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, is_built_in, resolve
@@ -50,7 +49,7 @@ from actors.types import (
     Trajectory,
     summarize,
 )
-from actors.user_code import CallFailed, CallTimedOut, bounded
+from actors.user_code import CallFailed, CallTimedOut, LostCalls, bounded, task_id
 
 # Trajectories of an evaluation that are shown as text, and the characters of each text.
 SHOWN_SAMPLES = 8

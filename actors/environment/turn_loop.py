@@ -17,7 +17,6 @@ from functools import partial
 from hashlib import blake2b
 
 from actors.environment.chat_template import RenderError
-from actors.environment.lost_calls import task_id
 from actors.environment.policy import (
     GenerateRequest,
     ParsedReply,
@@ -55,7 +54,7 @@ from actors.types import (
     Trajectory,
     Turn,
 )
-from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe, type_of
+from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe, task_id, type_of
 
 # A request has the deadline and ends by itself; only if it does not, it is cancelled.
 _POLICY_GRACE_S = 2.0

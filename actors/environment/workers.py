@@ -30,11 +30,17 @@ from functools import partial
 from typing import Any
 
 from actors.environment.fork_server import ForkServer, WorkerHandle, WorkerLost, how_ended
-from actors.environment.lost_calls import LostCallCounter, LostCalls
 from actors.environment.settings import rollout_settings
 from actors.environment.user_names import is_importable
 from actors.environment.worker_process import HEAD, LENGTH
-from actors.user_code import UNWIND_S, CallFailed, CallTimedOut, RaisedInWorker
+from actors.user_code import (
+    UNWIND_S,
+    CallFailed,
+    CallTimedOut,
+    LostCallCounter,
+    LostCalls,
+    RaisedInWorker,
+)
 
 LOAD_LIMIT_S = 120.0
 """Seconds that importing a function's module may take; a call's own limit does not include them."""
@@ -113,12 +119,7 @@ class Pool:
     # Methods that other classes and modules call.
 
     async def call(
-        self,
-        target: str,
-        arguments: Mapping[str, Any],
-        *,
-        limit_s: float,
-        about: str = "",
+        self, target: str, arguments: Mapping[str, Any], *, limit_s: float, about: str = ""
     ) -> Any:
         """Call a function in a worker and return its answer. A coroutine is awaited in the worker.
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +66,11 @@ from actors.weights.board import WeightGroup, check_tokens
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredMinibatch:
-    """The rows of an update, and for each row the targets' log-probabilities, [M], nats, under the
-    policy at the step's start and under the reference.
-    """
-
-    minibatch: Minibatch
-    old: Sequence[Tensor | None]
-    """For each row, the log-probabilities under the old policy; None if the loss does not use the
-    old policy, or if the current policy is still the old policy.
-    """
-    reference: Sequence[Tensor | None]
-    """For each row, the log-probabilities under the reference; None if the loss uses no
-    reference.
-    """
+ScoredRow = tuple[MicroBatch, Tensor | None, Tensor | None]
+"""A row of an update, and its targets' log-probabilities under the policy at the step's start and
+under the reference: [M], nats. They are None if the loss does not use them; the former also if the
+current policy is still the policy at the step's start.
+"""
 
 
 class TrainerRank:
@@ -401,7 +391,7 @@ class TrainerRank:
             republished=self.republished,
         )
 
-    def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:
+    def _score(self, minibatches: Sequence[Minibatch]) -> list[list[ScoredRow]]:
         """Score the step's tokens under the old policy and the reference, each only if the loss
         needs it.
         """
@@ -415,11 +405,11 @@ class TrainerRank:
         if self._reference is not None and self.settings.algorithm.loss.needs_reference:
             reference = self._reference.score(minibatches, check=self._abandonment.check)
         return [
-            ScoredMinibatch(minibatch=minibatch, old=of_old, reference=of_reference)
+            list(zip(minibatch, of_old, of_reference, strict=True))
             for minibatch, of_old, of_reference in zip(minibatches, old, reference, strict=True)
         ]
 
-    def _update(self, scored: ScoredMinibatch, *, is_first: bool) -> UpdateTotals:
+    def _update(self, scored: Sequence[ScoredRow], *, is_first: bool) -> UpdateTotals:
         totals = self._accumulate(scored, is_first=is_first)
         rows, grad_norm = self._policy.gather(totals)
         update = UpdateTotals(
@@ -431,31 +421,21 @@ class TrainerRank:
         self._policy.finish_update(grad_norm=grad_norm, is_applied=is_applied)
         return update
 
-    def _split(self, scored: ScoredMinibatch, group_ids: Sequence[str]) -> SplitGradient:
-        rows = scored.minibatch
-
+    def _split(self, scored: Sequence[ScoredRow], group_ids: Sequence[str]) -> SplitGradient:
         def gradient(index: int) -> list[Tensor]:
-            alone = ScoredMinibatch(
-                minibatch=(rows[index],),
-                old=(scored.old[index],),
-                reference=(scored.reference[index],),
-            )
-            self._accumulate(alone, is_first=False)
+            self._accumulate([scored[index]], is_first=False)
             return self._policy.take_gradients()
 
         return split_gradient(group_ids, gradient)
 
-    def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool) -> Tensor:
+    def _accumulate(self, scored: Sequence[ScoredRow], *, is_first: bool) -> Tensor:
         """Run forward and backward over the micro-batches; return their statistics."""
         totals = no_statistics(self.device)
-        micro_batches = scored.minibatch
-        for number, (micro_batch, old, reference) in enumerate(
-            zip(micro_batches, scored.old, scored.reference, strict=True)
-        ):
+        for number, (micro_batch, old, reference) in enumerate(scored):
             if is_first:
                 self._abandonment.check()
             row = row_tensors(micro_batch, device=self.device)
-            self._policy.begin_micro_batch(is_last=number == len(micro_batches) - 1)
+            self._policy.begin_micro_batch(is_last=number == len(scored) - 1)
             current, entropies = self._policy.model(
                 row,
                 has_entropy_gradient=self.settings.algorithm.loss.needs_entropy_gradient,
@@ -536,7 +516,7 @@ class Reference:
             return score_minibatches(self._policy, without, check=check)
 
 
-def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
+def save_inputs(scored: Sequence[ScoredRow], path: Path) -> str:
     """Write the inputs of an update to a NumPy archive, without pickles.
 
     Keys are `<micro-batch>/<field>`. Besides the fields of a micro-batch the archive has
@@ -546,8 +526,7 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     training continues in both cases.
     """
     columns: dict[str, Any] = {}
-    rows = zip(scored.minibatch, scored.old, scored.reference, strict=True)
-    for number, (row, old, reference) in enumerate(rows):
+    for number, (row, old, reference) in enumerate(scored):
         named = {field.name: getattr(row, field.name) for field in fields(row)}
         if row.experts is not None:
             named["expert_positions"] = row.experts.positions

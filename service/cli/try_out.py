@@ -23,7 +23,6 @@ import httpx
 from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.group_scoring import checked_results
-from actors.environment.lost_calls import task_id
 from actors.environment.policy import ParsedCall
 from actors.environment.protocol import (
     Action,
@@ -51,6 +50,7 @@ from actors.user_code import (
     describe,
     note_of_close,
     root_cause,
+    task_id,
     type_of,
 )
 from service import units

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from actors.environment.lost_calls import task_id
 from actors.environment.protocol import RewardError
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import rollout_settings
@@ -23,7 +22,15 @@ from actors.environment.tokenizer import load_tokenizer
 from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.journal.files import JournalStep
 from actors.types import Trajectory
-from actors.user_code import CallFailed, CallTimedOut, bounded, describe, location, root_cause
+from actors.user_code import (
+    CallFailed,
+    CallTimedOut,
+    bounded,
+    describe,
+    location,
+    root_cause,
+    task_id,
+)
 from service.config.file import ConfigError
 from service.config.tasks import open_tasks
 from service.config.tree import Config

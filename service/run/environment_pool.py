@@ -23,9 +23,9 @@ from ray.exceptions import RayError
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import Played, plays_of
-from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import EnvironmentActorSettings, Sampling
 from actors.types import RolloutAssignment, Task, TokenIds, TrajectorySummary
+from actors.user_code import LostCalls
 from service.config.tree import Config
 from service.remote_calls import await_reply
 from service.run.actor_pool import START_DEADLINE_S, ActorPool, Member

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from actors.environment.lost_calls import MAX_TASKS_NAMED, LostCalls
 from actors.metrics import Metrics
+from actors.user_code import MAX_TASKS_NAMED, LostCalls
 
 MAX_FUNCTIONS = 32
 OTHERS = "others"

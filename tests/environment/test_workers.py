@@ -19,9 +19,8 @@ import pytest
 
 from actors.environment import fork_server, workers
 from actors.environment.fork_server import WorkerLost
-from actors.environment.lost_calls import task_id
 from actors.environment.workers import Pool
-from actors.user_code import CallFailed, CallTimedOut, RaisedInWorker, describe
+from actors.user_code import CallFailed, CallTimedOut, RaisedInWorker, describe, task_id
 
 FUNCTIONS = """
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time

@@ -15,11 +15,11 @@ from worlds.builders.record_builders import lost_calls
 from worlds.builders.trajectory_builders import make_summary
 
 from actors.environment.evaluation import Played
-from actors.environment.lost_calls import LostCalls
 from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.metrics import Metrics
 from actors.types import RolloutAssignment
+from actors.user_code import LostCalls
 from service.run.environment_pool import EnvironmentPool, EvaluationFiles
 from service.telemetry.user_calls import UserCalls
 

@@ -27,7 +27,7 @@ from actors.algorithm import KlSettings, LossSettings
 from actors.batch import MicroBatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.export import export_checkpoint
-from actors.trainer.rank import ScoredMinibatch, save_inputs
+from actors.trainer.rank import ScoredRow, save_inputs
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.types import Dtype
@@ -161,7 +161,7 @@ def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
     row = pack_row(weigh(samples))
     plain = replace(row, experts=None)
     scores = [torch.zeros(row.num_trained), torch.full((plain.num_trained,), -1.5)]
-    scored = ScoredMinibatch(minibatch=(row, plain), old=(None, None), reference=scores)
+    scored: list[ScoredRow] = [(row, None, scores[0]), (plain, None, scores[1])]
     path = tmp_path / "skipped" / "inputs.npz"
     assert save_inputs(scored, path) == f"its inputs are in {path}"
     (tmp_path / "file").touch()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from actors.environment.lost_calls import LostCalls
 from actors.merge.report import MergeReport
 from actors.statistics import BY_NAME, only_known
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts, TokenCounts
 from actors.types import LeftOutReason, Outcome
+from actors.user_code import LostCalls
 from service.report.document import Phase
 from service.run.health import RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
