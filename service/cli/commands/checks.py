@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli.commands.configuration import converted, run_configuration, trial_of
-from service.cli.commands.options import (
+from service.cli.commands.configuration import (
     AnswerOption,
     CallOption,
     Dataset,
@@ -20,6 +19,9 @@ from service.cli.commands.options import (
     Rewards,
     Temperature,
     Tools,
+    converted,
+    run_configuration,
+    trial_of,
 )
 from service.cli.outlet import leave, say
 from service.config.file import ConfigError, describe_config

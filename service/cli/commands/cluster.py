@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from service.api.settings import KEY_VARIABLE
-from service.cli.commands.options import path_option
+from service.cli.commands.configuration import path_option
 from service.config.file import ConfigError
 
 app = typer.Typer()

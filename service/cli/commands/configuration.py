@@ -1,4 +1,4 @@
-"""Read the configuration that a command's arguments and options name."""
+"""The options that several commands have, and the configuration that they name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
@@ -22,6 +24,75 @@ from service.config.tree import Config
 
 if TYPE_CHECKING:
     from service.config.trial import Trial
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="setting to change, such as run.steps=10; repeatable"
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="a directory, GGUF file or hub name; replaces the model of the configuration",
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        metavar="DATA",
+        help="prompts: a JSONL, JSON, CSV or Parquet file, a directory, or a hub name",
+    ),
+]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward",
+        metavar="FILE.py:FUNCTION",
+        help="function that scores an answer; repeatable, scores are added",
+    ),
+]
+GroupRewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--group-reward",
+        metavar="FILE.py:FUNCTION",
+        help="function that scores the answers of a group together; repeatable, scores are added",
+    ),
+]
+Tools = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tools",
+        metavar="FILE.py:FUNCTION",
+        help="function that the policy may call, or a class of such functions; repeatable",
+    ),
+]
+CallOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--call/--no-call",
+        metavar="",
+        help="call functions and judges before the start, or call nothing; default: only functions",
+    ),
+]
+AnswerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--answer",
+        metavar="COLUMN",
+        help="column of reference answers, with which functions are called before the start",
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(min=0, help="sampling temperature")]
+
+
+def path_option(option: str, text: str | None, *, what: str = "a directory") -> Path | None:
+    if text is not None and not text.strip():
+        raise ConfigError(f"{option}: got an empty text, expected {what}; name one")
+    return None if text is None else Path(text)
 
 
 def run_configuration(

@@ -8,8 +8,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.cli.commands.configuration import converted, own_config, use_functions, with_model
-from service.cli.commands.options import GroupRewards, Overrides, Rewards, Temperature, path_option
+from service.cli.commands.configuration import (
+    GroupRewards,
+    Overrides,
+    Rewards,
+    Temperature,
+    converted,
+    own_config,
+    path_option,
+    use_functions,
+    with_model,
+)
 from service.cli.outlet import Stages, say
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config

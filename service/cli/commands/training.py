@@ -10,14 +10,6 @@ import typer
 
 from service.api.settings import checked_service
 from service.cli.commands.configuration import (
-    converted,
-    own_config,
-    run_configuration,
-    sft_configuration,
-    trial_of,
-    use_functions,
-)
-from service.cli.commands.options import (
     AnswerOption,
     CallOption,
     Dataset,
@@ -26,7 +18,13 @@ from service.cli.commands.options import (
     Overrides,
     Rewards,
     Tools,
+    converted,
+    own_config,
     path_option,
+    run_configuration,
+    sft_configuration,
+    trial_of,
+    use_functions,
 )
 from service.cli.outlet import Stages, say
 from service.config.file import ConfigError
