@@ -27,16 +27,14 @@ from service.access.keys import (
     digest_of,
     new_key,
 )
-from service.api.ports import (
-    PREFIX,
+from service.api.control import (
     CheckpointAnswer,
     ControlAnswer,
     ControlRefused,
     OperationAnswer,
     PoliciesAnswer,
-    RefusalCode,
-    RunPort,
 )
+from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
 from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
@@ -47,12 +45,7 @@ from service.store.tables import Pausable
 log = logging.getLogger("rayloom.api")
 
 
-STATUSES = {
-    RefusalCode.UNKNOWN: 404,
-    RefusalCode.GONE: 410,
-    RefusalCode.CONFLICT: 409,
-    RefusalCode.INVALID: 422,
-}
+STATUSES = {"unknown": 404, "gone": 410, "conflict": 409, "invalid": 422}
 _NOT_NOW: dict[int | str, dict[str, Any]] = {
     409: {"description": "not now: the run is in another state"}
 }
@@ -294,7 +287,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
     except ControlRefused as refused:
         raise Problem(
             STATUSES[refused.code],
-            refused.code.value,
+            refused.code,
             refused.message,
             headers={"x-should-retry": "false"},
         ) from refused

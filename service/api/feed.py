@@ -16,7 +16,7 @@ from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
 from service.api.schemas import EntryAnswer, FeedAnswer, Natural
 from service.api.waiting import Prefer, look_until, patiently
-from service.intake.feed import FeedPage
+from service.intake.listing import FeedPage
 
 STREAM_S = 300.0
 HEARTBEAT_EVERY_S = 10.0

@@ -15,8 +15,7 @@ from actors.limits import MAX_TASK_SEED
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Task
 from service.access.keys import WHOLE_PATTERN, Caller
-from service.intake.feed import FeedEntry, FeedKind, FeedPage
-from service.intake.listing import TaskPage
+from service.intake.listing import FeedEntry, FeedKind, FeedPage, TaskPage
 from service.intake.session import SessionStatus
 from service.intake.submission import (
     Backlog,

@@ -25,8 +25,9 @@ from actors.types import TrajectorySummary
 from service.access.keys import NO_LIMITS, KeyLimits, may_see, tenant_of
 from service.backlog.table import SubmissionTable, rebuild
 from service.config.sections import ServiceSettings
-from service.intake.feed import FeedEntry, FeedPage
 from service.intake.listing import (
+    FeedEntry,
+    FeedPage,
     Page,
     SessionFilter,
     SessionPage,

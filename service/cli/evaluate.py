@@ -21,6 +21,7 @@ from typing import Any
 import ray
 import torch
 from pydantic import TypeAdapter
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +44,6 @@ from service.config.tree import Config
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir, model_path
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
-from service.run.actor_pool import Member
 from service.run.engines import Engines, board_handle
 from service.run.environment_pool import (
     EnvironmentPool,
@@ -304,14 +304,22 @@ async def _play(
         orphan_timeout_s=config.run.orphan_timeout_s,
         has_api=False,
     )
-    members: list[Member] = []
+    actors: dict[str, ActorHandle] = {}
     tasks, sampling = played_set.tasks, played_set.sampling
     try:
         stages.next("deploying the engines")
         await engines.open_term(TERM, resources={})
         stages.next(f"starting engines with {policy.label}, version {policy.version}")
         for number in range(config.num_environment_actors):
-            members.append(_member(config, policy, engines, number))
+            actor_id = f"{EnvironmentPool.id_prefix}-{TERM}-{number}"
+            actors[actor_id] = start_environment_actor(
+                config,
+                actor_id=actor_id,
+                model=policy.model,
+                make_policy=engines.make_policy,
+                queue=None,
+                resources={},
+            )
         groups = await asyncio.to_thread(_put_weights, policy.model, dtype=_dtype(config))
         board = board_handle(engines.board, deadline_s=PUBLISH_LIMIT_S)
         await board.publish(TERM, policy.version, groups)
@@ -323,7 +331,7 @@ async def _play(
         plays = plays_of(tasks, sampling.num_samples)
         stages.next(f"playing {len(plays)} rollouts of {len(tasks)} tasks")
         played = await play(
-            members,
+            actors,
             plays,
             sampling,
             idle_s=evaluation_idle_s(config),
@@ -334,22 +342,9 @@ async def _play(
         await asyncio.to_thread(write_lines, out, played)
         return played
     finally:
-        for member in members:
-            ray.kill(member.actor)
+        for actor in actors.values():
+            ray.kill(actor)
         await engines.stop()
-
-
-def _member(config: Config, policy: _Policy, engines: Engines, number: int) -> Member:
-    actor_id = f"{EnvironmentPool.id_prefix}-{TERM}-{number}"
-    actor = start_environment_actor(
-        config,
-        actor_id=actor_id,
-        model=policy.model,
-        make_policy=engines.make_policy,
-        queue=None,
-        resources={},
-    )
-    return Member(actor_id=actor_id, actor=actor)
 
 
 def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:

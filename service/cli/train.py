@@ -35,10 +35,15 @@ from service.launch.signals import EXIT_INTERRUPTED, StopSignals, stopped_in_ord
 from service.remote_calls import reason_of
 from service.report.document import Phase
 from service.run.health import Ending, RunStatus
-from service.run.start import start_endpoint, start_supervisor, supervisor_place
+from service.run.start import (
+    POLL_S,
+    SupervisorWatcher,
+    start_endpoint,
+    start_supervisor,
+    supervisor_place,
+)
 from service.run.supervisor import WhenHeld
 from service.serve.ingress import check_listens, open_api, start_serve
-from service.serve.watcher import POLL_S, SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
 from service.store.place import StoreOptions
 from service.trackers.trackers import trackers_of

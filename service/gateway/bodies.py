@@ -21,13 +21,14 @@ from actors.types import SESSION, LeftOutReason, Outcome, Task
 from service.access.keys import AGENT, REWARD, Caller, own_id, session_key
 from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
 from service.config.sections import SessionSettings
-from service.intake.listing import SessionPage, SessionView
+from service.intake.listing import SessionPage
 from service.intake.session import (
     Finish,
     SessionKeys,
     SessionRequest,
     SessionSpec,
     SessionStatus,
+    StoredSession,
     session_id,
 )
 from service.intake.submission import RolloutRequest
@@ -404,18 +405,19 @@ class SessionLineAnswer(StrictBody):
     outcome: Outcome | None
 
     @classmethod
-    def of_line(cls, line: SessionView, caller: Caller) -> SessionLineAnswer:
+    def of_line(cls, session: StoredSession, caller: Caller) -> SessionLineAnswer:
+        end = session.end
         return cls(
-            id=caller.shown(line.id),
-            group=caller.shown(line.submission_id),
-            member=line.member,
-            status=line.status,
-            created_at=line.created_at,
-            opened_at=line.opened_at,
-            ended_at=line.ended_at,
-            reward=line.reward,
-            reward_pending=line.is_reward_pending,
-            outcome=line.outcome,
+            id=caller.shown(session.id),
+            group=caller.shown(session.submission_id),
+            member=session.member,
+            status=session.status,
+            created_at=session.created_at,
+            opened_at=session.opened_at,
+            ended_at=end.ended_at if end else None,
+            reward=end.reward if end else None,
+            reward_pending=end is not None and end.reward_until is not None,
+            outcome=end.outcome if end else None,
         )
 
 
@@ -463,19 +465,20 @@ class SessionAnswer(SessionLineAnswer):
     detail: str
 
     @classmethod
-    def of(cls, view: SessionView, caller: Caller) -> SessionAnswer:
-        assert view.totals is not None
+    def of(cls, session: StoredSession, caller: Caller) -> SessionAnswer:
+        totals = session.totals
+        assert totals is not None
         return cls(
-            **dict(SessionLineAnswer.of_line(view, caller)),
-            turns=view.totals.num_turns,
-            sampled_tokens=view.totals.num_sampled_tokens,
-            ambiguous=view.totals.num_ambiguous,
-            left_out=view.totals.num_left_out,
+            **dict(SessionLineAnswer.of_line(session, caller)),
+            turns=totals.num_turns,
+            sampled_tokens=totals.num_sampled_tokens,
+            ambiguous=totals.num_ambiguous,
+            left_out=totals.num_left_out,
             left_out_turns=[
                 LeftOutTurn(turn=number, reason=reason)
-                for number, reason in view.totals.left_out.items()
+                for number, reason in totals.left_out.items()
             ],
-            malformed=view.totals.num_malformed,
-            ignored=dict(view.totals.ignored),
-            detail=view.detail,
+            malformed=totals.num_malformed,
+            ignored=dict(totals.ignored),
+            detail=session.end.detail if session.end else "",
         )

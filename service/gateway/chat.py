@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from actors.environment.protocol import Message, ToolSchema
 from actors.types import LogProbs, TokenIds
@@ -20,12 +20,8 @@ from actors.types import LogProbs, TokenIds
 RETRY_AFTER_S = 5
 
 
-class Part(StrEnum):
-    """The parts of an earlier reply that a client can name by an id instead of sending them."""
-
-    REASONING = "reasoning"
-    CONTENT = "content"
-    CALL = "call"
+Part = Literal["reasoning", "content", "call"]
+"""The parts of an earlier reply that a client can name by an id instead of sending them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +94,9 @@ class ChatCall:
     """Seconds from now until the answer is due."""
 
 
-class StopReason(StrEnum):
-    """The reason why a reply ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    """The reply was cut off at a limit; a call that was cut off is omitted."""
-    CALLS = "calls"
+StopReason = Literal["stop", "length", "calls"]
+"""The reason why a reply ended; `length`: it was cut off at a limit, and a call that was cut off is
+omitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

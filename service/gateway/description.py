@@ -10,8 +10,7 @@ from typing import Any
 
 from service.api.feed import EVENT_SCHEMA
 from service.gateway.chat import RefusalCode, Refused
-from service.gateway.dialects.dialect import Dialect
-from service.gateway.dialects.parameters import Effect, Parameter
+from service.gateway.dialects.dialect import Dialect, Parameter
 
 _HELLO = [{"role": "user", "content": "Hello."}]
 SMALLEST: Mapping[str, dict[str, Any]] = {
@@ -21,11 +20,11 @@ SMALLEST: Mapping[str, dict[str, Any]] = {
 }
 """The smallest valid body of each dialect; its keys are the required parameters."""
 _PREFIXES = {
-    Effect.READ: "",
-    Effect.NONE: "Accepted without effect: ",
-    Effect.REFUSED: "Refused: ",
+    "read": "",
+    "none": "Accepted without effect: ",
+    "refused": "Refused: ",
+    "ignorable": "Refused, or ignored with sessions.unsupported: ",
 }
-_IGNORABLE = "Refused, or ignored with sessions.unsupported: "
 _SAID = {
     400: "a parameter that a session does not support, a full context, or a limit of the session",
     401: "no key of this session",
@@ -87,9 +86,8 @@ def described(dialect: Dialect, *, counts: bool = False) -> dict[str, Any]:
 
 
 def _property(parameter: Parameter) -> dict[str, Any]:
-    prefix = _IGNORABLE if parameter.is_ignorable else _PREFIXES[parameter.effect]
-    found: dict[str, Any] = {"description": prefix + parameter.note}
-    if parameter.effect is Effect.REFUSED:
+    found: dict[str, Any] = {"description": _PREFIXES[parameter.effect] + parameter.note}
+    if parameter.effect in ("refused", "ignorable"):
         # The values of a refused parameter that are accepted nevertheless.
         found["enum"] = [None, *parameter.harmless]
     return found

@@ -62,8 +62,8 @@ from service.gateway.key_check import (
     holder_of,
     sent_key,
 )
-from service.intake.listing import SessionFilter, SessionView
-from service.intake.session import SessionStatus, session_id
+from service.intake.listing import SessionFilter
+from service.intake.session import SessionStatus, StoredSession, session_id
 
 if TYPE_CHECKING:
     # Its module needs a tokenizer, which a replica of the API does not load.
@@ -225,7 +225,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         caller = caller_of(request)
         whole = caller.whole(name)
         before = await answer_or_problem(port.view(whole, caller.sees))
-        if before is not None and before.ended_at is None:
+        if before is not None and before.end is None:
             before = await patiently(
                 lambda: answer_or_problem(port.view(whole, caller.sees)),
                 lambda found: found is None or found.status is not before.status,
@@ -279,7 +279,7 @@ async def answer_or_problem(work: Awaitable[Answer]) -> Answer:
         raise as_problem(refused) from refused
 
 
-def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer:
+def _shown(name: str, view: StoredSession | None, caller: Caller) -> SessionAnswer:
     """Return the answer that shows a session's state.
 
     name: the session's id in the request. view: the session; None if it does not exist. Raises:

@@ -464,8 +464,8 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
 def _stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
     """Return the stop reason that the client sees: length, calls in the message, or stop."""
     if finish_reason is FinishReason.LENGTH:
-        return StopReason.LENGTH
-    return StopReason.CALLS if message.call_texts else StopReason.STOP
+        return "length"
+    return "calls" if message.call_texts else "stop"
 
 
 def _assistant(text: str, **parts: Any) -> Message:

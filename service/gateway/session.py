@@ -32,7 +32,6 @@ from service.gateway.ends import (
 )
 from service.gateway.sampling import PendingTurn, Sampler, as_reply
 from service.gateway.tree import Place, SessionTree, request_keys
-from service.intake.listing import SessionView
 from service.intake.session import (
     Change,
     Finish,
@@ -499,12 +498,11 @@ class Session:
                 if self.stored.end is None:
                     raise
 
-    def view(self) -> SessionView:
-        """Return the session's state, as the API shows it to clients."""
+    def view(self) -> StoredSession:
+        """Return the session with its totals, as the API shows it to clients."""
         end = self.stored.end
         # The turns of a trained session are deleted.
-        totals = (end and end.totals) or totals_of(self.tree)
-        return SessionView.of(self.stored, totals=totals)
+        return replace(self.stored, totals=(end and end.totals) or totals_of(self.tree))
 
     # -- calls of the run ---------------------------------------------------------------------
 

@@ -32,8 +32,7 @@ from service.gateway.key_check import unknown_session
 from service.gateway.sampling import EngineClient, GatewaySettings, Sampler, TurnRates
 from service.gateway.session import Session
 from service.gateway.uploads import Uploads
-from service.intake.listing import SessionView
-from service.intake.session import Finish, session_id
+from service.intake.session import Finish, StoredSession, session_id
 from service.store.controls import read_keys
 from service.store.database import PATIENCE_S
 from service.store.errors import StoreError
@@ -192,7 +191,7 @@ class Sessions:
                 await session.discard("its group was closed")
             return len(free) if group else None
 
-    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+    async def discard(self, session_id: str, sees: str | None = None) -> StoredSession | None:
         """End a session untrained, and return its state; an ended session stays as it is.
 
         sees: the tenant that must own the session; None: any tenant. Returns: None if there is no
@@ -204,7 +203,7 @@ class Sessions:
         await session.discard("it was discarded")
         return session.view()
 
-    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
+    async def view(self, session_id: str, sees: str | None = None) -> StoredSession | None:
         """Return the state of a session, or None if there is no such session.
 
         sees: the tenant that must own the session; None: any tenant. Raises: Refused.
@@ -216,7 +215,7 @@ class Sessions:
 
     async def finish(
         self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
-    ) -> SessionView:
+    ) -> StoredSession:
         """End a session with the reward and outcome in `finish`, and return the session's state.
 
         The same request again changes nothing. client: the caller, if it sent a named key instead
@@ -228,7 +227,7 @@ class Sessions:
 
     async def give_reward(
         self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
-    ) -> SessionView:
+    ) -> StoredSession:
         """Give a finished session its pending reward, and return the session's state.
 
         client: the caller, if it sent a named key instead of the session's reward key. Raises:

@@ -25,7 +25,7 @@ from service.gateway.canonical import (
     shown_reasoning,
     tools_key,
 )
-from service.gateway.chat import ChatRequest, Part, Reference, RefusalCode, Refused, unknown_item
+from service.gateway.chat import ChatRequest, Reference, RefusalCode, Refused, unknown_item
 from service.gateway.quotes import ReplyText
 from service.intake.session import SessionTurn
 
@@ -238,11 +238,11 @@ class SessionTree:
         if node is None:
             raise unknown_item(reference.where)
         reply = node.turn.reply
-        if reference.part is Part.CONTENT:
+        if reference.part == "content":
             return replace(message, content=reply.content)
-        if reference.part is Part.REASONING and reply.reasoning:
+        if reference.part == "reasoning" and reply.reasoning:
             return replace(message, reasoning=reply.reasoning)
-        if reference.part is Part.CALL and reference.number < len(reply.tool_calls):
+        if reference.part == "call" and reference.number < len(reply.tool_calls):
             calls = list(message.tool_calls)
             calls[reference.call] = reply.tool_calls[reference.number]
             return replace(message, tool_calls=tuple(calls))

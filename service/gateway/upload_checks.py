@@ -10,6 +10,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -23,16 +24,16 @@ from actors.types import (
     NO_VERSION,
     PLAYED_OUT,
     UPLOADED,
+    BranchReason,
     Outcome,
     Sample,
-    TokenIds,
     Trajectory,
     TurnSpan,
 )
 from service.api.problems import shown
 from service.api.schemas import MAX_DEPTH, is_deeper
-from service.gateway.upload_bodies import Fault, SampleBody, TrajectoryBody, Violation
-from service.gateway.upload_columns import Columns, read_columns
+from service.gateway.upload_bodies import Fault, TrajectoryBody, Violation
+from service.gateway.upload_columns import read_columns
 from service.intake.uploads import PolicyFacts, Upload, stored_content
 
 # Outcomes that a client may state; the run decides the others.
@@ -53,19 +54,21 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
             f"got {shown(body.outcome)!r}, expected one of {', '.join(sorted(STATED_OUTCOMES))}",
         )
     metadata = _checked_metadata(body.metadata)
-    columns = [read_columns(each, number, facts) for number, each in enumerate(body.samples)]
-    if not any(each.mask.any() for each in columns):
+    read = [
+        read_columns(each, number, facts, trajectory_id=body.id)
+        for number, each in enumerate(body.samples)
+    ]
+    if not any(each.num_trained for each in read):
         raise Violation(
             Fault.NOTHING_TRAINED,
             ["samples"],
             "no token has mask 1, expected at least one that the policy sampled",
         )
-    _check_order(columns)
-    _check_duplicates(columns)
-    turns = _rewarded(body, columns)
+    _check_order(read)
+    _check_duplicates(read)
     samples: list[Sample] = []
-    for number, each in enumerate(columns):
-        samples.append(_sample(body.id, each, turns[number], samples, body.samples[number]))
+    for sample, turns, each in zip(read, _rewarded(body, read), body.samples, strict=True):
+        samples.append(_branched(replace(sample, turns=turns), samples, each.branch_reason))
     trajectory = Trajectory(
         rollout_id=body.id,
         group_id=body.group,
@@ -92,18 +95,18 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
     )
 
 
-def _check_order(columns: Sequence[Columns]) -> None:
+def _check_order(samples: Sequence[Sample]) -> None:
     """Check that the turns have indices 0 to n - 1 in ascending order, or no indices at all.
 
     Raises: Violation.
     """
-    indices = [turn.index for each in columns for turn in each.turns]
+    indices = [turn.index for each in samples for turn in each.turns]
     if all(index == NO_VERSION for index in indices):
         return
-    firsts = [each.turns[0].index for each in columns]
+    firsts = [each.turns[0].index for each in samples]
     is_ordered = firsts == sorted(firsts) and all(
         [turn.index for turn in each.turns] == sorted(turn.index for turn in each.turns)
-        for each in columns
+        for each in samples
     )
     if sorted(indices) != list(range(len(indices))) or not is_ordered:
         raise Violation(
@@ -115,15 +118,15 @@ def _check_order(columns: Sequence[Columns]) -> None:
         )
 
 
-def _check_duplicates(columns: Sequence[Columns]) -> None:
+def _check_duplicates(samples: Sequence[Sample]) -> None:
     """Check that no token would be trained twice.
 
     Raises: Violation if two samples have the same whole turn after the same prompt, and both train
     tokens of it with the same log-probabilities.
     """
-    ends = sorted({turn.end for each in columns for turn in each.turns})
+    ends = sorted({turn.end for each in samples for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
-    for number, each in enumerate(columns):
+    for number, each in enumerate(samples):
         hashed, at = sha256(), 0
         ending = {turn.end: turn for turn in each.turns}
         for end in ends[: bisect_right(ends, each.token_ids.shape[0])]:
@@ -137,7 +140,7 @@ def _check_duplicates(columns: Sequence[Columns]) -> None:
                 # A mask may have split the turn in one sample: the longer span is the turn.
                 found = [turn for turn in (own, theirs) if turn is not None]
                 turn = min(found, key=lambda turn: turn.start, default=None)
-                if turn is not None and _are_one(each, columns[other], turn):
+                if turn is not None and _are_one(each, samples[other], turn):
                     raise Violation(
                         Fault.DUPLICATE_TURN,
                         ["samples", number],
@@ -156,13 +159,14 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
     return before > 0 and turns[before - 1].end > position
 
 
-def _are_one(left: Columns, right: Columns, turn: TurnSpan) -> bool:
+def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
     """Return whether a turn that two samples contain was sampled only once.
 
     This is so if the log-probabilities of the tokens that both samples train are equal. turn: a
     turn with equal token ids in both samples.
     """
-    trained = left.mask[turn.tokens] & right.mask[turn.tokens]
+    versions = left.versions[turn.tokens], right.versions[turn.tokens]
+    trained = (versions[0] != NO_VERSION) & (versions[1] != NO_VERSION)
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
     return bool(trained.any() and same[trained].all())
 
@@ -175,13 +179,13 @@ def _is_rewarded(body: TrajectoryBody) -> bool:
     )
 
 
-def _rewarded(body: TrajectoryBody, columns: Sequence[Columns]) -> list[tuple[TurnSpan, ...]]:
+def _rewarded(body: TrajectoryBody, samples: Sequence[Sample]) -> list[tuple[TurnSpan, ...]]:
     """Return the turns of each sample, with their indices and rewards. Raises: Violation."""
-    spans = [turn for each in columns for turn in each.turns]
+    spans = [turn for each in samples for turn in each.turns]
     if spans[0].index == NO_VERSION:
         spans = [msgspec.structs.replace(turn, index=i) for i, turn in enumerate(spans)]
     rewards = _turn_rewards(body, len(spans))
-    by_tokens = _sums_of_tokens(columns)
+    by_tokens = _sums_of_tokens(samples)
     if by_tokens is not None:
         sums = {turn.index: total for turn, total in zip(spans, by_tokens, strict=True)}
         stated = rewards if body.reward is not None or body.turn_rewards else None
@@ -210,7 +214,7 @@ def _rewarded(body: TrajectoryBody, columns: Sequence[Columns]) -> list[tuple[Tu
         )
         for turn in spans
     )
-    return [tuple(next(found) for _ in each.turns) for each in columns]
+    return [tuple(next(found) for _ in each.turns) for each in samples]
 
 
 def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
@@ -243,15 +247,15 @@ def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
     return rewards
 
 
-def _sums_of_tokens(columns: Sequence[Columns]) -> list[float] | None:
+def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
     """Return each turn's sum of token rewards, or None if no sample has token rewards.
 
     Raises: Violation if only some samples have token rewards.
     """
-    if all(each.token_rewards is None for each in columns):
+    if all(each.token_rewards is None for each in samples):
         return None
     sums = []
-    for number, each in enumerate(columns):
+    for number, each in enumerate(samples):
         if each.token_rewards is None:
             raise Violation(
                 Fault.LENGTHS_DIFFER,
@@ -262,53 +266,34 @@ def _sums_of_tokens(columns: Sequence[Columns]) -> list[float] | None:
     return sums
 
 
-def _sample(
-    trajectory_id: str,
-    columns: Columns,
-    turns: tuple[TurnSpan, ...],
-    earlier: Sequence[Sample],
-    body: SampleBody,
-) -> Sample:
-    parent, num_shared, reason = _origin(columns.token_ids, turns[0], earlier)
-    return Sample(
-        trajectory_id=trajectory_id,
-        turns=turns,
-        token_ids=columns.token_ids,
-        logprobs=columns.logprobs,
-        versions=columns.versions,
-        token_rewards=columns.token_rewards,
-        experts=columns.experts,
-        parent=parent,
-        num_shared=num_shared,
-        branch_reason=(body.branch_reason or reason) if earlier else None,
-    )
+def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
+    """Return a sample with the earlier sample from which it branches, and the reason.
 
-
-def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> Any:
-    """Find the earlier sample from which a new sample branches, and the reason for the branch.
-
-    Args: token_ids, first: the new sample's tokens and its first turn. earlier: the samples before.
-    Returns: the index of the sample with the longest prefix in common (the newest of several), or
-    None if no token is shared; the number of shared tokens; the `BranchReason`. Only tokens that
+    This is the sample with the longest prefix in common (the newest of several). Only tokens that
     existed when the new sample's first prompt was sent are compared. `SampleBuilder` does the same.
+    stated: the client's reason, which takes precedence over the one that the token ids show.
     """
     if not earlier:
-        return None, 0, None
-    prompt, nearest, most = token_ids[: first.start], len(earlier) - 1, -1
+        return sample
+    first = sample.turns[0].index
+    prompt, nearest, most = sample.token_ids[: sample.prompt_length], len(earlier) - 1, -1
     for number in range(len(earlier) - 1, -1, -1):
-        sample = earlier[number]
-        known = _known_before(sample, first.index)
+        other = earlier[number]
+        known = _known_before(other, first)
         # Compare one id first: it rules out most samples.
         is_less = most >= 0 and (
-            most >= min(known, len(prompt)) or sample.token_ids[most] != prompt[most]
+            most >= min(known, len(prompt)) or other.token_ids[most] != prompt[most]
         )
-        if not is_less and (shared := common_prefix(sample.token_ids[:known], prompt)) > most:
+        if not is_less and (shared := common_prefix(other.token_ids[:known], prompt)) > most:
             nearest, most = number, shared
-    sample = earlier[nearest]
-    turns = [turn for turn in sample.turns if turn.index < first.index]
-    ids = sample.token_ids[: turns[-1].end]
-    reason = branch_reason(ids, prompt, regions=regions(turns), position=most)
-    return nearest if most else None, most, reason
+    turns = [turn for turn in earlier[nearest].turns if turn.index < first]
+    ids = earlier[nearest].token_ids[: turns[-1].end]
+    return replace(
+        sample,
+        parent=nearest if most else None,
+        num_shared=most,
+        branch_reason=stated or branch_reason(ids, prompt, regions=regions(turns), position=most),
+    )
 
 
 def _known_before(sample: Sample, index: int) -> int:

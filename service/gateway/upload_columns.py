@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from actors.expert_records import ExpertRecords
 from actors.limits import MAX_REWARD
 from actors.misalignment import LOGPROB_TOLERANCE
-from actors.types import NO_VERSION, UNDONE, LogProbs, TokenIds, TurnSpan
+from actors.types import NO_VERSION, UNDONE, LogProbs, Sample, TokenIds, TurnSpan
 from service.api.problems import shown
 from service.gateway.upload_bodies import (
     ExpertsBody,
@@ -30,24 +29,13 @@ from service.intake.uploads import PolicyFacts
 _EXPERT_TYPES = ("|u1", "<i2")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """The checked columns of a sample of T tokens; arrays have shape [T]."""
+def read_columns(
+    body: SampleBody, number: int, facts: PolicyFacts, *, trajectory_id: str
+) -> Sample:
+    """Check the columns of a sample, and return a sample that has them. Raises: Violation.
 
-    token_ids: TokenIds
-    mask: NDArray[np.bool_]
-    logprobs: LogProbs
-    versions: NDArray[np.int32]
-    turns: tuple[TurnSpan, ...]
-    """The sample's turns; their rewards are not set yet."""
-    token_rewards: NDArray[np.float32] | None
-    experts: ExpertRecords | None
-
-
-def read_columns(body: SampleBody, number: int, facts: PolicyFacts) -> Columns:
-    """Check the columns of a sample, and return them as arrays. Raises: Violation.
-
-    number: index of the sample in its trajectory, for error messages.
+    The rewards of its turns and the sample from which it branches are not set yet. number: index of
+    the sample in its trajectory, for error messages.
     """
 
     def fail(fault: Fault, name: str, message: str) -> Violation:
@@ -72,12 +60,12 @@ def read_columns(body: SampleBody, number: int, facts: PolicyFacts) -> Columns:
             "logprobs",
             "a token of mask 0 has a log-probability, expected 0 there",
         )
-    return Columns(
+    return Sample(
+        trajectory_id=trajectory_id,
+        turns=turns,
         token_ids=token_ids,
-        mask=mask,
         logprobs=logprobs,
         versions=_versions(body.versions, mask, fail),
-        turns=turns,
         token_rewards=_token_rewards(body, turns, length, fail),
         experts=None if body.experts is None else _experts(body.experts, length, facts, fail),
     )

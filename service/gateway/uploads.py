@@ -14,13 +14,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.rendering import ChatRenderer
 from actors.limits import MIB
 from actors.trajectory_queue.window import oldest_admitted_version
-from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
+from actors.types import Outcome, RolloutAssignment, Trajectory
 from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
 from service.gateway.sampling import EngineClient, GatewaySettings
 from service.intake.uploads import (
@@ -31,10 +29,9 @@ from service.intake.uploads import (
     UploadGroup,
     UploadLimits,
     UploadReply,
-    decoded_content,
 )
 from service.store.errors import LeaseLost, StoreError
-from service.store.uploads import GroupDiffers, StoredUpload, UploadsFull, UploadStore
+from service.store.uploads import GroupDiffers, UploadsFull, UploadStore
 from service.worker_thread import WorkerThread
 
 log = logging.getLogger("rayloom.gateway")
@@ -145,16 +142,16 @@ class Uploads:
     async def play(self, assignment: RolloutAssignment) -> Trajectory:
         """Return the uploaded trajectory for a rollout that the queue has assigned."""
         member = int(assignment.rollout_id.rpartition("-")[2])
-        stored = await self._load(assignment.task.task_id, member)
-        if stored is None:
+        found = await self._load(assignment.task.task_id, member)
+        if found is None:
             return Trajectory.of(
                 assignment,
                 Outcome.INFRASTRUCTURE_ERROR,
                 detail=f"the store has no trajectory {member} of {assignment.task.task_id}",
             )
-        return await asyncio.to_thread(self._delivered, stored, assignment)
+        return self._delivered(found, assignment)
 
-    async def _load(self, group: str, member: int) -> StoredUpload | None:
+    async def _load(self, group: str, member: int) -> Trajectory | None:
         while True:
             try:
                 return await self._thread.call(self._store.load, group, member)
@@ -163,19 +160,14 @@ class Uploads:
                 log.warning("trajectory %d of %s cannot be read yet: %s", member, group, error)
                 await asyncio.sleep(AGAIN_S)
 
-    def _delivered(self, stored: StoredUpload, assignment: RolloutAssignment) -> Trajectory:
-        whole = Trajectory.of(assignment, Outcome.COMPLETED, detail="")
-        found = decoded_content(stored.content)
+    def _delivered(self, uploaded: Trajectory, assignment: RolloutAssignment) -> Trajectory:
+        """Return an uploaded trajectory as the result of an assigned rollout."""
         trajectory = replace(
-            whole,
-            outcome=found.outcome,
-            detail=found.detail,
-            was_rewarded=found.was_rewarded,
+            Trajectory.of(assignment, uploaded.outcome, detail=uploaded.detail),
+            was_rewarded=uploaded.was_rewarded,
             samples=tuple(
-                replace(
-                    _marked(sample, stored.kept_version), trajectory_id=assignment.trajectory_id
-                )
-                for sample in found.samples
+                replace(sample, trajectory_id=assignment.trajectory_id)
+                for sample in uploaded.samples
             ),
         )
         oldest = oldest_admitted_version(
@@ -198,14 +190,3 @@ def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFac
         max_context_tokens=settings.max_context_tokens,
         temperature=settings.rollouts.temperature,
     )
-
-
-def _marked(sample: Sample, kept: int | None) -> Sample:
-    """Mark the versions in a sample that are newer than `kept` as undone by a recovery.
-
-    kept: newest version that the recovery kept; None: there was no recovery since the upload.
-    """
-    if kept is None or not (sample.versions > kept).any():
-        return sample
-    versions = np.where(sample.versions > kept, sample.versions + np.int32(UNDONE), sample.versions)
-    return replace(sample, versions=versions)

@@ -1,13 +1,22 @@
-"""Lists of tasks and of sessions: the filter of a request, and a page of the answer."""
+"""What clients list: tasks, sessions, and the feed of their events.
+
+The feed has the events of tasks, rollouts and sessions, in the order in which they were stored.
+Entries are appended and never changed. Each entry is written in the transaction that makes its
+event durable. For an acceptance, a cancellation or a change of a session, this is the transaction
+of the event itself. For an admission or the end of a rollout, it is the commit of the checkpoint
+that makes the event final. So a crash undoes no entry, unless the newest checkpoint cannot be read.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, TypeVar
 
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import Outcome
-from service.intake.session import SessionStatus, SessionTotals, StoredSession, status_of
-from service.intake.submission import Status, SubmissionView
+from service.intake.session import SessionStatus, StoredSession
+from service.intake.submission import RolloutResult, Status, SubmissionView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,46 +45,7 @@ SessionPlace = tuple[int, int]
 """Position in the list of sessions: the submission's position, and the session's member."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionView:
-    """A session as a client sees it."""
-
-    id: str
-    submission_id: str
-    member: int
-    status: SessionStatus
-    created_at: float
-    """Seconds since 1970; the next two fields are in this unit too."""
-    opened_at: float | None
-    ended_at: float | None
-    reward: float | None
-    is_reward_pending: bool
-    outcome: Outcome | None
-    """The session's outcome, or None if it has not ended."""
-    detail: str
-    totals: SessionTotals | None
-    """Totals of the session's turns; None in a list."""
-
-    @classmethod
-    def of(cls, stored: StoredSession, *, totals: SessionTotals | None = None) -> SessionView:
-        end = stored.end
-        return cls(
-            id=stored.id,
-            submission_id=stored.submission_id,
-            member=stored.member,
-            status=status_of(stored.opened_at, end),
-            created_at=stored.created_at,
-            opened_at=stored.opened_at,
-            ended_at=end.ended_at if end else None,
-            reward=end.reward if end else None,
-            is_reward_pending=end is not None and end.reward_until is not None,
-            outcome=end.outcome if end else None,
-            detail=end.detail if end else "",
-            totals=totals,
-        )
-
-
-Item = TypeVar("Item", SubmissionView, SessionView)
+Item = TypeVar("Item", SubmissionView, StoredSession)
 After = TypeVar("After", int, SessionPlace)
 
 
@@ -93,4 +63,92 @@ class Page(Generic[Item, After]):
 
 
 TaskPage = Page[SubmissionView, int]
-SessionPage = Page[SessionView, SessionPlace]
+SessionPage = Page[StoredSession, SessionPlace]
+
+
+class FeedKind(StrEnum):
+    """The kind of event that an entry of the feed reports."""
+
+    ACCEPTED = "accepted"
+    """A task was accepted."""
+    CANCELLED = "cancelled"
+    """A task was cancelled at the client's request."""
+    ADMITTED = "admitted"
+    """A task's group was admitted to the window."""
+    TRAINED = "trained"
+    """A rollout left the window with a training step; the entry names the step."""
+    EVICTED = "evicted"
+    """A rollout was evicted; the entry has the reason."""
+    SESSION_OPENED = "session_opened"
+    SESSION_ENDED = "session_ended"
+    SESSION_REWARDED = "session_rewarded"
+    """An ended session got its pending reward, or the deadline of this reward passed."""
+    WENT_BACK = "went_back"
+    """The run continues from an older checkpoint than the newest one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedEntry:
+    """One entry of the feed, which reports one event to clients.
+
+    A field that entries of this kind do not use is None.
+    """
+
+    number: int = 0
+    """Number of the entry; numbers ascend from 1 and may have gaps.
+
+    It is 0 before the entry is stored.
+    """
+    at: float
+    """Time when the entry was stored, in seconds since 1970."""
+    kind: FeedKind
+    task: str | None = None
+    """The submission's id."""
+    member: int | None = None
+    """Number of the rollout or session in the task."""
+    outcome: Outcome | None = None
+    reward: float | None = None
+    step: int | None = None
+    """The training step with which a rollout left the window; for `went_back`, the step from
+    which the run continues.
+    """
+    reason: EvictionReason | None = None
+    session_status: SessionStatus | None = None
+    void_after: int | None = None
+    """In an entry `went_back`, the number after which some entries are void.
+
+    These are the entries that report an admission or the end of a rollout. If such an event happens
+    again, it gets a new entry.
+    """
+
+    @classmethod
+    def of_event(
+        cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
+    ) -> FeedEntry:
+        """Return the feed's entry for an event of the trajectory queue's ledger.
+
+        task: id of the submission. result: result of the rollout's newest ended attempt; None if no
+        attempt has ended.
+        """
+        if event.kind is LedgerEventKind.ADMITTED:
+            return cls(at=at, kind=FeedKind.ADMITTED, task=task)
+        is_trained = event.kind is LedgerEventKind.TRAINED
+        return cls(
+            at=at,
+            kind=FeedKind.TRAINED if is_trained else FeedKind.EVICTED,
+            task=task,
+            member=int(event.rollout_id.rpartition("-")[2]),
+            outcome=None if result is None else result.outcome,
+            reward=None if result is None else result.reward,
+            step=event.step,
+            reason=event.reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedPage:
+    """A page of the feed: entries after a number, in order."""
+
+    entries: tuple[FeedEntry, ...]
+    oldest: int
+    """The smallest number of a kept entry; 0 if the feed is empty."""

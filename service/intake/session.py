@@ -174,7 +174,7 @@ class LimitRefusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A session as the store has it, without its turns."""
+    """A session without its turns, as the store has it or as a client sees it."""
 
     id: str
     submission_id: str
@@ -197,6 +197,17 @@ class StoredSession:
     """The newest request that was refused because of a limit or a full context, if any."""
     end: SessionEnd | None = None
     """The session's end, or None if it has not ended."""
+    totals: SessionTotals | None = None
+    """Counts over the session's turns, for a client that asks for only this session.
+
+    None in a list and in the store, which has the counts of an ended session in `end`.
+    """
+
+    @property
+    def status(self) -> SessionStatus:
+        if self.end is not None:
+            return self.end.status
+        return SessionStatus.QUEUED if self.opened_at is None else SessionStatus.OPEN
 
     @property
     def tenant(self) -> str:
@@ -219,13 +230,6 @@ class StoredSession:
 def session_id(submission_id: str, member: int) -> str:
     """Return a session's id. Example: session_id("prompt-9", 3) -> "prompt-9-3"."""
     return f"{submission_id}-{member}"
-
-
-def status_of(opened_at: float | None, end: SessionEnd | None) -> SessionStatus:
-    """Return the state of a session; the arguments are fields of `StoredSession`."""
-    if end is not None:
-        return end.status
-    return SessionStatus.QUEUED if opened_at is None else SessionStatus.OPEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

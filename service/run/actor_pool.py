@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -33,14 +32,6 @@ MAX_EARLY_DEATHS = 5
 EARLY_DEATH_S = 30.0
 START_DEADLINE_S = 300.0
 PING_EVERY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One actor of a pool, with the actor's id."""
-
-    actor_id: str
-    actor: ActorHandle
 
 
 class ActorPool:
@@ -90,12 +81,10 @@ class ActorPool:
         self._numbers = itertools.count()
         self._answering: set[str] = set()
         """Ids of the living actors that have answered at least once."""
-        self._members = [self._new_member() for _ in range(num_actors)]
-
-    @property
-    def actors(self) -> tuple[ActorHandle, ...]:
-        """The current actor of each slot; it may be starting, or be dead and not yet replaced."""
-        return tuple(member.actor for member in self._members)
+        self.actors: dict[str, ActorHandle] = {}
+        """The current actors by id; an actor may be starting, or be dead and not yet replaced."""
+        for _ in range(num_actors):
+            self._start_next()
 
     async def watch(self) -> None:
         """Run every actor and replace dead ones; never return.
@@ -103,7 +92,7 @@ class ActorPool:
         Raises: ActorLost if actors die again and again right after their start, or if the queue is
             lost.
         """
-        tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
+        tasks = [asyncio.create_task(self._keep_alive(actor_id)) for actor_id in self.actors]
         try:
             await asyncio.gather(*tasks)
             # Only a pool without actors reaches this line.
@@ -114,30 +103,30 @@ class ActorPool:
 
     async def stop(self) -> None:
         """Let the actors send their results, then end them."""
-        members = list(self._members)
+        actors = dict(self.actors)
         stops = [
-            await_reply(member.actor.stop.remote(), name=self.kind, deadline_s=STOP_DEADLINE_S)
-            for member in members
+            await_reply(actor.stop.remote(), name=self.kind, deadline_s=STOP_DEADLINE_S)
+            for actor in actors.values()
         ]
         results = await asyncio.gather(*stops, return_exceptions=True)
-        for member, result in zip(members, results, strict=True):
+        for actor_id, result in zip(actors, results, strict=True):
             if isinstance(result, BaseException):
                 log.warning("an actor did not stop in order and was killed: %s", result)
             else:
-                self._heard(member, result)
-            self._ended(member)
+                self._heard(actor_id, result)
+            self._ended(actor_id)
         self.kill()
 
     def kill(self) -> None:
-        for member in self._members:
-            ray.kill(member.actor)
+        for actor in self.actors.values():
+            ray.kill(actor)
 
-    async def _keep_alive(self, slot: int) -> None:
+    async def _keep_alive(self, actor_id: str) -> None:
+        """Run an actor and its successors, one after the other; never return."""
         num_early_deaths = 0
         while True:
-            member = self._members[slot]
             started = time.monotonic()
-            cause = await self._run_to_death(member)
+            cause = await self._run_to_death(actor_id)
             lived_s = time.monotonic() - started
             num_early_deaths = 0 if lived_s > EARLY_DEATH_S else num_early_deaths + 1
             if num_early_deaths >= MAX_EARLY_DEATHS:
@@ -145,41 +134,42 @@ class ActorPool:
                     f"{self.kind}s died {num_early_deaths} times in a row within "
                     f"{EARLY_DEATH_S:g} s of their start; the last: {cause}"
                 )
-            ray.kill(member.actor)
-            num_released = await self._queue.release_actor(member.actor_id)
-            self._members[slot] = self._new_member()
+            ray.kill(self.actors[actor_id])
+            num_released = await self._queue.release_actor(actor_id)
+            dead_id, actor_id = actor_id, self._start_next()
+            del self.actors[dead_id]
             self._recorder.replaced(
                 self.part,
-                f"{self.kind} {member.actor_id} died ({cause}); {num_released} rollouts "
-                f"{self.resumption} {self._members[slot].actor_id}",
+                f"{self.kind} {dead_id} died ({cause}); {num_released} rollouts "
+                f"{self.resumption} {actor_id}",
             )
 
-    async def _run_to_death(self, member: Member) -> str:
+    async def _run_to_death(self, actor_id: str) -> str:
         """Run the actor until it stops, dies or freezes; return the reason why it ended."""
         try:
-            async with race(self._until_stopped(member), self._until_frozen(member)) as ends:
+            async with race(self._until_stopped(actor_id), self._until_frozen(actor_id)) as ends:
                 cause: str = next(end for end in ends if end.done()).result()
                 return cause
         finally:
-            self._answering.discard(member.actor_id)
+            self._answering.discard(actor_id)
             self._show_answering(len(self._answering))
-            self._ended(member)
+            self._ended(actor_id)
 
-    async def _until_stopped(self, member: Member) -> str:
+    async def _until_stopped(self, actor_id: str) -> str:
         try:
-            await member.actor.run.remote()
+            await self.actors[actor_id].run.remote()
         except RayError as error:
             return reason_of(error)
         return "it stopped by itself"
 
-    async def _until_frozen(self, member: Member) -> str:
-        limit_s = self._frozen_after_s
+    async def _until_frozen(self, actor_id: str) -> str:
+        limit_s, actor = self._frozen_after_s, self.actors[actor_id]
         try:
-            self._heard(member, await within(START_DEADLINE_S, member.actor.ping.remote()))
-            self._answering.add(member.actor_id)
+            self._heard(actor_id, await within(START_DEADLINE_S, actor.ping.remote()))
+            self._answering.add(actor_id)
             self._show_answering(len(self._answering))
             while True:
-                self._heard(member, await within(limit_s, member.actor.ping.remote()))
+                self._heard(actor_id, await within(limit_s, actor.ping.remote()))
                 await asyncio.sleep(PING_EVERY_S)
         except TimeoutError:
             return (
@@ -189,15 +179,17 @@ class ActorPool:
         except RayError as error:
             return reason_of(error)
 
-    def _heard(self, member: Member, answer: Any) -> None:
+    def _heard(self, actor_id: str, answer: Any) -> None:
         """Process an actor's answer to `ping` or `stop`. Subclasses may override this method."""
 
-    def _ended(self, member: Member) -> None:
+    def _ended(self, actor_id: str) -> None:
         """React to the end of an actor. Subclasses may override this method."""
 
-    def _new_member(self) -> Member:
+    def _start_next(self) -> str:
+        """Start another actor, and return its id."""
         actor_id = f"{self.id_prefix}-{self._term}-{next(self._numbers)}"
-        return Member(actor_id=actor_id, actor=self._start_actor(actor_id))
+        self.actors[actor_id] = self._start_actor(actor_id)
+        return actor_id
 
 
 class GatewayPool(ActorPool):

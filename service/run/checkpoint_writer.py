@@ -18,10 +18,12 @@ from functools import partial
 from actors.deadline import ActorLost
 from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.messages import QueueSnapshot
-from service.run.handles import Handles, LoopSettings
+from service.run.loop_parts import LoopParts
 
 # Writing a checkpoint's files costs more than committing existing files again.
 FILES_FACTOR = 10
+# Number of evicted rollouts after which a loop that waits for a step commits the evictions.
+MAX_UNCOMMITTED = 1000
 ENDED_UNSAVED = "the term ended before its checkpoint was committed"
 
 
@@ -43,8 +45,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        handles: Handles,
-        settings: LoopSettings,
+        parts: LoopParts,
         *,
         call_trainer: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
     ) -> None:
@@ -53,11 +54,11 @@ class CheckpointWriter:
         call_trainer: function that makes a call of the trainer. If the trainer's restarted ranks
         have other weights, the function publishes these weights before the call.
         """
-        self._handles, self._settings, self._call_trainer = handles, settings, call_trainer
+        self._parts, self._call_trainer = parts, call_trainer
         self.newest = Commit(
-            step=settings.first_step - 1,
-            version=handles.trainer.version,
-            directory=settings.checkpoint,
+            step=parts.first_step - 1,
+            version=parts.trainer.version,
+            directory=parts.checkpoint,
         )
         self._committed_at = self._begun_at = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
@@ -108,14 +109,14 @@ class CheckpointWriter:
         time: clients may submit any number of rollouts that are evicted. Other runs fail after a
         limited number of failed groups. begun_at: time at which the loop began to wait.
         """
-        if self._writing is not None or not self._settings.has_clients:
+        if self._writing is not None or not self._parts.has_clients:
             return False
         factor = 1 if self._is_committed(done) else FILES_FACTOR
-        num_evicted = self._handles.recorder.num_evicted
+        num_evicted = self._parts.recorder.num_evicted
         waited_s = time.monotonic() - max(begun_at, self._committed_at)
-        if num_evicted and waited_s >= factor * self._settings.commit_after_s:
+        if num_evicted and waited_s >= factor * self._parts.commit_after_s:
             return True
-        return num_evicted >= factor * self._settings.max_uncommitted
+        return num_evicted >= factor * MAX_UNCOMMITTED
 
     async def commit_evicted(self, done: int) -> None:
         """Commit the queue's current state, which has the newest evictions, with step `done`.
@@ -124,8 +125,8 @@ class CheckpointWriter:
         begin one. Pruning can then remove the evicted rollouts from the database.
         """
         if self._is_committed(done):
-            await self._commit(self.newest, await self._handles.queue.cut())
-            await self._handles.prune_checkpoints()
+            await self._commit(self.newest, await self._parts.queue.cut())
+            await self._parts.prune_checkpoints()
         else:
             await self._save(done)
 
@@ -133,7 +134,7 @@ class CheckpointWriter:
         """Begin a checkpoint: await the previous commit, then have the ranks copy their state."""
         await self.join()
         self._begun_at = time.monotonic()
-        begin_save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
+        begin_save = partial(self._parts.trainer.begin_save, step, term=self._parts.term)
         await self._call_trainer(begin_save)
 
     async def commit_when_written(self, step: int) -> None:
@@ -142,7 +143,7 @@ class CheckpointWriter:
         The task runs during the next step. The queue's later events have higher numbers than the
         events in the copied state, so that they may be stored before the commit.
         """
-        version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
+        version, snapshot = self._parts.trainer.version, await self._parts.queue.cut()
         self._writing = asyncio.create_task(
             self._commit_written(step, version, snapshot), name="save"
         )
@@ -161,7 +162,7 @@ class CheckpointWriter:
         """
         await self.join()
         if is_complete and self._is_committed(done):
-            await self._commit(self.newest, await self._handles.queue.cut())
+            await self._commit(self.newest, await self._parts.queue.cut())
         # Repeat this if a rank is lost in the meantime; the trainer limits the number of restarts.
         while self.newest.step < done:
             await self._save(done)
@@ -185,9 +186,9 @@ class CheckpointWriter:
         await self.commit_when_written(step)
 
     async def _commit_written(self, step: int, version: int, snapshot: QueueSnapshot) -> None:
-        begun_at, recorder = self._begun_at, self._handles.recorder
+        begun_at, recorder = self._begun_at, self._parts.recorder
         try:
-            path = await self._handles.trainer.finish_save()
+            path = await self._parts.trainer.finish_save()
         except CheckpointError:
             recorder.checkpoint_failed()
             raise
@@ -200,13 +201,13 @@ class CheckpointWriter:
             return
         await recorder.checkpoint_written(path, seconds=time.monotonic() - begun_at)
         await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
-        await self._handles.trainer.committed(step, path)
-        await self._handles.prune_checkpoints()
+        await self._parts.trainer.committed(step, path)
+        await self._parts.prune_checkpoints()
 
     async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
         """Store a written checkpoint with the queue's state; the next term continues from both."""
-        curriculum = self._handles.curriculum
-        await self._handles.recorder.checkpoint(
+        curriculum = self._parts.curriculum
+        await self._parts.recorder.checkpoint(
             step=commit.step,
             version=commit.version,
             directory=commit.directory,

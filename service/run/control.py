@@ -22,7 +22,7 @@ from actors.environment.settings import Sampling
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Task
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.api.ports import (
+from service.api.control import (
     CheckpointAnswer,
     ControlAnswer,
     ControlPort,
@@ -33,7 +33,6 @@ from service.api.ports import (
     OperationStatus,
     PoliciesAnswer,
     PolicyAnswer,
-    RefusalCode,
     ReplicaAnswer,
 )
 from service.launch.resume import find_faults
@@ -276,18 +275,16 @@ class Control(ControlPort):
         found = next((each for each in views if not each.why_not), views[0] if views else None)
         if found is None:
             raise ControlRefused(
-                RefusalCode.UNKNOWN,
+                "unknown",
                 f"this run has no checkpoint {checkpoint_id!r}: it never existed, or it is pruned "
                 f"({_KEPT_BY}); choose one of GET /api/v1/checkpoints",
             )
         if found.why_not:
-            raise ControlRefused(
-                RefusalCode.GONE, f"the run cannot go back to {found.id}: {found.why_not}"
-            )
+            raise ControlRefused("gone", f"the run cannot go back to {found.id}: {found.why_not}")
         self._check_is_running()
         if self._return is not None:
             raise ControlRefused(
-                RefusalCode.CONFLICT,
+                "conflict",
                 f"the run is going back to {self._return.checkpoint} already (operation "
                 f"{self._return.id}); ask again when that is done",
             )
@@ -308,13 +305,13 @@ class Control(ControlPort):
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
             raise ControlRefused(
-                RefusalCode.CONFLICT,
+                "conflict",
                 "generation is paused, so no turn would be sampled; resume it with POST "
                 "/api/v1/control/generation/resume first",
             )
         if self._evaluating:
             raise ControlRefused(
-                RefusalCode.CONFLICT,
+                "conflict",
                 f"an evaluation is running already (operation {self._evaluating}); wait for its "
                 "end",
             )
@@ -323,7 +320,7 @@ class Control(ControlPort):
         )
         if sampling.kept.structured_outputs is not None and not term.engines_read_text:
             raise ControlRefused(
-                RefusalCode.CONFLICT,
+                "conflict",
                 "structured_outputs need engines that read text, and this run's do not; set "
                 "evaluation.structured_outputs or rollouts.stop, and resume the run",
             )
@@ -373,7 +370,7 @@ class Control(ControlPort):
         """Return an operation's state. Raises: ControlRefused if the operation is unknown."""
         if (found := self._operations.get(operation_id)) is None:
             raise ControlRefused(
-                RefusalCode.UNKNOWN,
+                "unknown",
                 f"this run has no operation {operation_id!r}: it never existed, it is not among "
                 f"the newest {KEPT_OPERATIONS}, or its supervisor has died; look for its result "
                 "in the run's checkpoints and evaluations",
@@ -476,13 +473,13 @@ class Control(ControlPort):
         phase = self._recorder.current_phase
         if phase in OVER:
             raise ControlRefused(
-                RefusalCode.CONFLICT,
+                "conflict",
                 f"the run is {phase.value}, expected a running one; resume it with --resume, "
                 "which keeps its pauses",
             )
         if self._recorder.term == 0:
             raise ControlRefused(
-                RefusalCode.CONFLICT, "the run has no lease yet; wait until /readyz says 200"
+                "conflict", "the run has no lease yet; wait until /readyz says 200"
             )
 
     def _training_term(self, what: str) -> Term:
@@ -490,7 +487,7 @@ class Control(ControlPort):
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
-                RefusalCode.CONFLICT,
+                "conflict",
                 f"the run is {self._recorder.current_phase.value}, and {what} needs its trainer "
                 "and its environment actors; wait until /readyz says 200",
             )
@@ -507,7 +504,7 @@ def chosen_tasks(
     """
     if not held_out:
         raise ControlRefused(
-            RefusalCode.CONFLICT,
+            "conflict",
             "this run has no held-out tasks to evaluate (tasks.evaluation_tasks is 0); set it, and "
             "resume the run",
         )
@@ -515,7 +512,7 @@ def chosen_tasks(
         by_id = {task.task_id: task for task in held_out}
         if unknown := [each for each in task_ids if each not in by_id]:
             raise ControlRefused(
-                RefusalCode.INVALID,
+                "invalid",
                 f"tasks names {', '.join(unknown[:8])}, expected some of the run's "
                 f"{len(held_out)} held-out tasks, such as {held_out[0].task_id}",
             )
@@ -524,7 +521,7 @@ def chosen_tasks(
         count = len(held_out) if num_tasks is None else num_tasks
         if count > len(held_out):
             raise ControlRefused(
-                RefusalCode.INVALID,
+                "invalid",
                 f"num_tasks is {count}, expected at most {len(held_out)}, the number of held-out "
                 "tasks (tasks.evaluation_tasks)",
             )
@@ -532,7 +529,7 @@ def chosen_tasks(
     num_plays = len(tasks) * sampling.num_samples
     if num_plays > MAX_EVALUATED:
         raise ControlRefused(
-            RefusalCode.INVALID,
+            "invalid",
             f"{len(tasks)} tasks with {sampling.num_samples} samples each are {num_plays} "
             f"rollouts, expected at most {MAX_EVALUATED}; take fewer tasks or samples",
         )

@@ -13,6 +13,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from actors.types import RolloutAssignment, Task, TokenIds, TrajectorySummary
 from actors.user_code import LostCalls
 from service.config.tree import Config
 from service.remote_calls import await_reply
-from service.run.actor_pool import START_DEADLINE_S, ActorPool, Member
+from service.run.actor_pool import START_DEADLINE_S, ActorPool
 from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
 
@@ -38,7 +39,7 @@ FETCH_LIMIT_S = 60.0
 
 
 async def play(
-    members: Sequence[Member],
+    actors: Mapping[str, ActorHandle],
     plays: Sequence[RolloutAssignment],
     sampling: Sampling,
     *,
@@ -49,18 +50,19 @@ async def play(
 ) -> list[Played]:
     """Divide an evaluation's rollouts among the actors, and return their results.
 
-    plays: a task and sample number for each rollout. idle_s: seconds without an ended rollout after
-    which an actor's rollouts are abandoned. keeps_tokens: whether a result has the rollout's line
-    for the evaluation's file. notice: called with a message if an actor's rollouts are lost.
-    slots_share: the part of rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
+    actors: the environment actors by id. plays: a task and sample number for each rollout. idle_s:
+    seconds without an ended rollout after which an actor's rollouts are abandoned. keeps_tokens:
+    whether a result has the rollout's line for the evaluation's file. notice: called with a message
+    if an actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each
+    actor plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
     """
-    size = len(members)
+    size = len(actors)
     shares = [range(index, len(plays), size) for index in range(size)]
 
-    def playing(member: Member, share: Sequence[int]) -> Any:
-        return member.actor.evaluate.remote(
+    def playing(actor: ActorHandle, share: Sequence[int]) -> Any:
+        return actor.evaluate.remote(
             [plays[number] for number in share],
             temperature=sampling.temperature,
             kept=sampling.kept,
@@ -70,8 +72,8 @@ async def play(
 
     answers = await asyncio.gather(
         *(
-            _played(member, playing(member, share), idle_s=idle_s)
-            for member, share in zip(members, shares, strict=True)
+            _played(actor_id, actor, playing(actor, share), idle_s=idle_s)
+            for (actor_id, actor), share in zip(actors.items(), shares, strict=True)
             if share
         ),
         return_exceptions=True,
@@ -87,18 +89,20 @@ async def play(
     return [found[number] for number in sorted(found)]
 
 
-async def _played(member: Member, playing: Any, *, idle_s: float) -> list[Played]:
+async def _played(
+    actor_id: str, actor: ActorHandle, playing: Any, *, idle_s: float
+) -> list[Played]:
     """Return the results of the evaluation's rollouts that one actor plays.
 
     playing: Ray reference of the call of the actor's `evaluate`.
     Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
     """
     answer = asyncio.ensure_future(playing)
-    name = f"{EnvironmentPool.kind} {member.actor_id}"
+    name = f"{EnvironmentPool.kind} {actor_id}"
 
     async def progress() -> dict[int, int]:
         with suppress(RayError, TimeoutError):
-            return {0: await within(LOOK_S, member.actor.num_evaluated.remote())}
+            return {0: await within(LOOK_S, actor.num_evaluated.remote())}
         return {}
 
     try:
@@ -229,7 +233,7 @@ class EnvironmentPool(ActorPool):
         """
         keeps_tokens = self._files.keep > 0
         played = await play(
-            list(self._members),
+            dict(self.actors),
             plays_of(tasks, sampling.num_samples),
             sampling,
             idle_s=self._evaluation_idle_s,
@@ -241,12 +245,12 @@ class EnvironmentPool(ActorPool):
             await self._files.write(file, played)
         return [each.summary for each in played]
 
-    def _heard(self, member: Member, answer: tuple[tuple[LostCalls, ...], int]) -> None:
+    def _heard(self, actor_id: str, answer: tuple[tuple[LostCalls, ...], int]) -> None:
         lost, resident_bytes = answer
-        self._recorder.user_calls.heard(member.actor_id, lost, resident_bytes=resident_bytes)
+        self._recorder.user_calls.heard(actor_id, lost, resident_bytes=resident_bytes)
 
-    def _ended(self, member: Member) -> None:
-        self._recorder.user_calls.ended(member.actor_id)
+    def _ended(self, actor_id: str) -> None:
+        self._recorder.user_calls.ended(actor_id)
 
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
@@ -255,7 +259,7 @@ class EnvironmentPool(ActorPool):
 
         Returns: the token ids of each prompt; () if the actor does not answer.
         """
-        for actor in self.actors[:1]:
+        for actor in islice(self.actors.values(), 1):
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S
             )

@@ -234,16 +234,6 @@ def readiness(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineChange:
-    """The engines that were lost or came back since the last check."""
-
-    num_lost: int = 0
-    """Number of engines that were lost since the last check."""
-    text: str = ""
-    """A sentence for the user; empty if nothing changed."""
-
-
 class EngineWatch:
     """A counter of engines that are lost and that come back.
 
@@ -252,7 +242,8 @@ class EngineWatch:
     while it loads a newer version, or if it was stopped because fewer engines were requested. A
     restarted engine has another name. num_expected: the expected number of engines, at first the
     requested number; it rises when more engines appear, and falls when engines are stopped on
-    request.
+    request. num_current: the number of engines that have the current version. num_lost: the number
+    of engines that were lost at the last check.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -260,37 +251,36 @@ class EngineWatch:
         self._seen: frozenset[str] = frozenset()
         self._num_missing = 0
         self._behind_since: float | None = None
-        self.num_current = 0
+        self.num_current = self.num_lost = 0
 
-    def check(self, status: BoardStatus | None, *, now: float) -> EngineChange:
-        """Return the engines lost or back since the last check.
+    def check(self, status: BoardStatus | None, *, now: float) -> str:
+        """Return a sentence about the engines lost or back since the last check; "" if none is.
 
         status: the board's status; None while the board does not answer. now: monotonic seconds.
         """
         current = status.holders if status is not None else frozenset()
-        self.num_current = len(current)
-        change = EngineChange() if status is None else self._compare(status)
+        self.num_current, self.num_lost = len(current), 0
+        change = "" if status is None else self._compare(status)
         if self.num_current >= self.num_expected:
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = now
         return change
 
-    def _compare(self, status: BoardStatus) -> EngineChange:
+    def _compare(self, status: BoardStatus) -> str:
         current = status.holders
         gone = self._seen - {replica.replica_id for replica in status.replicas}
-        num_lost, num_new = len(gone - status.retired), len(current - self._seen)
+        self.num_lost, num_new = len(gone - status.retired), len(current - self._seen)
         self._seen = (self._seen - gone) | current
         num_retired = len(gone & status.retired)
         self.num_expected = max(self.num_expected - num_retired, len(self._seen), 1)
-        num_back = min(num_new, self._num_missing + num_lost)
-        self._num_missing += num_lost - num_back
-        changes = [_counted(num_lost, "was lost", "were lost")] if num_lost else []
+        num_back = min(num_new, self._num_missing + self.num_lost)
+        self._num_missing += self.num_lost - num_back
+        changes = [_counted(self.num_lost, "was lost", "were lost")] if self.num_lost else []
         changes += [_counted(num_back, "is back", "are back")] if num_back else []
         if not changes:
-            return EngineChange()
-        count = f"{len(self._seen)} of {self.num_expected} ready"
-        return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
+            return ""
+        return f"{', '.join(changes)}; {len(self._seen)} of {self.num_expected} ready"
 
     def behind_s(self, now: float) -> float:
         """Return for how many seconds fewer engines than expected have had the current version."""

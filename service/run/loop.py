@@ -19,26 +19,24 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.deadline import ActorLost, beside, race
 from actors.environment.evaluation import EvaluationSet
 from actors.merge.groups import PayloadsLost, ScoresLost
-from actors.merge.report import StepReport
 from actors.trainer.agreement import StepAbandoned
-from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import StepInput
 from actors.types import TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck
 from service.run.checkpoint_writer import CheckpointWriter, Commit
-from service.run.handles import Handles, LoopSettings
 from service.run.health import FailureWatch, RunFailed, WeightsMoved
+from service.run.loop_parts import LoopParts
 from service.store.tables import Pausable
 from service.telemetry.evaluation import evaluation_file, evaluation_record, sampling_of_parts
-from service.telemetry.records import StageSeconds, step_record
+from service.telemetry.records import StageSeconds, StepRecord, finished_record, step_record
 from service.telemetry.summary import AVERAGED_STEPS
 
 if TYPE_CHECKING:
@@ -50,23 +48,6 @@ POLL_S = 1.0
 ASK_AGAIN_S = 1.0
 MAX_SCORINGS = 3
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedStep:
-    """A step whose weights are published; the engines may still be loading them."""
-
-    step: int
-    version: int
-    """The version under which the step's weights were published."""
-    report: StepReport
-    stats: StepStats
-
-    stages: StageSeconds
-    """Seconds that the loop waited in each stage of the step.
-
-    Work on this step during the next step is left out.
-    """
 
 
 class Stopwatch:
@@ -87,13 +68,12 @@ class Loop:
     When it starts, the live engines must have the weights of step first_step - 1.
     """
 
-    def __init__(self, handles: Handles, settings: LoopSettings) -> None:
-        self._handles = handles
-        self._settings = settings
-        self._run_settings = settings.config.run
-        self._step = settings.first_step
-        self._checkpoints = CheckpointWriter(handles, settings, call_trainer=self._with_published)
-        self._failures = FailureWatch(settings.config)
+    def __init__(self, parts: LoopParts) -> None:
+        self._parts = parts
+        self._run_settings = parts.config.run
+        self._step = parts.first_step
+        self._checkpoints = CheckpointWriter(parts, call_trainer=self._with_published)
+        self._failures = FailureWatch(parts.config)
         self._loading: asyncio.Task[None] | None = None
         """The task that waits until the engines have a step's weights, and then records the step.
 
@@ -164,7 +144,7 @@ class Loop:
             failure = error
             await self._join_loading()
         except StepAbandoned:
-            self._handles.recorder.notice(
+            self._parts.recorder.notice(
                 f"step {self._step} is abandoned, because the grace period is over; its "
                 "rollouts are played again when the run is resumed"
             )
@@ -179,14 +159,14 @@ class Loop:
 
     async def _admit(self) -> None:
         """Assign tasks to the group numbers that the queue opens, until a stop or the last step."""
-        handles, gate = self._handles, self._handles.pauses.gate(Pausable.ADMISSION)
+        parts, gate = self._parts, self._parts.pauses.gate(Pausable.ADMISSION)
         while not self._is_stopping.is_set() and self._has_more:
             await gate.until_open()
-            slots = await handles.queue.admissible(POLL_S)
+            slots = await parts.queue.admissible(POLL_S)
             with gate.passing() as is_open:
-                groups = await handles.tasks.fill(slots) if slots and is_open else []
+                groups = await parts.tasks.fill(slots) if slots and is_open else []
                 if groups:
-                    await handles.queue.admit(groups)
+                    await parts.queue.admit(groups)
 
     async def _train(self) -> None:
         """Collect, build and train one step after another, until a stop or the last step."""
@@ -202,12 +182,12 @@ class Loop:
             try:
                 built, score_s = await self._unless_grace_is_over(self._build(step_input))
             except PayloadsLost as loss:
-                self._handles.recorder.notice(f"step {self._step}: {loss}; they are played again")
-                await self._handles.queue.replay_lost(loss.rollout_ids)
+                self._parts.recorder.notice(f"step {self._step}: {loss}; they are played again")
+                await self._parts.queue.replay_lost(loss.rollout_ids)
                 self._step_in_hand = None
                 continue
             for notice in built.notices:
-                self._handles.recorder.notice(notice)
+                self._parts.recorder.notice(notice)
             merge_s = watch.lap() - score_s
             stages = StageSeconds(collect=collect_s, merge=merge_s, score=score_s)
             await self._train_step(built, stages)
@@ -233,7 +213,7 @@ class Loop:
                 await self._checkpoints.join()
             if self._loading is None and self._checkpoints.is_due(self._step - 1, begun_at):
                 await self._checkpoints.commit_evicted(self._step - 1)
-            await self._check_failures(self._handles.queue.failed_groups)
+            await self._check_failures(self._parts.queue.failed_groups)
         return None
 
     async def _take_step(self) -> StepInput | None:
@@ -241,10 +221,10 @@ class Loop:
 
         While training is paused, wait up to POLL_S for the end of the pause, and return None.
         """
-        gate = self._handles.pauses.gate(Pausable.TRAINING)
+        gate = self._parts.pauses.gate(Pausable.TRAINING)
         with gate.passing() as is_open:
             if is_open:
-                return await self._handles.queue.take_step(POLL_S)
+                return await self._parts.queue.take_step(POLL_S)
         watch = Stopwatch()
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
@@ -258,8 +238,8 @@ class Loop:
         The seconds are 0 if the algorithm needs no scores before the step is built.
         Raises: PayloadsLost.
         """
-        merge, trainer = self._handles.merge, self._handles.trainer
-        if not self._settings.config.algorithm.scores_first:
+        merge, trainer = self._parts.merge, self._parts.trainer
+        if not self._parts.config.algorithm.scores_first:
             return await merge.build(step_input, trainer.version, (), trainer.republished), 0.0
         for _ in range(MAX_SCORINGS):
             shards = await merge.plan(step_input, trainer.version)
@@ -279,10 +259,10 @@ class Loop:
         failed: the groups that failed since the last usable one; None if none has. If clients
         submit the tasks, do nothing.
         """
-        if self._settings.has_clients:
+        if self._parts.has_clients:
             return
         # The number of ready engines matters only if groups have failed.
-        num_ready = 0 if failed is None else await self._handles.publisher.num_ready()
+        num_ready = 0 if failed is None else await self._parts.publisher.num_ready()
         self._failures.check_groups(failed, num_engines_ready=num_ready, now=time.monotonic())
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
@@ -292,11 +272,11 @@ class Loop:
         synchronous, or if an evaluation or a checkpoint is due; otherwise while the next step runs
         (`_loading`).
         """
-        handles, step, watch = self._handles, self._step, Stopwatch()
+        parts, step, watch = self._parts, self._step, Stopwatch()
         giving_up = asyncio.create_task(self._give_up_after_grace())
         try:
             stats = await self._with_published(
-                partial(handles.trainer.step, built.shards, num_bytes=built.num_bytes)
+                partial(parts.trainer.step, built.shards, num_bytes=built.num_bytes)
             )
         finally:
             giving_up.cancel()
@@ -305,14 +285,14 @@ class Loop:
         await self._join_loading()
         version = await self._publish()
         outcomes = built.outcomes_after(is_all_skipped=stats.is_all_skipped)
-        dropped = await handles.queue.finalise(step, outcomes)
+        dropped = await parts.queue.finalise(step, outcomes)
         report = built.report_after(is_all_skipped=stats.is_all_skipped, dropped=dropped)
-        if handles.curriculum is not None:
-            handles.curriculum.learn(built.returns)
+        if parts.curriculum is not None:
+            parts.curriculum.learn(built.returns)
         stages = replace(stages, publish=watch.lap())
-        trained = TrainedStep(step=step, version=version, report=report, stats=stats, stages=stages)
+        trained = step_record(step, report, stats, version=version, stages=stages)
         # Synchronous training samples nothing while the engines load, so it waits for them here.
-        if not self._settings.config.algorithm.is_synchronous and not self._is_any_due(step):
+        if not self._parts.config.algorithm.is_synchronous and not self._is_any_due(step):
             self._loading = asyncio.create_task(self._load_and_record(trained), name="load")
         else:
             await self._load_and_checkpoint(trained)
@@ -321,7 +301,7 @@ class Loop:
             self._failures.untrained_tokens(step, report),
         ):
             if notice is not None:
-                handles.recorder.notice(notice)
+                parts.recorder.notice(notice)
         self._failures.check_merge(step, built.report, notices=built.notices)
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
@@ -333,7 +313,7 @@ class Loop:
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
                 # The ranks may still execute the call; end it, as a checkpoint needs them.
-                await self._handles.trainer.abandon()
+                await self._parts.trainer.abandon()
                 raise StepAbandoned("the grace period of the stop has ended")
             answer: Answer = working.result()
             return answer
@@ -345,7 +325,7 @@ class Loop:
         """
         await self._is_grace_over.wait()
         while True:
-            await self._handles.trainer.abandon()
+            await self._parts.trainer.abandon()
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -358,16 +338,16 @@ class Loop:
             try:
                 return await call()
             except WeightsMoved as moved:
-                self._handles.recorder.notice(str(moved))
+                self._parts.recorder.notice(str(moved))
                 await self._join_loading()
-                await self._handles.publisher.wait_until_loaded(await self._publish())
+                await self._parts.publisher.wait_until_loaded(await self._publish())
 
     async def _publish(self) -> int:
         """Publish the trainer's weights; return the version under which they were published."""
         while True:
-            version = self._handles.trainer.version
+            version = self._parts.trainer.version
             with suppress(WeightsMoved):
-                await self._handles.publisher.publish(version)
+                await self._parts.publisher.publish(version)
                 return version
 
     def _is_any_due(self, step: int) -> bool:
@@ -383,14 +363,14 @@ class Loop:
         if loading is not None:
             await loading
 
-    async def _load_and_record(self, trained: TrainedStep) -> None:
+    async def _load_and_record(self, trained: StepRecord) -> None:
         """Wait until the engines have a step's weights, then record the step.
 
         Meanwhile the next step is collected and trained.
         """
         await self._record(trained, await self._wait_until_loaded(trained))
 
-    async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
+    async def _load_and_checkpoint(self, trained: StepRecord) -> None:
         """Wait until the engines have loaded a step's weights; evaluate if due; record the step.
 
         If a checkpoint is due, it is begun before the step is recorded.
@@ -409,72 +389,65 @@ class Loop:
         if is_due:
             await self._checkpoints.commit_when_written(step)
 
-    async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
+    async def _wait_until_loaded(self, trained: StepRecord) -> LogprobCheck | None:
         """Wait until every engine has a step's version, then report this to the queue.
 
         Returns: the comparison of the log-probabilities of trainer and engines; None if there was
         none.
         """
-        check = await self._handles.publisher.wait_until_loaded(trained.version)
+        check = await self._parts.publisher.wait_until_loaded(trained.policy_version)
         # The window counts steps: a version that was published again does not move it.
-        await self._handles.queue.set_loaded_version(trained.step)
+        await self._parts.queue.set_loaded_version(trained.step)
         return check
 
-    async def _record(self, trained: TrainedStep, check: LogprobCheck | None) -> None:
-        record = step_record(
-            trained.step,
-            trained.report,
-            trained.stats,
-            version=trained.version,
-            check=check,
-            stages=trained.stages,
-        )
-        await self._handles.recorder.step(record)
+    async def _record(self, trained: StepRecord, check: LogprobCheck | None) -> None:
+        record = finished_record(trained, check)
+        await self._parts.recorder.step(record)
         if record.best_known_reward is None:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
         # Do this after the record is stored: it shows by how much trainer and engines differ.
         if notice := self._failures.note_logprobs(trained.step, check):
-            self._handles.recorder.notice(notice)
+            self._parts.recorder.notice(notice)
 
     async def _evaluate(self, *, step: int) -> None:
         self._evaluated_step = step
-        if not self._handles.evaluation_sets:
+        if not self._parts.evaluation_sets:
             return
-        if self._handles.pauses.holds_generation:
+        if self._parts.pauses.holds_generation:
             # Waiting for the resume would delay the record and the checkpoint of a finished step.
-            self._handles.recorder.notice(
+            self._parts.recorder.notice(
                 f"step {step}: its evaluation is left out, because generation is paused"
             )
             return
         parts: list[TrajectorySummary] = []
-        sets = self._handles.evaluation_sets
+        sets = self._parts.evaluation_sets
         with suppress(StepAbandoned):
             for each in sets:
                 summaries = await self._evaluate_set(each, step=step)
                 parts += summaries if each.is_part else []
             if any(each.is_part for each in sets):
-                version, sampling = self._handles.trainer.version, sampling_of_parts(sets)
+                version, sampling = self._parts.trainer.version, sampling_of_parts(sets)
                 record = evaluation_record(step, parts, version=version, sampling=sampling)
-                await self._handles.recorder.evaluation(record)
+                await self._parts.recorder.evaluation(record)
 
     async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> list[TrajectorySummary]:
         """Play an evaluation set, record the result, and return a summary of each rollout.
 
         Raises: StepAbandoned if the grace period of a stop ends first.
         """
-        version, name = self._handles.trainer.version, found.name
-        what = f"term-{self._settings.term:04d}{f'-{name}' if name else ''}"
+        version, name = self._parts.trainer.version, found.name
+        what = f"term-{self._parts.term:04d}{f'-{name}' if name else ''}"
         summaries = await self._unless_grace_is_over(
-            self._handles.environments.evaluate(
+            self._parts.environments.evaluate(
                 found.tasks, found.sampling, file=evaluation_file(step, what)
             )
         )
         record = evaluation_record(
             step, summaries, version=version, sampling=found.sampling, name=name
         )
-        await self._handles.recorder.evaluation(record)
+        await self._parts.recorder.evaluation(record)
         return summaries
 
     async def _finish(self) -> None:
@@ -488,5 +461,5 @@ class Loop:
         if is_complete:
             if self.is_solved and self._evaluated_step != done:
                 await self._evaluate(step=done)
-            await self._handles.queue.cancel_all()
+            await self._parts.queue.cancel_all()
         await self._checkpoints.finish(done, is_complete=is_complete)

@@ -21,7 +21,7 @@ from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
 from actors.weights.board import StartStages
 from service.backlog.queue import SubmissionQueue
-from service.intake.feed import FeedEntry
+from service.intake.listing import FeedEntry
 from service.intake.submission import RolloutResult
 from service.report.document import Phase
 from service.run.health import Tail

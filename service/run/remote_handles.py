@@ -20,7 +20,8 @@ from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, within
 from service.access.keys import NO_LIMITS, KeyLimits
-from service.api.ports import ControlPort, RunPort
+from service.api.control import ControlPort
+from service.api.ports import RunPort
 from service.api.problems import RunUnavailable
 from service.intake.submission import RolloutRequest, SubmitReply
 from service.launch.cluster import on_this_node

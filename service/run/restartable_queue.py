@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -240,13 +239,6 @@ class RestartableQueue:
 Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Arrival:
-    cut: QueueCut
-    admitted: Sequence[GroupRequest]
-    is_kept: bool = False
-
-
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
@@ -260,22 +252,22 @@ class CutsInOrder:
         keep: called with each cut, in order, and with the groups that the cut's call admitted.
         """
         self._keep = keep
-        self._opening = 0
-        self._num_kept = 0
-        self._waiting: dict[int, _Arrival] = {}
-        """The cuts that wait until an earlier cut arrives, by number."""
+        self._num_kept = [0]
+        """The number of cuts that were passed to `keep`, for each opening."""
+        self._waiting: dict[int, tuple[QueueCut, Sequence[GroupRequest]]] = {}
+        """The newest opening's cuts that wait until an earlier cut arrives, by number."""
         self._news = asyncio.Condition()
 
     @property
     def opening(self) -> int:
         """The number of times that the queue was restarted; only cuts since the last restart
         count."""
-        return self._opening
+        return len(self._num_kept) - 1
 
     @property
     def num_kept(self) -> int:
         """The number of cuts that were passed to `keep` since the queue's last restart."""
-        return self._num_kept
+        return self._num_kept[-1]
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
         """Wait until this cut and all earlier cuts of the queue are passed to `keep`.
@@ -284,23 +276,24 @@ class CutsInOrder:
         Returns: False if the cut is from a queue that has died, so that the cut's call had no
         effect.
         """
-        arrival = _Arrival(cut=cut, admitted=admitted)
+
+        def is_kept() -> bool:
+            return cut.number < self._num_kept[cut.opening]
+
         async with self._news:
-            if cut.opening == self._opening:
-                self._waiting[cut.number] = arrival
-            while (following := self._waiting.pop(self._num_kept, None)) is not None:
-                self._keep(following.cut, following.admitted)
-                following.is_kept = True
-                self._num_kept += 1
+            if cut.opening == self.opening:
+                self._waiting[cut.number] = cut, admitted
+            while (following := self._waiting.pop(self.num_kept, None)) is not None:
+                self._keep(*following)
+                self._num_kept[-1] += 1
             self._news.notify_all()
-            await self._news.wait_for(lambda: arrival.is_kept or cut.opening != self._opening)
-            return arrival.is_kept
+            await self._news.wait_for(lambda: is_kept() or cut.opening != self.opening)
+            return is_kept()
 
     async def begin_next(self) -> None:
         """Accept only the cuts of the restarted queue from now on; their numbers begin at 0."""
         async with self._news:
-            self._opening += 1
-            self._num_kept = 0
+            self._num_kept.append(0)
             self._waiting.clear()
             self._news.notify_all()
 

@@ -313,10 +313,10 @@ class RunView:
             num_expected=watch.num_expected,
             versions=self._engine_versions,
         )
-        if change.num_lost:
-            self._recorder.replaced("engine", change.text, count=change.num_lost)
-        elif change.text:
-            self._recorder.notice(change.text)
+        if watch.num_lost:
+            self._recorder.replaced("engine", change, count=watch.num_lost)
+        elif change:
+            self._recorder.notice(change)
 
     async def end(self, phase: Phase, reason: str) -> bool:
         """Write the run's report, and show `phase` and `reason` as the last status.

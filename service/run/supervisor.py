@@ -4,18 +4,15 @@ The command line and the Ray Serve entry point both start this actor and show it
 the time under one lease of the run's database, which only one process can have. The loss of an
 actor ends the term, and the next term continues from the newest checkpoint; a newer lease of
 another process ends the supervisor. All actors of the run are children of the supervisor, so that
-they end with it. `run_view` has the data that the supervisor shows. `configure_logging` opens the
-run's log file.
+they end with it. `run_view` has the data that the supervisor shows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from logging.handlers import RotatingFileHandler
 from typing import Any, Literal
 
 from actors.deadline import ActorLost, TaskSet, beside, race
@@ -29,12 +26,18 @@ from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.inspect.listing import Filters, JournalAnswer, Place, journal_page
 from service.inspect.view import trajectory_json
-from service.intake.feed import FeedPage
-from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
+from service.intake.listing import (
+    FeedPage,
+    SessionFilter,
+    SessionPage,
+    SessionPlace,
+    TaskFilter,
+    TaskPage,
+)
 from service.intake.submission import SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
-from service.launch.run_dir import RunDir, write_config
+from service.launch.run_dir import RunDir, configure_logging, write_config
 from service.report.document import Phase, RunPicture
 from service.run.checkpoint_uploads import uploads_of
 from service.run.control import Control
@@ -575,25 +578,3 @@ class Supervisor:
         if self._submissions is not None:
             self._submissions.close(f"the run has ended: {reason}")
         return has_report
-
-
-# A step writes a few hundred bytes: at least the newest hundred thousand steps are kept.
-LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
-
-
-def configure_logging(path: str) -> None:
-    """Write Rayloom's log to a file, one line for each event, with the event's time in UTC.
-
-    A full file is renamed to run.log.1, older files to run.log.2 and so on; the oldest is removed.
-    Nothing is written to stdout, because Ray would store each line again in the node's logs.
-    """
-    lines = logging.Formatter(
-        "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"
-    )
-    lines.converter = time.gmtime
-    root = logging.getLogger("rayloom")
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
-    handler.setFormatter(lines)
-    root.addHandler(handler)

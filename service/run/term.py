@@ -49,9 +49,9 @@ from service.run.environment_pool import (
     evaluation_idle_s,
     start_environment_actor,
 )
-from service.run.handles import Handles, LoopSettings
 from service.run.health import RunFailed
 from service.run.loop import Loop
+from service.run.loop_parts import LoopParts
 from service.run.pauses import Pauses
 from service.run.recorder import RunRecorder
 from service.run.restartable_merge import RestartableMerge
@@ -197,7 +197,7 @@ class Term:
     @property
     def gateway(self) -> ActorHandle | None:
         """The handle of the gateway, the actor that serves sessions; None if there is none."""
-        return self._gateways.actors[0] if self._gateways is not None else None
+        return None if self._gateways is None else next(iter(self._gateways.actors.values()))
 
     def request_stop(self, *, grace_s: float | None = None) -> None:
         """Abort the start, or end the term after the current step.
@@ -257,7 +257,7 @@ class Term:
         if self._stop_asked.is_set():
             return
         self.evaluation_tasks = held_out_tasks(self._config, tasks)
-        self._loop = Loop(self._handles(publisher, tasks), self._loop_settings())
+        self._loop = Loop(self._loop_parts(publisher, tasks))
         await beside(
             self._loop.run(),
             self._pool.watch(),
@@ -524,9 +524,13 @@ class Term:
             assert parent is not None
             raise ParentUnusable(parent.directory, str(error)) from error
 
-    def _handles(self, publisher: Publisher, tasks: TaskSource) -> Handles:
+    def _loop_parts(self, publisher: Publisher, tasks: TaskSource) -> LoopParts:
         assert self._pool is not None and self._merge is not None
-        algorithm = self._config.algorithm
+        config, parent, algorithm = self._config, self._lease.parent, self._config.algorithm
+        has_clients = self._submissions is not None
+        if has_clients:
+            # A run with clients ends only with its last step: harder tasks may still be submitted.
+            config = replace(config, run=replace(config.run, stop_at_reward=None))
         curriculum = None
         if self._config.curriculum.is_on and self._submissions is None:
             curriculum = Curriculum(self._config.curriculum, tasks, results=self._lease.curriculum)
@@ -536,7 +540,12 @@ class Term:
             min_usable_samples=algorithm.min_usable_samples,
             curriculum=curriculum,
         )
-        return Handles(
+        return LoopParts(
+            config=config,
+            term=self._lease.term,
+            first_step=self.first_step,
+            has_clients=has_clients,
+            checkpoint=parent.directory if parent else "",
             queue=self.queue,
             merge=self._merge,
             trainer=self._trainer,
@@ -572,17 +581,3 @@ class Term:
             await asyncio.to_thread(
                 prune_directories, directory, kept, uploading=self._recorder.uploading
             )
-
-    def _loop_settings(self) -> LoopSettings:
-        config, parent = self._config, self._lease.parent
-        has_clients = self._submissions is not None
-        if has_clients:
-            # A run with clients ends only with its last step: harder tasks may still be submitted.
-            config = replace(config, run=replace(config.run, stop_at_reward=None))
-        return LoopSettings(
-            term=self._lease.term,
-            config=config,
-            first_step=self.first_step,
-            has_clients=has_clients,
-            checkpoint=parent.directory if parent else "",
-        )

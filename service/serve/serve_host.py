@@ -32,8 +32,7 @@ from service.launch.placement import HEAD_NODE, SHARE
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
 from service.report.document import Phase
 from service.run.health import FaultCount
-from service.run.start import phase_values, start_endpoint, start_supervisor
-from service.serve.watcher import SupervisorWatcher
+from service.run.start import SupervisorWatcher, phase_values, start_endpoint, start_supervisor
 from service.store.errors import LeaseLost, StoreError
 from service.store.place import StoreOptions
 from service.store.tables import RunKind

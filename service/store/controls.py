@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.access.keys import MAX_KEYS, NamedKey
 from service.store import tables
-from service.store.lineage import Readable
+from service.store.read_only import ReadOnlyStore
 from service.store.run_store import RunStore
 from service.store.tables import Pausable
 
@@ -118,7 +118,7 @@ class ControlStore:
         return self._store.read(read)
 
 
-def read_keys(store: Readable) -> tuple[NamedKey, ...]:
+def read_keys(store: ReadOnlyStore) -> tuple[NamedKey, ...]:
     """Return all keys, revoked ones too, in the order of their creation. Raises: StoreError."""
     query = select(tables.keys).order_by(tables.keys.c.created_at, tables.keys.c.name)
     return store.read(

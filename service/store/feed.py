@@ -1,4 +1,4 @@
-"""The stored feed of a run: events of tasks and sessions for clients (see `service.intake.feed`).
+"""The stored feed of a run: the events that clients read (see `service.intake.listing`).
 
 A writer adds entries in the transaction that stores the reported events. All writers of a run
 exclude each other, so numbers grow in the order of the commits: after a reader has seen a number,
@@ -26,9 +26,9 @@ from sqlalchemy import (
 )
 
 from service.access.keys import tenant_of
-from service.intake.feed import FeedEntry, FeedKind, FeedPage
+from service.intake.listing import FeedEntry, FeedKind, FeedPage
 from service.store import tables
-from service.store.lineage import Readable
+from service.store.read_only import ReadOnlyStore
 
 _FIELDS = tuple(field.name for field in fields(FeedEntry))
 _STORED = tuple(name for name in _FIELDS if name != "number")
@@ -130,7 +130,7 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
         connection.execute(delete(tables.feed).where(number <= last_left_out))
 
 
-def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+def read_feed(store: ReadOnlyStore, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries of the feed after the number `after`.
 
     Args: sees: the tenant whose entries to return; `after` is then one of the tenant's own numbers.

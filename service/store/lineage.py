@@ -8,11 +8,11 @@ rows that were ever stored, superseded ones included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     ColumnElement,
@@ -34,13 +34,8 @@ from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.summary import History
 from service.telemetry.totals import RunTotals, totals_of
 
-Answer = TypeVar("Answer")
-
-
-class Readable(Protocol):
-    """A run's database that can be read; it may be open for writing too."""
-
-    def read(self, body: Callable[[Connection], Answer]) -> Answer: ...
+if TYPE_CHECKING:
+    from service.store.read_only import ReadOnlyStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +67,7 @@ class Span:
     last_event_seq: int | None = None
 
 
-def read_history(store: Readable) -> History:
+def read_history(store: ReadOnlyStore) -> History:
     def read(connection: Connection) -> History:
         spans = surviving_spans(connection)
         return History(
@@ -85,7 +80,7 @@ def read_history(store: Readable) -> History:
     return store.read(read)
 
 
-def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
+def read_events(store: ReadOnlyStore) -> tuple[LedgerEvent, ...]:
     """Return the ledger events that are still stored, in order.
 
     Events that a later term undid are left out.
@@ -93,7 +88,7 @@ def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
-def recorded_steps(store: Readable) -> tuple[int, ...]:
+def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
     """Return the numbers of the steps whose records are stored, in order.
 
     Steps that a later term undid are left out.
@@ -140,7 +135,7 @@ class StoredRecord:
     record: StepRecord | EvaluationRecord
 
 
-def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
+def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
     """Return the records after these positions, in the order in which they were made.
 
     Records that a later term undid are left out.
@@ -195,7 +190,7 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
     return query.where(within(columns, span))
 
 
-def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
+def newest_records(store: ReadOnlyStore) -> tuple[StepRecord | None, EvaluationRecord | None]:
     """Return the newest step record and the newest record of a scheduled evaluation, each or None.
 
     Records that a later term undid are left out.
@@ -211,7 +206,7 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
     return store.read(read)
 
 
-def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
+def mean_returns(store: ReadOnlyStore, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
     """Return the mean return at each step, divided by the best possible return if this is known.
 
     Returns: for each step, (True, mean of the scheduled evaluation), or (False, mean of the
@@ -240,13 +235,13 @@ def is_named(commit: Checkpoint, name: str) -> bool:
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
-def stored_totals(store: Readable) -> RunTotals:
+def stored_totals(store: ReadOnlyStore) -> RunTotals:
     """Return the totals of all steps ever stored, including those that a later term undid."""
     query = select(tables.step_totals.c.totals)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
-def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
+def count_events(store: ReadOnlyStore) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
     """Return the counts of all events ever stored, by kind and reason.
 
     Events that a later term undid are included.
@@ -265,7 +260,7 @@ def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason 
     return store.read(read)
 
 
-def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
+def totals_at(store: ReadOnlyStore, checkpoint: Checkpoint) -> RunTotals:
     """Return the totals of the steps that led to a checkpoint.
 
     If the run can no longer return to the checkpoint, these totals were deleted, and zeros are
@@ -346,7 +341,7 @@ def newest_term(connection: Connection) -> int:
     return int(connection.scalar(select(func.max(tables.leases.c.term))) or 0)
 
 
-def lease_digests(store: Readable) -> dict[int, str]:
+def lease_digests(store: ReadOnlyStore) -> dict[int, str]:
     """Return a digest of each lease, by term, to compare copies of a run.
 
     Two copies have equal digests for the terms before the copy was made, and different digests for

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Table, bindparam, func, insert, select, updat
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
 from service import VERSION
-from service.intake.feed import FeedEntry
+from service.intake.listing import FeedEntry
 from service.intake.submission import RolloutResult
 from service.store import tables
 from service.store.database import PATIENCE_S

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, bindparam, insert, select, tuple_, update
@@ -18,8 +18,14 @@ from sqlalchemy.exc import IntegrityError
 
 from actors.policy_age import marked, undone_after
 from actors.types import Outcome
-from service.intake.feed import FeedEntry, FeedKind
-from service.intake.listing import Page, SessionFilter, SessionPage, SessionPlace, SessionView
+from service.intake.listing import (
+    FeedEntry,
+    FeedKind,
+    Page,
+    SessionFilter,
+    SessionPage,
+    SessionPlace,
+)
 from service.intake.session import (
     Change,
     LimitReached,
@@ -136,7 +142,7 @@ class SessionStore:
 
         def read(connection: Connection) -> SessionPage:
             rows = connection.execute(query).all()
-            found = [SessionView.of(_session(row)) for row in rows]
+            found = [_session(row) for row in rows]
             return Page(
                 items=tuple(each for each in found if wanted.status in (None, each.status)),
                 next=(rows[-1].position, rows[-1].member) if len(rows) == limit else None,
@@ -197,29 +203,50 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
     )
 
 
-@dataclass(slots=True, kw_only=True)
 class _Rows:
     """The state of some sessions, to which changes are applied, and the rows to write for them."""
 
-    live: frozenset[str]
-    """Sessions whose submission is neither cancelled nor over."""
-    known: Mapping[str, tuple[str, int]]
-    """The submission and the member of each known session, by the session's id."""
-    was_opened: frozenset[str]
-    ends: dict[str, SessionEnd]
-    """Ends of sessions, both stored and new ones."""
-    marks: dict[tuple[str, int], tuple[str, float]]
-    """The request id and the time of each stored turn that a change adds again."""
-    turns: dict[tuple[str, int], SessionTurn] = field(default_factory=dict)
-    """New turns by session and number."""
-    unseen: dict[tuple[str, int], bool] = field(default_factory=dict)
-    """New values of `is_unseen` for stored turns."""
-    opened: dict[str, float] = field(default_factory=dict)
-    claims: dict[str, SessionClaimed] = field(default_factory=dict)
-    limit_refusals: dict[str, LimitRefusal] = field(default_factory=dict)
-    new_ends: dict[str, SessionEnd] = field(default_factory=dict)
-    entries: list[FeedEntry] = field(default_factory=list)
-    now: float = field(default_factory=time.time)
+    def __init__(
+        self,
+        connection: Connection,
+        changes: Sequence[Change],
+        marks: dict[tuple[str, int], tuple[str, float]],
+    ) -> None:
+        """Read the state of the sessions that `changes` name.
+
+        marks: the request id and the time of each stored turn that a change adds again.
+        """
+        sessions, submissions = tables.sessions.c, tables.submissions.c
+        found = connection.execute(
+            select(
+                sessions.id,
+                sessions.end,
+                sessions.submission_id,
+                sessions.member,
+                sessions.opened_at.is_not(None).label("was_opened"),
+                submissions.request.is_not(None).label("is_live"),
+            )
+            .join_from(tables.sessions, tables.submissions)
+            .where(sessions.id.in_({change.session_id for change in changes}))
+        ).all()
+        self._live = frozenset(row.id for row in found if row.is_live)
+        """Sessions whose submission is neither cancelled nor over."""
+        self._known = {row.id: (row.submission_id, row.member) for row in found}
+        """The submission and the member of each known session, by the session's id."""
+        self._was_opened = frozenset(row.id for row in found if row.was_opened)
+        self._ends = {row.id: row.end for row in found if row.end is not None}
+        """Ends of sessions, both stored and new ones."""
+        self._marks = marks
+        self._now = time.time()
+        self.turns: dict[tuple[str, int], SessionTurn] = {}
+        """New turns by session and number."""
+        self.unseen: dict[tuple[str, int], bool] = {}
+        """New values of `is_unseen` for stored turns."""
+        self.opened: dict[str, float] = {}
+        self.claims: dict[str, SessionClaimed] = {}
+        self.limit_refusals: dict[str, LimitRefusal] = {}
+        self.new_ends: dict[str, SessionEnd] = {}
+        self.entries: list[FeedEntry] = []
 
     def take(self, change: Change) -> bool:
         """Apply a change to the state; return False if the change is too late to be stored."""
@@ -242,15 +269,15 @@ class _Rows:
         return True
 
     def _is_open(self, session: str) -> bool:
-        return session in self.live and session not in self.ends
+        return session in self._live and session not in self._ends
 
     def _add(self, session: str, turn: SessionTurn) -> bool:
         key, mark = (session, turn.number), (turn.request_id, turn.created_at)
-        if key in self.marks:
-            return self.marks[key] == mark
+        if key in self._marks:
+            return self._marks[key] == mark
         if not self._is_open(session):
             return False
-        self.turns[key], self.marks[key] = turn, mark
+        self.turns[key], self._marks[key] = turn, mark
         return True
 
     def _mark(self, session: str, number: int, *, is_unseen: bool) -> None:
@@ -261,15 +288,15 @@ class _Rows:
             self.unseen[key] = is_unseen
 
     def _open(self, session: str, opened_at: float) -> None:
-        if session in self.known and session not in self.was_opened | self.opened.keys():
+        if session in self._known and session not in self._was_opened | self.opened.keys():
             self._add_entry(FeedKind.SESSION_OPENED, session)
             self.opened[session] = opened_at
 
     def _add_entry(self, kind: FeedKind, session: str, end: SessionEnd | None = None) -> None:
-        task, member = self.known[session]
+        task, member = self._known[session]
         self.entries.append(
             FeedEntry(
-                at=self.now,
+                at=self._now,
                 kind=kind,
                 task=task,
                 member=member,
@@ -280,14 +307,14 @@ class _Rows:
         )
 
     def _end(self, session: str, end: SessionEnd) -> bool:
-        before = self.ends.get(session)
+        before = self._ends.get(session)
         if before is not None and before.reward_until is None:
             return before == end
-        if session not in self.known:
+        if session not in self._known:
             return False
         kind = FeedKind.SESSION_ENDED if before is None else FeedKind.SESSION_REWARDED
         self._add_entry(kind, session, end)
-        self.ends[session] = self.new_ends[session] = end
+        self._ends[session] = self.new_ends[session] = end
         return True
 
 
@@ -321,7 +348,7 @@ def _store(
     *,
     marks: dict[tuple[str, int], tuple[str, float]],
 ) -> frozenset[int]:
-    rows = _rows(connection, changes, marks)
+    rows = _Rows(connection, changes, marks)
     too_late = frozenset(place for place, change in enumerate(changes) if not rows.take(change))
     _store_turns(connection, rows, term)
     _store_sessions(connection, rows)
@@ -385,33 +412,6 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
         connection,
         of_session.values(end=bindparam("ended", type_=sessions.end.type)),
         ({"of_session": session, "ended": end} for session, end in rows.new_ends.items()),
-    )
-
-
-def _rows(
-    connection: Connection,
-    changes: Sequence[Change],
-    marks: dict[tuple[str, int], tuple[str, float]],
-) -> _Rows:
-    sessions, submissions = tables.sessions.c, tables.submissions.c
-    found = connection.execute(
-        select(
-            sessions.id,
-            sessions.end,
-            sessions.submission_id,
-            sessions.member,
-            sessions.opened_at.is_not(None).label("was_opened"),
-            submissions.request.is_not(None).label("is_live"),
-        )
-        .join_from(tables.sessions, tables.submissions)
-        .where(sessions.id.in_({change.session_id for change in changes}))
-    ).all()
-    return _Rows(
-        live=frozenset(row.id for row in found if row.is_live),
-        known={row.id: (row.submission_id, row.member) for row in found},
-        was_opened=frozenset(row.id for row in found if row.was_opened),
-        ends={row.id: row.end for row in found if row.end is not None},
-        marks=marks,
     )
 
 

@@ -16,8 +16,7 @@ from types import MappingProxyType
 from sqlalchemy import Connection, Text, bindparam, delete, func, insert, select, update
 
 from service.access.keys import KeyLimits
-from service.intake.feed import FeedEntry, FeedKind
-from service.intake.listing import TaskFilter
+from service.intake.listing import FeedEntry, FeedKind, TaskFilter
 from service.intake.session import session_id
 from service.intake.submission import (
     Offer,

@@ -43,7 +43,7 @@ from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import FinishReason, Outcome, VersionSpan
 from service.access.keys import KeyLimits, Scope
-from service.intake.feed import FeedKind
+from service.intake.listing import FeedKind
 from service.intake.session import LimitRefusal, SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.store.errors import Damaged

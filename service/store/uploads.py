@@ -8,13 +8,15 @@ gets no more. The rows of a group are deleted with its submission at the latest
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 from sqlalchemy import Connection, Select, bindparam, delete, exists, func, insert, select, update
 
 from actors.policy_age import undone_after
+from actors.types import UNDONE, Sample, Trajectory
 from service.access.keys import own_id
 from service.intake.uploads import (
     GroupPolicy,
@@ -25,6 +27,7 @@ from service.intake.uploads import (
     UploadLimits,
     UploadRefusal,
     UploadReply,
+    decoded_content,
 )
 from service.store import tables
 from service.store.lineage import first_versions
@@ -42,19 +45,6 @@ class GroupDiffers(Exception):
     """A request gives a group another number of members than the stored group has.
 
     Nothing of the refused request is stored.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredUpload:
-    """The stored content of an uploaded trajectory that is to be delivered to the trainer."""
-
-    content: bytes
-    """The trajectory's content, in the form of `Upload.content`."""
-    kept_version: int | None
-    """Newest policy version that a recovery after the upload kept; later versions are undone.
-
-    None if there was no recovery.
     """
 
 
@@ -80,7 +70,7 @@ class UploadStore:
         """
 
         def add(connection: Connection) -> UploadReply:
-            intake = _Intake.of(connection, uploads, policies, limits)
+            intake = _Intake(connection, uploads, policies, limits)
             for upload in uploads:
                 intake.take(upload)
             for policy in policies:
@@ -91,24 +81,30 @@ class UploadStore:
 
         return self._store.write(term, add)
 
-    def load(self, group: str, member: int) -> StoredUpload | None:
-        """Return an upload; None if it is unknown, or if its content was deleted.
+    def load(self, group: str, member: int) -> Trajectory | None:
+        """Return an uploaded trajectory; None if it is unknown, or if its content was deleted.
 
-        Raises: StoreError.
+        Policy versions that a recovery has undone are marked (`actors.policy_age`). Raises:
+        StoreError.
         """
         uploads = tables.uploads.c
         query = select(uploads.content, uploads.term).where(
             uploads.group_id == group, uploads.member == member, uploads.content.is_not(None)
         )
 
-        def load(connection: Connection) -> StoredUpload | None:
+        def load(connection: Connection) -> tuple[bytes, int | None] | None:
             found = connection.execute(query).first()
             if found is None:
                 return None
-            kept = undone_after(found.term, first_versions(connection))
-            return StoredUpload(content=found.content, kept_version=kept)
+            return found.content, undone_after(found.term, first_versions(connection))
 
-        return self._store.read(load)
+        found = self._store.read(load)
+        if found is None:
+            return None
+        content, kept_version = found
+        trajectory = decoded_content(content)
+        samples = tuple(_marked(sample, kept_version) for sample in trajectory.samples)
+        return replace(trajectory, samples=samples)
 
     def view(self, name: str) -> TrajectoryAnswer | None:
         """Return an upload's state as a client sees it; None if no upload has this id.
@@ -169,69 +165,55 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
     connection.execute(delete(known).where(known.c.id.in_(groups)))
 
 
-@dataclass(slots=True, kw_only=True)
 class _Intake:
     """Checks a request's uploads against the stored state, and collects the rows and the reply."""
 
-    limits: UploadLimits
-    digests: dict[str, str]
-    """Digests of stored and newly accepted uploads, by id."""
-    known: Mapping[str, UploadGroup]
-    """The groups as they were stored before this request, by id."""
-    groups: dict[str, UploadGroup]
-    named: tuple[str, ...]
-    """Ids of the request's groups; the groups with a policy come first."""
-    taken_ids: frozenset[str]
-    """Ids among `named` that belong to submissions of other kinds."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    accepted: list[str] = field(default_factory=list)
-    duplicates: list[str] = field(default_factory=list)
-    rejected: list[RejectedTrajectory] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         connection: Connection,
         uploads: Sequence[Upload],
         policies: Sequence[GroupPolicy],
         limits: UploadLimits,
-    ) -> _Intake:
+    ) -> None:
         """Read the stored state, and check the size of the request and the policies of its groups.
 
         Raises: UploadsFull; GroupDiffers.
         """
-        groups_of = [upload.group for upload in uploads]
-        named = tuple(dict.fromkeys([*(each.id for each in policies), *groups_of]))
-        known, groups = tables.uploads.c, _groups(connection, named)
-        ids = [upload.id for upload in uploads]
-        found = connection.execute(select(known.id, known.digest).where(known.id.in_(ids)))
-        digests = {name: digest for name, digest in found}
-        _check_room(connection, [u for u in uploads if u.id not in digests], limits)
-        submissions = tables.submissions.c
-        others = [name for name in named if name not in groups]
-        taken = connection.scalars(select(submissions.id).where(submissions.id.in_(others)))
-        intake = cls(
-            limits=limits,
-            digests=digests,
-            known=dict(groups),
-            groups=groups,
-            named=named,
-            taken_ids=frozenset(taken),
+        self._limits = limits
+        self._named = tuple(
+            dict.fromkeys([*(each.id for each in policies), *(each.group for each in uploads)])
         )
+        """Ids of the request's groups; the groups with a policy come first."""
+        self._groups = _groups(connection, self._named)
+        self._known = dict(self._groups)
+        """The groups as they were stored before this request, by id."""
+        known, ids = tables.uploads.c, [upload.id for upload in uploads]
+        found = connection.execute(select(known.id, known.digest).where(known.id.in_(ids)))
+        self._digests = {name: digest for name, digest in found}
+        """Digests of stored and newly accepted uploads, by id."""
+        _check_room(connection, [u for u in uploads if u.id not in self._digests], limits)
+        submissions = tables.submissions.c
+        others = [name for name in self._named if name not in self._groups]
+        taken = connection.scalars(select(submissions.id).where(submissions.id.in_(others)))
+        self._taken_ids = frozenset(taken)
+        """Ids of the request's groups that belong to submissions of other kinds."""
+        self._rows: list[dict[str, Any]] = []
+        self._accepted: list[str] = []
+        self._duplicates: list[str] = []
+        self._rejected: list[RejectedTrajectory] = []
         for policy in policies:
-            intake._agree(policy)
-        return intake
+            self._agree(policy)
 
     def take(self, upload: Upload) -> None:
         refusal = self._refusal(upload)
-        if upload.id in self.digests and refusal is None:
-            self.duplicates.append(upload.id)
+        if upload.id in self._digests and refusal is None:
+            self._duplicates.append(upload.id)
         elif refusal is not None:
             code, detail = refusal
-            self.rejected.append(RejectedTrajectory(id=upload.id, code=code, detail=detail))
+            self._rejected.append(RejectedTrajectory(id=upload.id, code=code, detail=detail))
         else:
-            group = self.groups.get(upload.group) or _new_group(upload.group)
-            self.rows.append(
+            group = self._groups.get(upload.group) or _new_group(upload.group)
+            self._rows.append(
                 {
                     "id": upload.id,
                     "group_id": upload.group,
@@ -244,36 +226,38 @@ class _Intake:
                 }
             )
             num_uploaded = group.num_uploaded + 1
-            self.groups[upload.group] = replace(
+            self._groups[upload.group] = replace(
                 group,
                 num_uploaded=num_uploaded,
                 is_closed=num_uploaded == group.num_members,
             )
-            self.digests[upload.id] = upload.digest
-            self.accepted.append(upload.id)
+            self._digests[upload.id] = upload.digest
+            self._accepted.append(upload.id)
 
     def close(self, name: str) -> None:
         """Close a group, unless it is too small to be trained."""
-        group = self.groups.get(name)
-        if group is not None and group.num_uploaded >= self.limits.min_members:
-            self.groups[name] = replace(group, num_members=group.num_uploaded, is_closed=True)
+        group = self._groups.get(name)
+        if group is not None and group.num_uploaded >= self._limits.min_members:
+            self._groups[name] = replace(group, num_members=group.num_uploaded, is_closed=True)
 
     def store(self, connection: Connection, term: int) -> None:
         table = tables.upload_groups
-        for name, group in self.groups.items():
-            if name not in self.known and group.num_uploaded:
+        for name, group in self._groups.items():
+            if name not in self._known and group.num_uploaded:
                 connection.execute(insert(table).values(**asdict(group)))
-            elif name in self.known and group != self.known[name]:
+            elif name in self._known and group != self._known[name]:
                 connection.execute(update(table).where(table.c.id == name).values(**asdict(group)))
-        if self.rows:
-            connection.execute(insert(tables.uploads), [{**row, "term": term} for row in self.rows])
+        if self._rows:
+            connection.execute(
+                insert(tables.uploads), [{**row, "term": term} for row in self._rows]
+            )
 
     def reply(self) -> UploadReply:
         return UploadReply(
-            accepted=tuple(self.accepted),
-            duplicates=tuple(self.duplicates),
-            rejected=tuple(self.rejected),
-            groups=tuple(self.groups[name] for name in self.named if name in self.groups),
+            accepted=tuple(self._accepted),
+            duplicates=tuple(self._duplicates),
+            rejected=tuple(self._rejected),
+            groups=tuple(self._groups[name] for name in self._named if name in self._groups),
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
@@ -282,8 +266,8 @@ class _Intake:
         Raises: GroupDiffers if the group has another number, or more uploads than that.
         """
         wanted = policy.num_members
-        group = self.groups.get(policy.id) or _new_group(policy.id)
-        if wanted is None or policy.id in self.taken_ids or group.num_members == wanted:
+        group = self._groups.get(policy.id) or _new_group(policy.id)
+        if wanted is None or policy.id in self._taken_ids or group.num_members == wanted:
             return
         if group.num_members is not None or group.num_uploaded > wanted:
             had = (
@@ -295,7 +279,7 @@ class _Intake:
                 f"group {own_id(policy.id)} has {had}, got {wanted} members; leave the number out, "
                 "or upload to a group of another id"
             )
-        self.groups[policy.id] = replace(
+        self._groups[policy.id] = replace(
             group, num_members=wanted, is_closed=group.num_uploaded == wanted
         )
 
@@ -304,14 +288,14 @@ class _Intake:
 
         A repeat of an earlier upload is not refused.
         """
-        limits, known = self.limits, self.digests.get(upload.id)
+        limits, known = self._limits, self._digests.get(upload.id)
         if known is not None:
             if known == upload.digest:
                 return None
             return UploadRefusal.ID_CONFLICT, (
                 "this id already has another content; give this trajectory another id"
             )
-        if upload.group in self.taken_ids:
+        if upload.group in self._taken_ids:
             return UploadRefusal.GROUP_CONFLICT, (
                 f"{own_id(upload.group)} is the id of a submitted task; give the group another id"
             )
@@ -325,7 +309,7 @@ class _Intake:
                 f"sampled by version {upload.oldest_version}, expected at least "
                 f"{limits.oldest_version}; sample again"
             )
-        group = self.groups.get(upload.group)
+        group = self._groups.get(upload.group)
         if group is not None and group.is_closed:
             return UploadRefusal.GROUP_CLOSED, (
                 f"group {own_id(upload.group)} is complete with {group.num_members} members; "
@@ -337,6 +321,17 @@ class _Intake:
                 f"{limits.max_members} (service.max_samples_per_task); close it"
             )
         return None
+
+
+def _marked(sample: Sample, kept: int | None) -> Sample:
+    """Mark the versions in a sample that are newer than `kept` as undone by a recovery.
+
+    kept: newest version that the recovery kept; None: there was no recovery since the upload.
+    """
+    if kept is None or not (sample.versions > kept).any():
+        return sample
+    versions = np.where(sample.versions > kept, sample.versions + np.int32(UNDONE), sample.versions)
+    return replace(sample, versions=versions)
 
 
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:

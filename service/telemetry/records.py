@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 
 from actors.merge.report import StepReport
@@ -163,17 +163,14 @@ def step_record(
     stats: StepStats,
     *,
     version: int,
-    check: LogprobCheck | None,
     stages: StageSeconds,
 ) -> StepRecord:
-    """Return the record of a step: the merge actor's report with the numbers of later stages.
+    """Return the record of a step that is trained; `finished_record` adds the engines' numbers.
 
     Args: report: the merge actor's report. stats: the trainer's statistics. version: policy version
-    under which the step's weights were published. check: the log-probability check after the
-    publication; None if no engine answered.
+    under which the step's weights were published.
     """
-    checked = {} if check is None else check.statistics
-    known = {**report.statistics, **stats.statistics, **checked}
+    known = {**report.statistics, **stats.statistics}
     counted = {each.name: getattr(report, each.name) for each in fields(StepReport)}
     return StepRecord(
         **{**counted, "step": step, "statistics": only_known(known)},
@@ -183,6 +180,16 @@ def step_record(
         is_skipped=stats.is_skipped,
         stages=stages,
     )
+
+
+def finished_record(record: StepRecord, check: LogprobCheck | None) -> StepRecord:
+    """Return a step's record with the numbers of the log-probability check, and the current time.
+
+    check: None if no engine answered.
+    """
+    checked = {} if check is None else check.statistics
+    known = only_known({**record.statistics, **checked})
+    return replace(record, statistics=known, wall_time=time.time())
 
 
 def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) -> str:

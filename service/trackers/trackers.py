@@ -33,7 +33,8 @@ from service.config.tree import Config
 from service.inspect.reader import OpenJournal, load_step, tokenizer_of
 from service.inspect.token_text import TokenText
 from service.launch.run_dir import RunDir
-from service.store.lineage import Place, Readable, RecordKind, StoredRecord, records_after
+from service.store.lineage import Place, RecordKind, StoredRecord, records_after
+from service.store.read_only import ReadOnlyStore
 from service.trackers.mlflow import Mlflow
 from service.trackers.tracker import Completion, JsonLines, TensorBoard, Tracker, point_of
 from service.trackers.trackio import Trackio
@@ -131,7 +132,7 @@ class Follower(threading.Thread):
         self,
         target: Target,
         *,
-        store: Readable,
+        store: ReadOnlyStore,
         places_file: Path,
         tell: Callable[[str], None],
     ) -> None:
@@ -292,7 +293,7 @@ CLOSE_LIMIT_S = 30.0
 class Trackers:
     """The trackers of a run, each with its thread. Only `close` and `catch_up` wait for them."""
 
-    def __init__(self, targets: Sequence[Target], *, store: Readable, directory: Path) -> None:
+    def __init__(self, targets: Sequence[Target], *, store: ReadOnlyStore, directory: Path) -> None:
         """Store the targets, but start no thread.
 
         Args: directory: directory of the files with each tracker's progress.
@@ -358,7 +359,7 @@ class Trackers:
 
 
 def trackers_of(
-    config: Config, run_dir: RunDir, *, run_id: str, store: Readable
+    config: Config, run_dir: RunDir, *, run_id: str, store: ReadOnlyStore
 ) -> Trackers | None:
     """Return the trackers that the configuration names; None if it names no tracker."""
     targets = list(_targets(config, run_dir.path, run_id))

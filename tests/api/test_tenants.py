@@ -30,7 +30,7 @@ from worlds.parts.tenant_world import FIRST_KEY, TenantRun, client_of, new_key, 
 from worlds.parts.upload_world import item
 
 from actors.types import UPLOADED, Outcome
-from service.intake.feed import FeedEntry, FeedKind
+from service.intake.listing import FeedEntry, FeedKind
 from service.store.feed import prune_feed, tell_all
 
 # These make something, whatever another tenant has of that name.

@@ -18,7 +18,7 @@ from service.launch.run_dir import RunDir
 from service.launch.signals import stop_signals
 from service.report.document import Phase
 from service.run.health import Cursor, Ending, RunStatus
-from service.serve.watcher import SupervisorWatcher
+from service.run.start import SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
 
 STOPPED = status_of(

@@ -15,7 +15,7 @@ from worlds.parts.dialect_server import DialectServer
 from actors.environment.plugins.code_search.tools import CodeTools, ToolSettings, _Pool
 from actors.environment.protocol import Message, Role, ToolCall
 from actors.types import Task
-from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
+from service.gateway.chat import ChatReply, RefusalCode, Refused
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "code_search_agent.py"
 TRUTH = ["shop/cart.py", "tests/test_cart.py"]
@@ -46,7 +46,7 @@ def calls(*named: tuple[str, object]) -> ChatReply:
                 for n, (name, arguments) in enumerate(named)
             ),
         ),
-        stop_reason=StopReason.CALLS if named else StopReason.STOP,
+        stop_reason="calls" if named else "stop",
         num_prompt_tokens=1,
         num_sampled_tokens=1,
     )

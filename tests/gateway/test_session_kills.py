@@ -23,8 +23,7 @@ from actors.environment.protocol import Message
 from actors.types import Outcome, Trajectory
 from service.access.keys import REWARD
 from service.config.sections import SessionSettings
-from service.intake.listing import SessionView
-from service.intake.session import Finish
+from service.intake.session import Finish, StoredSession
 
 NUM_SESSIONS, NUM_KILLS, NUM_ROUNDS = 4, 15, 8
 # Before which step of a life it may be killed; a play without kills has some thousands.
@@ -46,7 +45,7 @@ class Agent:
     """Conversations as they stand."""
     num_rounds: int = NUM_ROUNDS
     """That it still plays."""
-    view: SessionView | None = None
+    view: StoredSession | None = None
     """As the finish was answered."""
 
     async def work(self, gateway: Gateway) -> None:
@@ -122,7 +121,7 @@ class Agent:
         self.chats.append((*messages, got.message))
         del self.asked[name]
 
-    async def _finish(self, gateway: Gateway) -> SessionView:
+    async def _finish(self, gateway: Gateway) -> StoredSession:
         key = gateway.key(REWARD, self.name)
         return await gateway.sessions.finish(self.name, key, Finish(reward=0.5))
 

@@ -18,7 +18,7 @@ from actors.environment.rendering import ChatRenderer, TokenIds
 from actors.types import FinishReason, Outcome
 from service.access.keys import AGENT, REWARD
 from service.config.sections import SessionSettings
-from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
+from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.sessions import NO_KEY
 from service.intake.session import Finish, SessionStatus
 from service.store.submissions import SubmissionStore
@@ -43,7 +43,7 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     assert (first.message, first.turn_id) == (said("0"), "task-0.0")
     # Only who creates a session can have its tokens shown.
     assert first.sampled_token_ids is None and first.logprobs is None
-    assert (second.message.content, second.stop_reason) == ("1", StopReason.STOP)
+    assert (second.message.content, second.stop_reason) == ("1", "stop")
     view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
     assert (view.status, view.totals.num_turns, view.totals.num_ambiguous) == (
         SessionStatus.FINISHED,
@@ -157,10 +157,10 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
     await gateway.ask(HI)
     await gateway.ask(HI, name="task-1")
     view = await gateway.finish(None, is_reward_pending=True)
-    assert view.is_reward_pending and not gateway.playing[NAME].done()
+    assert view.end.reward_until is not None and not gateway.playing[NAME].done()
     given = Finish(reward=0.5, components={"judge": 0.5})
     after = await gateway.sessions.give_reward(NAME, gateway.key(REWARD), given)
-    assert (after.reward, after.is_reward_pending) == (0.5, False)
+    assert (after.end.reward, after.end.reward_until) == (0.5, None)
     again = await gateway.sessions.give_reward(NAME, gateway.key(REWARD), given)
     assert again == after
     for other in (Finish(reward=1.0), replace(given, turn_rewards={0: 2.0})):
@@ -504,7 +504,7 @@ async def test_a_finish_that_is_under_way_is_one_with_its_repetition(tmp_path: P
         await asyncio.sleep(0.3)
         assert (await refusal(gateway.ask(HI))).code is RefusalCode.SESSION_CLOSED
     view = await asked[1]
-    assert (view.reward, await gateway.finish(1.0)) == (1.0, view)
+    assert (view.end.reward, await gateway.finish(1.0)) == (1.0, view)
     assert (await gateway.trajectory()).episode_return == 1.0
 
 

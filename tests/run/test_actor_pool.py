@@ -70,7 +70,7 @@ class Story:
 async def test_a_dead_gateway_is_released_before_its_successor_starts_under_another_id() -> None:
     story = Story(are_healthy=True)
     pool = story.pool()
-    (first,) = pool.actors
+    (first,) = pool.actors.values()
     watching = asyncio.create_task(pool.watch())
     async with asyncio.timeout(60.0):
         while story.num_answering < 1:
@@ -86,7 +86,7 @@ async def test_a_dead_gateway_is_released_before_its_successor_starts_under_anot
     ]
     assert "gateway gateway-2-0 died (" in story.texts[0]
     assert "7 rollouts continue from their stored turns with gateway-2-1" in story.texts[0]
-    (second,) = pool.actors
+    (second,) = pool.actors.values()
     assert second != first
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

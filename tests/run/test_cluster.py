@@ -66,7 +66,7 @@ import sys
 import ray
 from service.config.file import parse_config
 from service.launch import cluster
-from service.run.supervisor import configure_logging
+from service.launch.run_dir import configure_logging
 tree = {{"model": {{"tiny": {{}}}}, "tasks": {{"environment": "guessing"}}}}
 with cluster.joined(parse_config(tree, source="test"), address=None):
     @ray.remote

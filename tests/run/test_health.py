@@ -7,7 +7,7 @@ import pytest
 from actors.weights.board import BoardStatus, ReplicaReport
 from service.api.schemas import ReadyAnswer
 from service.report.document import Phase
-from service.run.health import FAULTS_COUNT_S, EngineChange, EngineWatch, FaultCount, readiness
+from service.run.health import FAULTS_COUNT_S, EngineWatch, FaultCount, readiness
 
 
 def board(version: int, *, retired: tuple[str, ...] = (), **versions: int | None) -> BoardStatus:
@@ -35,47 +35,44 @@ def test_a_start_and_a_publish_are_no_news() -> None:
         board(1, a=1, b=0),
         board(1, a=1, b=1),
     ]
-    assert {watch.check(status, now=0.0) for status in looks} == {EngineChange()}
+    assert {watch.check(status, now=0.0) for status in looks} == {""}
 
 
 def test_a_loss_and_a_return_are_told_once_each() -> None:
     watch = EngineWatch(num_expected=2)
     watch.check(board(3, a=3, b=3), now=0.0)
     lost = watch.check(board(3, a=3), now=0.0)
-    assert lost == EngineChange(num_lost=1, text="an engine was lost; 1 of 2 ready")
-    assert watch.check(board(4, a=3, c=None), now=0.0) == EngineChange()
-    assert watch.check(board(4, a=4, c=4), now=0.0).text == "an engine is back; 2 of 2 ready"
-    assert watch.check(board(5, a=5, c=5), now=0.0) == EngineChange()
+    assert (watch.num_lost, lost) == (1, "an engine was lost; 1 of 2 ready")
+    assert watch.check(board(4, a=3, c=None), now=0.0) == ""
+    assert watch.check(board(4, a=4, c=4), now=0.0) == "an engine is back; 2 of 2 ready"
+    assert watch.check(board(5, a=5, c=5), now=0.0) == ""
 
 
 def test_all_engines_at_once_are_one_sentence() -> None:
     watch = EngineWatch(num_expected=2)
     watch.check(board(1, a=1, b=1), now=0.0)
-    assert watch.check(board(1), now=0.0) == EngineChange(
-        num_lost=2, text="2 engines were lost; 0 of 2 ready"
-    )
-    assert watch.check(board(1, c=1), now=0.0).text == "an engine is back; 1 of 2 ready"
-    assert watch.check(board(1, c=1, d=1), now=0.0).text == "an engine is back; 2 of 2 ready"
+    assert watch.check(board(1), now=0.0) == "2 engines were lost; 0 of 2 ready"
+    assert watch.num_lost == 2
+    assert watch.check(board(1, c=1), now=0.0) == "an engine is back; 1 of 2 ready"
+    assert watch.check(board(1, c=1, d=1), now=0.0) == "an engine is back; 2 of 2 ready"
 
 
 def test_a_replacement_between_two_looks_is_both() -> None:
     watch = EngineWatch(num_expected=1)
     watch.check(board(1, a=1), now=0.0)
     news = watch.check(board(1, b=1), now=0.0)
-    assert news == EngineChange(
-        num_lost=1, text="an engine was lost, an engine is back; 1 of 1 ready"
-    )
+    assert news == "an engine was lost, an engine is back; 1 of 1 ready" and watch.num_lost == 1
 
 
 def test_engines_that_were_asked_for_or_given_up_are_neither_back_nor_lost() -> None:
     watch = EngineWatch(num_expected=1)
     looks = [board(1, a=1), board(1, a=1, b=None), board(1, a=1, b=1)]
-    assert {watch.check(status, now=0.0) for status in looks} == {EngineChange()}
+    assert {watch.check(status, now=0.0) for status in looks} == {""}
     assert watch.num_expected == 2
-    assert watch.check(board(2, a=2, retired=("b",)), now=0.0) == EngineChange()
+    assert watch.check(board(2, a=2, retired=("b",)), now=0.0) == ""
     assert watch.num_expected == 1 and watch.behind_s(9.0) == 0.0
     lost = watch.check(board(2, retired=("b",)), now=10.0)
-    assert lost == EngineChange(num_lost=1, text="an engine was lost; 0 of 1 ready")
+    assert (watch.num_lost, lost) == (1, "an engine was lost; 0 of 1 ready")
     assert watch.behind_s(12.0) == 2.0
 
 

@@ -85,7 +85,7 @@ def test_the_temperature_stays_while_turns_or_uploads_of_it_wait(tmp_path: Path)
 GO_ON = """
 import sys
 from pathlib import Path
-from service.serve.watcher import SupervisorWatcher
+from service.run.start import SupervisorWatcher
 from service.config.file import load_config
 from service.launch.run_dir import RunDir, prepared_run
 from service.run.supervisor import Supervisor

@@ -19,8 +19,7 @@ from service.launch.run_dir import RunDir
 from service.remote_calls import NAMESPACE
 from service.report.document import Phase
 from service.run.health import RunStatus
-from service.run.start import phase_values, start_endpoint, start_supervisor
-from service.serve.watcher import SupervisorWatcher
+from service.run.start import SupervisorWatcher, phase_values, start_endpoint, start_supervisor
 from service.store.errors import LeaseLost
 from service.store.leases import own_name
 from service.store.run_store import RunStore

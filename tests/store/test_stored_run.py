@@ -17,7 +17,7 @@ from service import VERSION
 from service.access.keys import REWARD, digest_of, session_key
 from service.gateway.tree import SessionTree
 from service.inspect.reader import config_beside
-from service.intake.session import SessionStatus, status_of
+from service.intake.session import SessionStatus
 from service.launch.resume import find_faults, finished_step
 from service.launch.run_dir import RunDir
 from service.store import tables
@@ -67,7 +67,7 @@ def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
             found = sessions.load(name)
             assert found is not None
             stored, turns = found
-            assert status_of(stored.opened_at, stored.end) is SessionStatus(status)
+            assert stored.status is SessionStatus(status)
             assert len(turns) == 3
             asked = [(each.stop_string, each.ignored, each.template_options) for each in turns]
             assert asked == [("", (), {})] * 3
@@ -84,7 +84,7 @@ def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
         assert (ended[0].end.outcome, ended[0].end.reward) == (Outcome.COMPLETED, 0.0)
 
         upload = UploadStore(store).load("uploads", 0)
-        assert upload is not None and upload.content is not None
+        assert upload is not None and upload.samples
         known = SubmissionStore(store).read()
         assert "waiting" in {each.id for each in known.submissions}
         assert {result.reward for result in known.results} == {0.0, 1.0}

@@ -17,7 +17,7 @@ from actors.types import Dtype, Outcome
 from actors.weights.logprob_check import LogprobCheck, compare
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
-from service.telemetry.records import StageSeconds, StepRecord
+from service.telemetry.records import StageSeconds, StepRecord, finished_record
 from service.telemetry.records import step_record as make_step_record
 
 # Every number differs from every other, so that none can stand in another's place.
@@ -60,7 +60,8 @@ def record_of(
     *,
     check: LogprobCheck | None = CHECK,
 ) -> StepRecord:
-    return make_step_record(1, report, stats, version=1, check=check, stages=StageSeconds())
+    record = make_step_record(1, report, stats, version=1, stages=StageSeconds())
+    return finished_record(record, check)
 
 
 def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
-from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, StopReason
-from service.gateway.dialects.dialect import AnswerStyle, Dialect
-from service.gateway.dialects.parameters import (
+from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused
+from service.gateway.dialects.dialect import (
     BOOKKEEPING,
     COMMON,
     IN_THE_CLIENT,
@@ -17,6 +16,8 @@ from service.gateway.dialects.parameters import (
     STOP,
     TRAINED,
     UNCONSTRAINED,
+    AnswerStyle,
+    Dialect,
     Parameters,
     ignorable,
     refused,
@@ -104,9 +105,9 @@ _MESSAGE: Parameters = {
     ),
 }
 _STOP = {
-    StopReason.STOP: "end_turn",
-    StopReason.LENGTH: "max_tokens",
-    StopReason.CALLS: "tool_use",
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "calls": "tool_use",
 }
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
-from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, StopReason
-from service.gateway.dialects.dialect import AnswerStyle, Dialect
-from service.gateway.dialects.parameters import (
+from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused
+from service.gateway.dialects.dialect import (
     BOOKKEEPING,
     COMMON,
     IN_THE_CLIENT,
@@ -17,6 +16,8 @@ from service.gateway.dialects.parameters import (
     STOP,
     TRAINED,
     UNCONSTRAINED,
+    AnswerStyle,
+    Dialect,
     Parameters,
     ignorable,
     refused,
@@ -104,7 +105,7 @@ _STREAM_OPTIONS: Parameters = {
     "include_obfuscation": without_effect("nothing is padded"),
 }
 _ROLES = {**{role.value: role for role in Role}, "developer": Role.SYSTEM}
-_FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CALLS: "tool_calls"}
+_FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 
 def read(

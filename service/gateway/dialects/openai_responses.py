@@ -6,7 +6,7 @@ A request has all items of the conversation, or only the items that follow an ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -17,24 +17,24 @@ from service.gateway.chat import (
     Part,
     Reference,
     Refused,
-    StopReason,
     unknown_item,
 )
-from service.gateway.dialects.dialect import AnswerStyle, Dialect
-from service.gateway.dialects.openai_chat import error
-from service.gateway.dialects.parameters import (
+from service.gateway.dialects.dialect import (
     BOOKKEEPING,
     COMMON,
     MAX_TOKENS,
     SHOWN_TOKENS,
     TRAINED,
     UNCONSTRAINED,
+    AnswerStyle,
+    Dialect,
     Parameters,
     ignorable,
     refused,
     taken,
     without_effect,
 )
+from service.gateway.dialects.openai_chat import error
 from service.gateway.dialects.reading import (
     check_given,
     check_names,
@@ -122,7 +122,7 @@ _ROLES = {
 }
 _ITEMS = {"message", "reasoning", "function_call", "function_call_output", "item_reference"}
 # Prefixes of the ids of an answer's items.
-_PARTS = {"rs_": Part.REASONING, "msg_": Part.CONTENT, "fc_": Part.CALL}
+_PARTS: dict[str, Part] = {"rs_": "reasoning", "msg_": "content", "fc_": "call"}
 
 
 def read(
@@ -186,15 +186,15 @@ def _check_include(value: object) -> None:
             )
 
 
-@dataclass(slots=True, kw_only=True)
 class _Reader:
     """Makes messages from the items of `input`; consecutive assistant items become one message."""
 
-    messages: list[Message] = field(default_factory=list)
-    references: list[Reference] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    content: str | None = None
-    calls: list[ToolCall] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.references: list[Reference] = []
+        self._thoughts: list[str] = []
+        self._content: str | None = None
+        self._calls: list[ToolCall] = []
 
     @property
     def has_spoken(self) -> bool:
@@ -202,7 +202,7 @@ class _Reader:
 
         A reasoning item then begins another message.
         """
-        return self.content is not None or bool(self.calls)
+        return self._content is not None or bool(self._calls)
 
     @property
     def has_references(self) -> bool:
@@ -216,7 +216,7 @@ class _Reader:
             case "item_reference":
                 self._refer(_reference(item, where))
             case "function_call":
-                self.calls.append(_call(item, where))
+                self._calls.append(_call(item, where))
             case "reasoning":
                 self._think(_thought(item, where))
             case "function_call_output":
@@ -230,40 +230,40 @@ class _Reader:
 
         Drop the message if its only item was reasoning without readable text.
         """
-        reasoning = joined(self.thoughts)
+        reasoning = joined(self._thoughts)
         if self.has_spoken or reasoning is not None or self.has_references:
             self.messages.append(
                 make_message(
                     Role.ASSISTANT,
-                    self.content or "",
+                    self._content or "",
                     where="input",
                     reasoning=reasoning,
-                    tool_calls=tuple(self.calls),
+                    tool_calls=tuple(self._calls),
                 )
             )
-        self.thoughts, self.content, self.calls = [], None, []
+        self._thoughts, self._content, self._calls = [], None, []
 
     def _refer(self, reference: Reference) -> None:
         match reference.part:
-            case Part.REASONING:
+            case "reasoning":
                 self._think("")
-            case Part.CONTENT:
+            case "content":
                 self._say(Role.ASSISTANT, "", where=reference.where)
-            case Part.CALL:
-                self.calls.append(_UNKNOWN_CALL)
-        at = max(len(self.calls) - 1, 0)
+            case "call":
+                self._calls.append(_UNKNOWN_CALL)
+        at = max(len(self._calls) - 1, 0)
         self.references.append(replace(reference, message=len(self.messages), call=at))
 
     def _think(self, thought: str) -> None:
         if self.has_spoken:
             self.close()
-        self.thoughts.append(thought)
+        self._thoughts.append(thought)
 
     def _say(self, role: Role, content: str, *, where: str) -> None:
-        if role is not Role.ASSISTANT or self.content is not None:
+        if role is not Role.ASSISTANT or self._content is not None:
             self.close()
         if role is Role.ASSISTANT:
-            self.content = content
+            self._content = content
         else:
             self.messages.append(make_message(role, content, where=where))
 
@@ -301,7 +301,7 @@ def _reference(item: Mapping[str, Any], where: str) -> Reference:
     name = read_text(item.get("id"), where)
     for prefix, part in _PARTS.items():
         turn_id, number = name.removeprefix(prefix), "0"
-        if part is Part.CALL:
+        if part == "call":
             turn_id, _, number = turn_id.rpartition(".")
         if name.startswith(prefix) and turn_id and _is_number(number):
             return Reference(message=0, turn_id=turn_id, part=part, number=int(number), where=where)
@@ -399,7 +399,7 @@ def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
 
 def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
     """Return the whole answer as JSON (`Dialect.answer`)."""
-    is_cut_off = reply.stop_reason is StopReason.LENGTH
+    is_cut_off = reply.stop_reason == "length"
     return {
         **_head(reply, style),
         "status": "incomplete" if is_cut_off else "completed",
@@ -477,7 +477,7 @@ def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> li
             }
         )
     if message.content or not calls:
-        is_cut_off = reply.stop_reason is StopReason.LENGTH and not calls
+        is_cut_off = reply.stop_reason == "length" and not calls
         items.append(
             {
                 "type": "message",

@@ -16,7 +16,7 @@ from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from service.api.problems import shown
 from service.api.schemas import MAX_DEPTH, is_deeper
 from service.gateway.chat import ChatRequest, Reference, RefusalCode, Refused
-from service.gateway.dialects.parameters import Effect, Parameters
+from service.gateway.dialects.dialect import Parameters
 
 MAX_KEY_CHARACTERS = 255
 MAX_STOPS = 64
@@ -109,11 +109,11 @@ def read_fields(
         parameter = parameters.get(name)
         if parameter is None:
             ignore_or_refuse(ignored, place, "sessions have no such parameter; remove it")
-        elif parameter.effect is Effect.READ:
+        elif parameter.effect == "read":
             found[name] = value
-        elif parameter.effect is Effect.REFUSED and not _is_one_of(value, parameter.harmless):
+        elif parameter.effect != "none" and not _is_one_of(value, parameter.harmless):
             why = f"sessions do not support this: {parameter.note}"
-            ignore_or_refuse(ignored if parameter.is_ignorable else None, place, why)
+            ignore_or_refuse(ignored if parameter.effect == "ignorable" else None, place, why)
     return found
 
 

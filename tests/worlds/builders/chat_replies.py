@@ -17,12 +17,12 @@ def chat_reply(
     content: str = "",
     *calls: ToolCall,
     reasoning: str | None = None,
-    stop_reason: StopReason = StopReason.STOP,
+    stop_reason: StopReason = "stop",
     **rest: Any,
 ) -> ChatReply:
     """Turn 4 of session "prompt-9-3", which samples three tokens."""
-    if calls and stop_reason is StopReason.STOP:
-        stop_reason = StopReason.CALLS
+    if calls and stop_reason == "stop":
+        stop_reason = "calls"
     return ChatReply(
         turn_id="prompt-9-3.4",
         message=Message(
@@ -43,9 +43,9 @@ REPLIES = {
     "thinking": chat_reply("Six.", reasoning="Two and two,\nand two."),
     "call": chat_reply("", LOOKED_UP),
     "all": chat_reply("I look.", LOOKED_UP, COUNTED, reasoning="Where is it? 🏝"),
-    "length": chat_reply("It is a", stop_reason=StopReason.LENGTH),
-    "length in thinking": chat_reply("", reasoning="Hm", stop_reason=StopReason.LENGTH),
-    "length after a call": chat_reply("", LOOKED_UP, stop_reason=StopReason.LENGTH),
+    "length": chat_reply("It is a", stop_reason="length"),
+    "length in thinking": chat_reply("", reasoning="Hm", stop_reason="length"),
+    "length after a call": chat_reply("", LOOKED_UP, stop_reason="length"),
     "nothing": chat_reply(""),
     "tokens": chat_reply(
         "Ja",

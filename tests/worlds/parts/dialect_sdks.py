@@ -56,7 +56,7 @@ class ChatSdk(OpenAi):
     passing = RefusalCode.NOT_AVAILABLE
     image: ClassVar[Mapping[str, Any]] = {"type": "image_url", "image_url": {"url": "data:"}}
     ends: ClassVar[Mapping[StopReason, str]] = {
-        StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CALLS: "tool_calls"
+        "stop": "stop", "length": "length", "calls": "tool_calls"
     }  # fmt: skip
 
     def whole(self, turns: Sequence[Any] = (USER,)) -> Any:
@@ -101,7 +101,7 @@ class MessagesSdk:
     full_context, passing = "prompt is too long: ", RefusalCode.NOT_AVAILABLE
     image: ClassVar[Mapping[str, Any]] = {"type": "image", "source": {"type": "base64", "data": ""}}
     ends: ClassVar[Mapping[StopReason, str]] = {
-        StopReason.STOP: "end_turn", StopReason.LENGTH: "max_tokens", StopReason.CALLS: "tool_use"
+        "stop": "end_turn", "length": "max_tokens", "calls": "tool_use"
     }  # fmt: skip
 
     def __init__(self, url: str) -> None:
@@ -149,9 +149,9 @@ class ResponsesSdk(OpenAi):
     passing = RefusalCode.TOO_MANY_REQUESTS
     image: ClassVar[Mapping[str, Any]] = {"type": "input_image", "image_url": "data:"}
     ends: ClassVar[Mapping[StopReason, str]] = {
-        StopReason.STOP: "completed",
-        StopReason.LENGTH: "incomplete: max_output_tokens",
-        StopReason.CALLS: "completed",
+        "stop": "completed",
+        "length": "incomplete: max_output_tokens",
+        "calls": "completed",
     }
 
     def whole(self, turns: Sequence[Any] = (USER,)) -> Any:

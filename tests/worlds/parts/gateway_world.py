@@ -22,8 +22,14 @@ from service.gateway.chat import ChatCall, ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit
 from service.gateway.sampling import GatewaySettings
 from service.gateway.sessions import Sessions
-from service.intake.listing import SessionView
-from service.intake.session import Finish, SessionKeys, SessionRequest, SessionSpec, session_id
+from service.intake.session import (
+    Finish,
+    SessionKeys,
+    SessionRequest,
+    SessionSpec,
+    StoredSession,
+    session_id,
+)
 from service.intake.submission import RolloutRequest
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
@@ -171,7 +177,7 @@ class Gateway:
         )
         return await self.sessions.chat(call)
 
-    async def finish(self, reward: float | None = 1.0, **fields: Any) -> SessionView:
+    async def finish(self, reward: float | None = 1.0, **fields: Any) -> StoredSession:
         return await self.sessions.finish(NAME, self.key(REWARD), Finish(reward=reward, **fields))
 
     async def trajectory(self, name: str = NAME) -> Trajectory:

@@ -19,8 +19,14 @@ from service.config.sections import SessionSettings
 from service.gateway.commits import GroupCommit
 from service.gateway.sampling import GatewaySettings
 from service.gateway.sessions import Sessions
-from service.intake.feed import FeedPage
-from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
+from service.intake.listing import (
+    FeedPage,
+    SessionFilter,
+    SessionPage,
+    SessionPlace,
+    TaskFilter,
+    TaskPage,
+)
 from service.intake.session import session_id
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.report.document import Phase

@@ -29,9 +29,9 @@ from actors.weights.logprob_check import LogprobCheck, compare
 from service.config.sections import ModelSettings, RunSettings
 from service.config.tree import Config
 from service.inference.settings import InferenceSettings
-from service.run.handles import Handles, LoopSettings
 from service.run.health import WeightsMoved
 from service.run.loop import Loop
+from service.run.loop_parts import LoopParts
 from service.run.pauses import Pauses
 from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.telemetry.records import EvaluationRecord, StepRecord
@@ -323,19 +323,21 @@ def make_loop(
     evaluation_sets: Sequence[EvaluationSet] = (),
     curriculum: Curriculum | None = None,
 ) -> Loop:
-    """parts: in the world's place, by the names of `Handles`."""
+    """parts: in the world's place, by the names of `LoopParts`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
     world.num_taken = world.version = first_step - 1
     fakes: dict[str, Any] = dict.fromkeys(
         ("queue", "merge", "trainer", "publisher", "environments"), world
     )
     fakes |= parts
-    handles = Handles(
-        **fakes, recorder=Notebook(world), tasks=ConfiguredTasks(tasks, group_size=2),
-        evaluation_sets=evaluation_sets or OWN_SET, prune_checkpoints=world.prune,
-        pauses=pauses or Pauses(), curriculum=curriculum,
-    )  # fmt: skip
-    settings = LoopSettings(
+    own = LoopParts(
+        **fakes,
+        recorder=Notebook(world),
+        tasks=ConfiguredTasks(tasks, group_size=2),
+        evaluation_sets=evaluation_sets or OWN_SET,
+        prune_checkpoints=world.prune,
+        pauses=pauses or Pauses(),
+        curriculum=curriculum,
         term=1,
         config=Config(
             model=ModelSettings(),
@@ -356,4 +358,4 @@ def make_loop(
         checkpoint=checkpoint,
         commit_after_s=commit_after_s,
     )
-    return Loop(handles, settings)
+    return Loop(own)

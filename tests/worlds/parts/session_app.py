@@ -19,8 +19,14 @@ from service.api.settings import HttpSettings
 from service.config.sections import ServiceSettings
 from service.gateway.chat import ChatCall, ChatReply
 from service.gateway.routes import add_sessions
-from service.intake.feed import FeedPage
-from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
+from service.intake.listing import (
+    FeedPage,
+    SessionFilter,
+    SessionPage,
+    SessionPlace,
+    TaskFilter,
+    TaskPage,
+)
 from service.intake.session import session_id
 from service.intake.submission import (
     Backlog,

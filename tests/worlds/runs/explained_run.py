@@ -86,7 +86,6 @@ class PlayedRun:
             result.report,
             stats,
             version=version + 1,
-            check=None,
             stages=StageSeconds(),
         )
         self.store.add_step(record, term=self.term, new_events=[])

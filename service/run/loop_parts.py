@@ -23,30 +23,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """The settings of a term's loop, and the step and checkpoint from which the term continues."""
+class LoopParts:
+    """The settings of a term's loop, and the actors and objects that the loop calls.
 
-    term: int
+    Tests replace the actors and objects by small fakes.
+    """
 
     config: Config
+    term: int
     first_step: int
     """First step of this term: the checkpoint's step + 1, or 1 without a checkpoint."""
     has_clients: bool = False
     """Whether clients submit the tasks; then groups that cannot be trained do not end the run."""
     checkpoint: str = ""
     """Name of the checkpoint from which this term continues; empty for a fresh start."""
-    max_uncommitted: int = 1000
-    """Number of evicted rollouts after which a loop that waits for a step commits the evictions.
-
-    Only a run with clients does this; it also commits them after `commit_after_s` seconds. If the
-    commit must write a checkpoint's files, both limits are multiplied by FILES_FACTOR.
-    """
     commit_after_s: float = 60.0
+    """Seconds after which a loop that waits for a step commits evicted rollouts.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handles:
-    """The actors and objects that the loop calls; tests replace them by small fakes."""
+    Only a run with clients does this; it also commits them after `MAX_UNCOMMITTED` evictions. If
+    the commit must write a checkpoint's files, both limits are multiplied by FILES_FACTOR.
+    """
 
     queue: RestartableQueue
     merge: RestartableMerge
@@ -57,10 +53,8 @@ class Handles:
     tasks: ConfiguredTasks | SubmissionQueue
     evaluation_sets: Sequence[EvaluationSet]
     pauses: Pauses
-
     prune_checkpoints: Callable[[], Awaitable[None]]
     """Function that removes the oldest checkpoints; called after a newer one is committed."""
-
     curriculum: Curriculum | None = None
     """The curriculum of `tasks`; it learns from each step, and each checkpoint stores it.
 
