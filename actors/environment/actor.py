@@ -141,10 +141,10 @@ class EnvironmentActor:
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int, limit_s: float
     ) -> tuple[TokenIds, ...]:
-        """Return the tasks' first prompts, until they have num_tokens in all or limit_s has passed.
+        """Make the first prompts of the tasks, one task after the other, and return the prompts.
 
-        If a task's environment fails or is slow, the task's prompt is missing. The run still plays
-        the task.
+        Stop when the prompts have num_tokens in all, or after limit_s. The prompt of a task is left
+        out if the task's environment fails or is slow. The run still plays the task.
 
         Returns: for each prompt, its token ids: [P] int32.
         """
@@ -202,9 +202,9 @@ class EnvironmentActor:
     ) -> list[Played]:
         """Play an evaluation; its trajectories do not enter the queue.
 
-        Args: kept: the tokens that may be sampled; None allows every token. slots_share: share of
-        rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each play
-        into the object store, so that this process keeps only the running episodes.
+        Args: kept: the tokens that may be sampled; None allows every token. slots_share: the share
+        of rollouts.slots_per_actor that the evaluation may use at a time. keeps_tokens: whether to
+        put the `rollout_line` of each play into the object store as soon as the play has ended.
         Returns: a result for each play, in the order of the plays; the first SHOWN_SAMPLES results
         have the sampled text.
         """

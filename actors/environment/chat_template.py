@@ -37,7 +37,7 @@ _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """The format in which a template needs messages with tool calls; the defaults suit most."""
+    """The form of messages with tool calls that a template needs; most need the default values."""
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
@@ -128,9 +128,10 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Return whether the template shows a message with text and calls completely only in two.
+        """Return whether a message with text and calls must be split in two for the template.
 
-        form: the format with one message. split: the same format with two messages.
+        It must be split if the template leaves out a part of the whole message but shows both parts
+        of the split one. form: the format of the whole message. split: that of the split one.
         """
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)

@@ -2,12 +2,13 @@
 
 A row has `messages` in OpenAI's form, and `tools` if the chat has them. Each reply of the assistant
 becomes a turn. The turn's prompt is the chat before the reply, rendered with the generation prompt,
-as for an engine; the turn's sampled tokens are the rest of the rendering that ends with the reply,
-up to the token at which an engine stops. Invariants: the tokens of a reply are found by comparing
-token ids, never by a search in the text; a reply whose prompt is not the beginning of its rendering
-is refused; each reply is trained exactly once. Turns are merged as in `sample_builder`, so a
-template that renders earlier replies differently (without their thoughts, for example) begins a new
-sample. The command `rayloom sft` uses this module.
+as for an engine. To find the turn's sampled tokens, the chat is rendered with the reply as its last
+message: the sampled tokens are those after the prompt, up to the token at which an engine stops.
+Invariants: the tokens of a reply are found by comparing token ids, never by a search in the text; a
+reply is refused if the rendering with the reply does not begin with the prompt; each reply is
+trained exactly once. Turns are merged as in `sample_builder`, so a template that renders earlier
+replies differently (without their thoughts, for example) begins a new sample. The command `rayloom
+sft` uses this module.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return the token that ends a reply if another message follows.
+        """Return the token that the template writes after a reply before the next message.
+
+        The rendering that ends with the reply (`whole`) does not have this token.
 
         Raises: BadChat if the engine does not stop at this token.
         """
@@ -240,9 +243,9 @@ def read_chats(
     """Return the samples of each chat of a data set.
 
     Args: source, columns, split, subset, section: the arguments of `read_data_set`; only the
-    columns `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the longest context.
-    leaves_out_long: whether to leave out a chat that is longer instead of raising. tell: a function
-    that gets a warning if chats are left out.
+    columns `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the most tokens that a
+    sample of a chat may have. leaves_out_long: whether to leave out longer chats; otherwise they
+    raise an error. tell: a function that is called with a warning if chats are left out.
     Raises: BadTaskFile for the first row that cannot be trained on; the error has the row's number.
     """
     chats: list[tuple[Sample, ...]] = []

@@ -89,12 +89,12 @@ def read_data_set(
     """Return tasks made of a data set's rows.
 
     Args: source: a file, a directory or a name on the Hugging Face hub. columns: maps the name of
-    an entry of a task's data to the column with the entry's values, or to None to leave out the
-    column of that name. Every other column keeps its name, if the environment accepts the name;
-    `task_id` and `seed` also become the task's id and seed. split: the split of a directory or a
-    hub's data set; a single file has no splits and is read whole. subset: one of several
-    configurations of a data set. check: the check of every task's data. section: the section of the
-    configuration that names the data set, for messages.
+    an entry of a task's data to the column with the entry's values. The value None leaves out the
+    column that has the entry's name. A column that `columns` does not mention becomes an entry of
+    the same name, if the environment accepts such an entry; `task_id` and `seed` also become the
+    task's id and seed. split: the split of a directory or a hub's data set; a single file has no
+    splits and is read whole. subset: one of several configurations of a data set. check: the check
+    of every task's data. section: the section of the configuration that error texts refer to.
     Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
@@ -149,10 +149,11 @@ def _values_of(
     environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield, for each row, words that name the row, and the entries of the task's data.
+    """Yield the entries of the task's data for each row, after the row's name for error texts.
 
-    Values that would be misread are left out or reported, each kind with one warning.
-    entries: the column of each entry. what: words that name the data set.
+    Log a warning for each column of bytes, which is left out, and for each sign of a wrong prompt
+    (`_doubts`). The same warning is logged only once.
+    entries: maps each entry to its column. what: the data set's name for error texts.
     """
     left_out: set[str] = set()
     reported: set[str] = set() if is_typed else {_NULLS}
@@ -185,7 +186,7 @@ _NULLS = (
 
 
 def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
-    """Yield a warning for each sign that a row's prompt is not the one that its author intended."""
+    """Yield a warning for each sign that the author of a row meant to write another prompt."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         yield (

@@ -20,7 +20,7 @@ from actors.types import RolloutAssignment, Sample, Task, TokenIds, Trajectory, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set of tasks that is evaluated, with the sampling of the tasks."""
+    """A set of tasks for an evaluation, and how the policy's answers to them are sampled."""
 
     name: str
     """The name of the set; empty: the run's own held-out tasks."""
@@ -32,7 +32,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The result of one rollout of `plays_of`."""
+    """The result of one rollout of an evaluation."""
 
     summary: TrajectorySummary
     line: Any = None
@@ -40,9 +40,9 @@ class Played:
 
 
 def plays_of(tasks: Sequence[Task], num_samples: int) -> list[RolloutAssignment]:
-    """Return the assignments of num_samples rollouts of each task; those of a task are adjacent.
+    """Return the assignments of an evaluation: num_samples rollouts of each task.
 
-    The id of a rollout ends with its number among the rollouts of its task, from 0.
+    The rollouts of a task are adjacent in the list, and their ids end with the numbers 0, 1, ….
     """
     return [
         RolloutAssignment(

@@ -1,6 +1,7 @@
-"""The fork server of a pool and its workers (`worker_process`), from the side of the pool.
+"""The pool's interface to its fork server and to the workers that the fork server forks.
 
-The pool has a `ForkServer`, and a `WorkerHandle` for each worker that the fork server has forked.
+The fork server and the workers are processes, which run `worker_process`. In the pool's process, a
+`ForkServer` represents the fork server, and a `WorkerHandle` represents each worker.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ForkServer:
         """Fork a worker, and return this process's end of the worker's socket.
 
         Args:
-            number: A number by which the reports of the fork server name the worker.
+            number: A number for the worker, which the fork server's reports repeat.
             is_loop: Whether the worker runs coroutines of several episodes concurrently.
         """
         own, its = socket.socketpair()
@@ -139,7 +140,7 @@ class WorkerHandle:
         """Record a worker that is being forked.
 
         Args:
-            number: The number of the request with which the fork server forks the worker.
+            number: The number for the worker that was given to `ForkServer.fork`.
             end: This process's end of the socket between this process and the worker.
             is_home: Whether the worker keeps instances for episodes (`workers.Home`); otherwise it
                 runs single calls.

@@ -10,8 +10,9 @@
 The signature gives the schema that is shown to the policy; the docstring gives the descriptions.
 Arguments are checked against the types and converted before the call. Each public method of a class
 is a tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
-`reset(**columns)` is called first, as with `environment_factory` of TRL's trainers. A function
-without arguments that is annotated to return a class makes its instances: `def make() -> Desk`.
+`reset(**columns)` is called first, as with `environment_factory` of TRL's trainers. Instead of a
+class, a factory may be given: a function without arguments whose annotation says that it returns an
+instance of the class, such as `def make() -> Desk`.
 `actors.environment.builtin.tools` uses this module.
 """
 
@@ -79,7 +80,7 @@ class FunctionTool:
         """Check a call's arguments; return them converted to the types in the function's signature.
 
         Some parsers of vLLM (qwen3_coder, qwen3_xml) give an object or a list as JSON text if its
-        schema is a $ref or an anyOf. Such a text is parsed if the type refuses it unparsed.
+        schema is a $ref or an anyOf. Such a text is parsed, unless the argument's type accepts it.
         Raises: BadArguments if the arguments do not fit.
         """
         try:
@@ -190,9 +191,10 @@ def _tool_of(target: str) -> FunctionTool:
 
 
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Return the arguments with the refused JSON texts of objects and lists parsed.
+    """Parse each refused argument that is the JSON text of an object or a list.
 
-    Returns: None if no refused argument is such a text, or if such a text cannot be parsed.
+    Returns: all arguments, with these texts parsed; None if no refused argument is such a text, or
+    if such a text cannot be parsed.
     """
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
@@ -279,10 +281,10 @@ class ToolClass:
 
 
 def load_tools(names: Sequence[str]) -> tuple[FunctionTool | ToolClass, ...]:
-    """Return the functions and classes of these names, which have tools of unique names.
+    """Load the functions and classes with these names as tools.
 
     Args: names: such as "my_tools.py:search", or "package.module:Class".
-    Raises: BadTool if a tool cannot be loaded.
+    Raises: BadTool if a tool cannot be loaded, or if two tools have the same name.
     """
     found = tuple(_load(name) for name in names)
     taken = [tool.schema.name for each in found for tool in each.tools]
@@ -318,9 +320,9 @@ _dumped = json.JSONEncoder(ensure_ascii=False, default=lambda value: _plain(valu
 
 
 def _plain(value: Any) -> Any:
-    """Convert an array, a dataclass, an enum, a date and the like to values that JSON has.
+    """Convert an array, a dataclass, an enum, a date and the like to values that JSON can hold.
 
-    Raises: TypeError or ValueError if it has no such form.
+    Raises: TypeError or ValueError if the value cannot be converted.
     """
     if type(value).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
         # A long array is shortened, as when it is printed.
@@ -333,7 +335,10 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Load the tool or class of tools with this name, once: each episode makes an environment."""
+    """Load the tool or class of tools with this name.
+
+    The result is cached, because each episode calls this function.
+    """
     try:
         found = find(name, what="tools")
     except BadName as error:

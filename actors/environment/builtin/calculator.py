@@ -6,9 +6,9 @@ short sentence about the fault, and more than `max_malformed` such turns in a ro
 Every text that the policy reads is a constant of this module.
 
 Components of the reward: `correct` is 1 for the right final answer. `malformed` is minus
-`malformed_penalty` for each malformed turn. `used_tool` is `tool_bonus` at the final answer, right
-or wrong, if a call had computed the right value before; it is 0 by default, so that only
-correctness is rewarded.
+`malformed_penalty` for each malformed turn. `used_tool` rewards the use of the tool: the turn of
+the final answer gets `tool_bonus` if an earlier call has computed the right value, even if the
+answer is wrong. By default `tool_bonus` is 0, so that only correctness is rewarded.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class BadExpression(BadArguments):
 def evaluate(expression: str) -> float:
     """Evaluate an arithmetic expression.
 
-    It is safe for any text of a policy: length and characters are checked before parsing, so the
-    text cannot contain names, take long or cause warnings.
+    Any text of a policy is safe: its length and its characters are checked before it is parsed. A
+    text that passes this check contains no names, is parsed quickly and causes no warnings.
 
     Raises: BadExpression for anything but numbers, + - * / and parentheses, for a division by
     zero, and if a number exceeds MAX_MAGNITUDE.

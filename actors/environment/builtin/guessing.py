@@ -81,8 +81,8 @@ class GuessingEnvironment:
 
     A text without exactly one number of the range is malformed: it is answered with a reminder and
     costs a guess. Components of the reward: `hit` is 1 if the guess is the secret, otherwise 0.
-    `ruled_out` is -ruled_out_cost if the hints exclude the guess, so that rewards distinguish good
-    guesses from bad guesses in a lost game too.
+    `ruled_out` is -ruled_out_cost if the earlier hints exclude the guess; this cost distinguishes
+    bad guesses from good ones even in a lost game.
     """
 
     data_schema = NO_DATA

@@ -1,15 +1,15 @@
 """Adapter for gymnasium: environments that can be played in text.
 
-The policy is shown an observation of `spaces.Text` unchanged. Otherwise it is shown the
-environment's rendering as `ansi`, with coloured text in brackets, or, if there is none, the values
-of a Discrete, MultiDiscrete, MultiBinary, Tuple or Dict space. Actions are those of a Discrete
-space, by name, or any text of a Text space. Other spaces are refused. The optional package is
-imported only when it is first used; calls, which may block, run in threads.
+An observation of `spaces.Text` is shown to the policy unchanged. For any other space, the policy is
+shown the environment's rendering as `ansi`, with coloured text in brackets. If the environment has
+no such rendering, the policy is shown the values of the observation, whose space must be Discrete,
+MultiDiscrete, MultiBinary, Tuple or Dict. The action space must be Discrete or Text: the policy
+writes the name of a Discrete action, or a text of the Text space. Other spaces are refused. The
+optional package is imported only when it is first used; calls, which may block, run in threads.
 
 The reward is the environment's own (component `score`). A reply that is not an action is malformed:
 it costs `malformed_penalty` (component `malformed`) and changes nothing; more than `max_malformed`
-such replies in a row end the game. gymnasium's `truncated` (its time limit) is a truncation here
-too.
+such replies in a row end the game. A game that gymnasium's time limit ends is truncated.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _folded(name: str) -> str:
 
 
 def _format_observation(observation: Any) -> str:
-    """Return an observation as text, with numpy's numbers as Python writes them."""
+    """Return an observation as text; a number of numpy is written as 1, not as np.int64(1)."""
     if isinstance(observation, str):
         return observation
     return str(_plain(observation))

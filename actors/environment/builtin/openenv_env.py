@@ -269,7 +269,9 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the policy's text, not the configuration, caused a refusal.
+        """Return whether the server refused an action because of the policy's text.
+
+        Otherwise the configuration is at fault.
 
         faults: the faults of the refused action, as pydantic reports them.
         """
@@ -338,7 +340,7 @@ class _Full(Exception):
 
 
 class _Session:
-    """A client of a server, which has one open session; `begin` opens one for each episode."""
+    """A client of a server, with at most one open session; `begin` opens one for each episode."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """Prepare a session of the server at a ws:// or wss:// address."""

@@ -102,7 +102,10 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Return whether judges or, in a subclass, tool classes score the answer."""
+        """Return whether the answer gets a score from anything but reward functions.
+
+        In this class only judges can give such a score. A subclass may add other sources.
+        """
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
@@ -286,16 +289,16 @@ _NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a prompt's messages have parts that `chat_message` may refuse."""
+    """Return whether a message of a prompt has a field for which `chat_message` may raise."""
     return not isinstance(prompt, str) and any(
         each.get(key) for each in prompt for key in (*_BOUND_TO_ROLES, *_NOT_TEXT)
     )
 
 
 def chat_message(row: Mapping[str, Any]) -> Message:
-    """Make a `Message` of a message in OpenAI's form, as chats in data sets have them.
+    """Convert a message of a data set, which has OpenAI's form, to a `Message`.
 
-    The role `developer` becomes `system`; parts of text are joined.
+    The role `developer` becomes `system`. If the content is a list of text parts, they are joined.
     Raises: ValueError for a call that cannot be read, for a field that only another role may have,
     and for content that is not text, such as images.
     """

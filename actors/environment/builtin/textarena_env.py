@@ -7,9 +7,10 @@ the game refuses is a malformed turn; most games end after two of them in a row.
 that ends this way gives at most 0, although some games reward partial progress. The optional
 package is imported only when it is first used; calls, which may block, run in threads.
 
-textarena draws from the global random generators of Python and numpy. To make a game depend on its
-seed, only one game of a process moves at a time, each with its own states of the generators. Other
-threads that draw at the same time can still change the course of a game.
+textarena draws from the global random generators of Python and numpy. A game must nevertheless
+depend on its seed only. Therefore each game has its own states of these generators, which are
+restored before each of its moves, and only one game of a process moves at a time. Other threads
+that draw random numbers during a move can still change the course of the game.
 """
 
 from __future__ import annotations
@@ -157,14 +158,14 @@ class _Game:
         )
 
     def _num_refused(self) -> int:
-        """Return the number of moves in a row that the game refused from the current player.
+        """Return how many of the current player's last moves in a row the game has refused.
 
-        The result is 0 if the game has its own state class that does not count them.
+        Return 0 if the game's own state class does not count refused moves.
         """
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> StepResult:
-        """Return the last step's result of a game that has ended.
+        """Close a game that has ended, and return the result of its last step.
 
         Raises: ValueError if the game gives the policy no reward.
         """
@@ -203,7 +204,7 @@ class _Game:
 
 
 def _format_observation(observation: Any, seat: int) -> str:
-    """Return an observation as text, without the moves of the player who is shown it.
+    """Return an observation as text for one player, without this player's own moves.
 
     observation: a list of messages or, if the game has wrappers, a text. seat: number of the
     player.

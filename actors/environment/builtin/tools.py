@@ -187,7 +187,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return await super().step(action)
 
     def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:
-        """Return, as reward functions, the methods `get_reward` of this episode's instances."""
+        """Make a reward function of each method `get_reward` of this episode's tool instances."""
         classes = self._classes
         num_rewarded = sum(each.has_reward for each in classes)
         rewards = [
