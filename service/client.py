@@ -7,9 +7,9 @@
         client.submit("guessing", [TaskBody(id="task-1")])
         print(client.wait("task-1").reward)
 
-Every request may be repeated, because its ids identify it. The client therefore repeats a request
-that got no answer, after growing pauses with jitter. `rayloom submit` uses this module, and so may
-any program.
+Every request may be repeated, because the service recognizes its ids and does the work only once.
+The client therefore repeats a request that got no answer, after growing pauses with jitter.
+`rayloom submit` uses this module, and so may any program.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class Client:
     def rollout(self, task_id: str, *, wait_s: int = 0) -> RolloutAnswer:
         """Return the state of a task.
 
-        wait_s: seconds to wait for the end of the task first; the API has an upper limit.
+        wait_s: if the task has not ended, wait up to this many seconds for its end. The API waits a
+        minute at most.
         """
         return self._ask(
             "GET", f"{PREFIX}/rollouts/{task_id}", RolloutAnswer, headers=_prefer(wait_s)
@@ -270,7 +271,7 @@ class Client:
     def session(self, session_id: str, *, wait_s: int = 0) -> SessionAnswer:
         """Return the state of a session.
 
-        wait_s: seconds to wait first until a queued session opens or an open session ends.
+        wait_s: wait up to this many seconds until a queued session opens, or an open session ends.
         """
         return self._ask(
             "GET", f"{PREFIX}/sessions/{session_id}", SessionAnswer, headers=_prefer(wait_s)

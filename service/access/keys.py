@@ -1,10 +1,10 @@
 """Keys of a run's API: named keys with permissions, tenants and limits, and the keys of sessions.
 
 `Rates` counts requests against the limits. Plain values, no HTTP, no Ray. Invariant: a raw named
-key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random bits. Therefore
-a plain SHA-256 is as safe as a slow password hash, and a look-up of the digest in a dict as safe as
-a comparison in constant time: the duration of the look-up depends only on digests, and an attacker
-who does not know a key cannot choose its digest.
+key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random bits, so nobody
+can guess it from its digest, and a slow password hash is not needed. A digest is looked up in a
+dict, and not compared in constant time. This is safe: the duration of the look-up depends only on
+digests, and an attacker who does not know a key cannot choose its digest.
 """
 
 from __future__ import annotations
@@ -150,10 +150,11 @@ class Caller:
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
-        """Return the run-wide id, with its tenant, for an id in this caller's request.
+        """Return the run-wide id of a task or session that this caller's request names.
 
-        An admin may name any tenant's task or session, as TENANT~ID, or as ~ID if the run itself is
-        the owner. If a client names another tenant's id, return an id that nothing has.
+        name: an id without a tenant means the caller's own tenant. An admin may also write
+        TENANT~ID, or ~ID if the run itself is the owner. If a client writes another tenant's id,
+        return an id that no task or session has.
         """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):
@@ -161,9 +162,10 @@ class Caller:
         return whole_id(self.tenant, name)
 
     def shown(self, whole: str) -> str:
-        """Return a run-wide id as this caller writes it: without the tenant if it is the caller's.
+        """Return a run-wide id as this caller would write it in a request.
 
-        `whole` is the inverse.
+        The id has no tenant if it belongs to the caller's own tenant. The method `whole` converts
+        in the other direction.
         """
         tenant = tenant_of(whole)
         return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"

@@ -38,8 +38,8 @@ class SecretFile(Generic[Value]):
     ) -> None:
         """Start with the given value; the first call of the method `value` reads the file.
 
-        Args: parse: makes a value of the file's text without the spaces around it; raises
-        ValueError for an invalid text, with a message that does not contain the text.
+        Args: parse: converts the file's text, without the spaces around it, into a value. It
+        raises ValueError if the text is invalid; its message must not contain the text.
         count_failure: called each time that the file cannot be read or is invalid.
         """
         self._file, self._parse = file, parse

@@ -1,8 +1,8 @@
 """The HTTP API of one run: FastAPI routes over a `RunPort`. Nothing here depends on Ray.
 
-The OpenAPI document (`docs/openapi.json`) is made here too: FastAPI's document, and the parts that
-all routes have in common, which are the guards' refusals, internal errors and keys. Each route
-declares its own statuses; `service.gateway.description` declares those of the routes for agents.
+This module also makes the OpenAPI document (`docs/openapi.json`). It adds to FastAPI's document
+what all routes have in common: keys, the refusals of the guards, and internal errors. Each route
+declares its own statuses, but `service.gateway.description` declares them for agents' routes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ async def check_query(request: Request) -> None:
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the SHA-256 of the first admin key, or a reader of the key's file if it may change."""
+    """Return the SHA-256 of the first admin key; None if the API has no such key.
+
+    If the key is in a file, which may change, return an object that reads the SHA-256 from it.
+    """
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(
@@ -149,7 +152,7 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 class CountedRequests:
     """ASGI middleware that counts and times requests, by route, method and status.
 
-    The status is `gone` if no answer was begun.
+    If the application sent no answer to a request, the request counts under the status `gone`.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: ApiMetrics) -> None:
@@ -288,7 +291,10 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """Remove null from the schema of an optional parameter, because a client leaves it out."""
+    """Remove null from the schema of an optional parameter.
+
+    A client does not send null in a query: it leaves the parameter out.
+    """
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

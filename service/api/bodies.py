@@ -106,7 +106,7 @@ class _Repeated(Exception):
 def repeated_key(body: bytes) -> str | None:
     """Return a key that a JSON object in the body has twice; None if every key is unique.
 
-    JSON parsers take the last of two equal keys silently. A body that is not JSON has no keys.
+    JSON parsers take the last of two equal keys silently. Return None for a body that is not JSON.
     """
     # First without the numbers, which takes a tenth of the time. The text of a key may look like
     # numbers too, so that only the whole body decides.

@@ -2,7 +2,8 @@
 
 A replica of the API asks the supervisor for the run's named keys every `FRESH_S`, and also if a
 request has an unknown key. So a new key is valid at once, and a revoked key stays valid for up to
-`FRESH_S`. The file of the first admin key is read as often. Each replica counts its own requests.
+`FRESH_S`. The replica also reads the file of the first admin key every few seconds. Each replica
+counts only the requests that it receives itself.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ from service.store.tables import Pausable
 
 
 class ControlRefused(Exception):
-    """The run refused an operator's call and changed nothing; the message has reason and remedy."""
+    """The run refused an operator's call and changed nothing.
+
+    The message says why, and what the operator can do.
+    """
 
     def __init__(
         self, code: Literal["unknown", "gone", "conflict", "invalid"], message: str
@@ -103,7 +106,10 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """A checkpoint, evaluation or return to a checkpoint, which continues after the request."""
+    """An operation that an operator requested, and that continues after the answer to the request.
+
+    It saves a checkpoint, evaluates the policy, or returns to a checkpoint.
+    """
 
     # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
 
@@ -136,8 +142,9 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    A return to a checkpoint begins a new term, which may use a version's number for another policy.
-    Engines that have a version of an older term are listed in `starting`.
+    A return to a checkpoint begins a new term. The new term may give a number to another policy
+    than the older term did. An engine that still has a policy of an older term is therefore listed
+    in `starting`.
     """
 
     term: int

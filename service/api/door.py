@@ -1,10 +1,11 @@
 """Checks that Ray Serve's HTTP servers make before every route.
 
-These servers are Serve's proxy, and replicas that HAProxy reaches directly. Serve calls
-`middlewares` in each process that opens such a server, because
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function (`service.launch.cluster`). Without
-these checks Serve's proxy would read any sender's body without a limit, show the names of all
-applications to everybody, and never close a connection on which a request's head stays incomplete.
+Serve opens an HTTP server in its proxy. If HAProxy replaces the proxy, Serve opens one in each
+replica instead. Serve calls `middlewares` in each process that opens such a server, because the
+variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH has the function's name; `service.launch.cluster`
+sets it. Without these checks Serve's proxy would read bodies of any size from anybody, and show the
+names of all applications to everybody. It would also never close a connection whose client does not
+finish the headers of a request.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class Door:
     async def _ask(self, scope: Scope) -> list[Message]:
         """Ask the API whether it accepts a request's headers; return the messages of its refusal.
 
-        The list is empty if the API would read the body, or if the application is not Rayloom's and
-        answers OPTIONS itself.
+        The question is a request with the method OPTIONS. The list is empty if the API accepts the
+        headers, or if an application that is not Rayloom's answers.
         """
         asking = {
             **scope,

@@ -208,7 +208,7 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether a path's route checks the key itself, because it is the key of a session."""
+    """Return whether a path needs the key of a session, which the path's route itself checks."""
     return _SESSION_PATH.match(path) is not None
 
 
@@ -254,7 +254,8 @@ class _Body:
     async def replay(self) -> Message:
         """Return the whole body as one ASGI message; later calls return the client's next messages.
 
-        A route that requests a later message has read the body, so the reserved memory is released.
+        The second call releases the body's reserved memory: the route that calls it has read the
+        body.
         """
         if self._whole is None:
             self.drop()
@@ -271,7 +272,10 @@ class _Body:
 
 
 def _session_check(scope: Scope) -> CheckSessionKey | None:
-    """Return the application's function that checks a session's key; None without sessions."""
+    """Return the application's function that checks a session's key.
+
+    Return None if the application has no routes for sessions.
+    """
     app = scope.get("app")
     return None if app is None else getattr(app.state, "check_session_key", None)
 

@@ -182,7 +182,10 @@ def _problem_of(item: Mapping[str, Any]) -> str:
 
 
 def _message_of(item: Mapping[str, Any]) -> str:
-    """Return the message of a pydantic error, in JSON's terms and without pydantic's own prefix."""
+    """Return the message of a pydantic error, without pydantic's own prefix.
+
+    The message says "an object", as JSON does, instead of "a valid dictionary".
+    """
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return "there is no such field; check its name, or remove the field"
     message = str(item["msg"]).removeprefix("Value error, ")

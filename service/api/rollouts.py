@@ -140,7 +140,9 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         cursor: NumberCursor = None,
         limit: Limit = 100,
     ) -> RolloutsAnswer:
-        """List tasks in the order of acceptance. A page with a `next` may be short, or empty."""
+        """List tasks in the order of acceptance. A page may have fewer tasks than `limit`, or none,
+        although more tasks follow: `next` is then not null.
+        """
         caller = caller_of(request)
         wanted = TaskFilter(status=status, environment=environment, batch=batch, tenant=caller.sees)
         page = await run.tasks(wanted, after=cursor or 0, limit=limit)

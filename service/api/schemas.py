@@ -92,7 +92,7 @@ TaskData = Annotated[dict[str, Any], AfterValidator(_storable)]
 class StrictBody(BaseModel):
     """The base class of bodies: they are frozen, and an unknown field is an error.
 
-    `model_validate` also makes an answer from a record with the same fields.
+    `model_validate` also accepts any object that has the body's fields as attributes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)

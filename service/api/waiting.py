@@ -1,6 +1,7 @@
 """Long polls, which clients request by `Prefer: wait=N` (RFC 7240).
 
-The API polls the run, with pauses that grow to a second, so that no call waits in the run.
+While a client waits, the API asks the run again and again, with pauses that grow to one second.
+The run answers each of these calls at once.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ async def patiently(
 ) -> Answer:
     """Call `look` until `is_enough` accepts its answer; return the last answer.
 
-    The wait ends after the time that `prefer` requests, which is also set as a header of
-    `response`.
+    The wait ends after the time that `prefer` requests, at most MAX_WAIT_S. A header of `response`
+    then tells the client the time that was used.
     """
     wait_s = wait_of(prefer)
     if wait_s:

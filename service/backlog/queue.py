@@ -1,7 +1,7 @@
 """Accept submissions, show their states, and assign them to free group numbers in order.
 
-An acceptance is stored before it is answered; the binding of a submission to a group is stored
-before the group is admitted. Ended submissions are removed from memory; the store keeps the newest
+A submission is stored before the client learns that it was accepted. Which group plays it is stored
+before this group is admitted. Ended submissions are removed from memory; the store keeps the newest
 of them. The supervisor has one queue, and calls it only from its event loop.
 """
 
@@ -130,7 +130,7 @@ class SubmissionQueue:
 
     @property
     def groups_to_cancel(self) -> list[str]:
-        """The groups of cancelled submissions that a restored trajectory queue still has."""
+        """The groups in a restored trajectory queue whose submissions are cancelled."""
         return self._table.cancelled_groups()
 
     def accepted_at(self, group_id: str) -> float | None:
@@ -370,7 +370,7 @@ class SubmissionQueue:
         return None
 
     def _full(self, refusal: str, *, excess: int) -> SubmitReply:
-        """Refuse a request until `excess` waiting tasks have been admitted to make room for it."""
+        """Return a refusal with the estimated seconds until `excess` waiting tasks are admitted."""
         wait_s = math.ceil(math.ceil(excess / self._groups_per_step) * self._step_s)
         return SubmitReply(
             refusal=refusal,
@@ -456,9 +456,9 @@ class SubmissionQueue:
 
         Nothing changes if the submission is unknown, or has already been trained, evicted or
         cancelled.
-        Args: evict: evicts a group from the trajectory queue, and returns whether it did. False
-        means that a step has taken the group, so that nothing changes, or that the group is not
-        admitted yet, so that this call waits for its admission. sees: as in `view`.
+        Args: evict: evicts a group from the trajectory queue, and returns whether it did. It
+        returns False in two cases. If a step has taken the group, nothing changes. If the group is
+        not admitted yet, this call waits for the admission and tries again. sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
         # One call at a time: a second one would find the group evicted but not stored as cancelled.

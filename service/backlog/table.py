@@ -1,10 +1,10 @@
 """The table in memory of accepted submissions that are not over; it does no I/O.
 
 It has the backlog, the groups that play submissions, and the states of their rollouts.
-Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
-grow; if a whole group was evicted, its number is given to the next submission of the backlog, never
-to the same one again. The table is rebuilt from the store at the start of each term, then updated
-with the queue's events. Ended submissions are removed from it (`over`, `forget`).
+Invariants: a submission is in the backlog, or bound to one group, or cancelled. Positions only
+grow. If a whole group was evicted, its submission is not played again; the next submission of the
+backlog gets the group's number. The table is rebuilt from the store at the start of each term, then
+updated with the queue's events. Ended submissions are removed from it (`over`, `forget`).
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class SubmissionTable:
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
         """Return the submission's id and the result that the feed shows for a recorded event.
 
-        Returns: None if no client submitted the rollout, or if the event is a repeated admission of
-        the rollout's group.
+        Return None for an event that the feed does not show: no client submitted the rollout, or
+        the event admits a rollout of a submission after the first admission of that submission.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -164,10 +164,11 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
-        A submission whose rollouts were all evicted without a step is over once the newest
-        checkpoint has these events, unless the queue of an older checkpoint may still have the
-        submission. Otherwise the number of such submissions would grow without a limit while no
-        step is trained.
+        A submission is over if no return to a checkpoint can undo the end of its rollouts. If no
+        step took any of them and all were evicted, it is over earlier: as soon as the newest
+        checkpoint contains the evictions. Otherwise the number of such submissions would grow
+        without a limit while no step is trained. This exception needs a submission that was
+        admitted after `last_event_seq`, because the queue of an older checkpoint may have others.
         Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
         undo. newest_event_seq: number of the newest checkpoint's last event.
         """
@@ -260,10 +261,10 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Return whether all rollouts of a submission were evicted without a step.
+    """Return whether a submission is over because all its rollouts were evicted without a step.
 
-    Only evictions up to `newest_event_seq` count, and the submission must have been admitted after
-    `last_event_seq`.
+    `SubmissionTable.over` says why the submission must have been admitted after `last_event_seq`,
+    and all its evictions must have numbers up to `newest_event_seq`.
     """
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False

@@ -1,8 +1,8 @@
 """Sessions, which are rollouts that external agents play over HTTP: their state, turns and changes.
 
-A submission (`service.intake.submission`) whose task has the environment `SESSION` has one session
-for each rollout; `member` is the number of the rollout. The store keeps these records
-(`service.store.sessions`).
+If the task of a submission (`service.intake.submission`) has the environment `SESSION`, each of its
+rollouts is one session. A session's `member` is the number of its rollout. `service.store.sessions`
+stores these records.
 """
 
 from __future__ import annotations
@@ -157,8 +157,9 @@ class SessionEnd:
 class LimitRefusal:
     """An agent's request that was refused because of a limit or a full context.
 
-    The refusal decides the session's outcome if no trained turn of the same conversation came
-    later.
+    The agent may continue the same conversation after the refusal. If a later turn of that
+    conversation is trained, the refusal has no effect on the session's outcome. Otherwise the
+    refusal decides the outcome.
     """
 
     outcome: Outcome

@@ -29,7 +29,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 class Status(StrEnum):
-    """The state of a rollout, or the common state of a submission."""
+    """The state of a rollout, or of a submission as a whole."""
 
     QUEUED = "queued"
     """The rollout or submission is accepted, but its group is not admitted yet."""
@@ -86,9 +86,10 @@ class RolloutRequest:
 
         asked_samples: the number of samples that the client requests; None uses the run's default.
 
-        The digest covers what the client sent, because a resumed run may have other defaults. It
-        includes only the first session's keys, because all keys are derived from one key of the
-        client. Raises: ValueError if there is not one session for each sample.
+        The digest is made of what the client sent, without the run's defaults: they may change when
+        the run is resumed. Of a task with several sessions, the digest includes only the keys of
+        the first session; all others are derived from the same key of the client.
+        Raises: ValueError if there is not one session for each sample.
         """
         num_samples = asked_samples or default_samples
         sent_task = {name: getattr(task, name) for name in _TASK_FIELDS}
@@ -120,7 +121,10 @@ class RolloutRequest:
 
 
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A `RolloutRequest` in the encoded form in which it is sent to the store, which decodes it.
+    """A `RolloutRequest` as the API sends it to the supervisor and the store.
+
+    `text` is the whole request in encoded form, which only the store decodes. The other fields are
+    those that the supervisor's queue reads.
 
     It is a Struct, because there are many requests, and a Struct is made and sent several times
     faster than a dataclass.

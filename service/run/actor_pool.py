@@ -37,8 +37,8 @@ PING_EVERY_S = 5.0
 class ActorPool:
     """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The constructor starts the actors; they play rollouts while `watch` runs. A subclass sets the
-    names that ids and messages use for its kind of actor.
+    The constructor starts the actors; they play rollouts while `watch` runs. There is a subclass
+    for each kind of actor. It sets the names of its actors in ids and messages.
     """
 
     part: Part

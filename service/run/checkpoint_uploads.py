@@ -1,8 +1,9 @@
 """Copy committed checkpoints to `run.checkpoint_url`, in a thread.
 
-Invariants: only the end of a run waits for an upload, and only for a limited time; an upload that
-fails is counted and causes a notice, but never ends the run; the newest checkpoint is copied first,
-so that a run that is faster than the copies skips older checkpoints. The recorder owns the thread.
+Invariants: only the end of a run waits for an upload, and only for a limited time. An upload that
+fails is counted and causes a notice, but never ends the run. The newest checkpoint is copied first.
+If the run commits checkpoints faster than they can be copied, older ones are not copied at all. The
+recorder owns the thread.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: function that makes a call of the trainer. If the trainer's restarted ranks
-        have other weights, the function publishes these weights before the call.
+        call_trainer: function that calls its argument, which uses the trainer. If ranks of the
+        trainer were restarted and now have other weights, it publishes these weights first.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = Commit(
@@ -105,9 +105,10 @@ class CheckpointWriter:
     def is_due(self, done: int, begun_at: float) -> bool:
         """Return whether the loop must commit evicted rollouts now, while it waits for a step.
 
-        Only a run with tasks of clients needs such commits, after a number of evictions or after a
-        time: clients may submit any number of rollouts that are evicted. Other runs fail after a
-        limited number of failed groups. begun_at: time at which the loop began to wait.
+        A commit is due after a certain number of evictions. It is also due if there was any
+        eviction and a certain time has passed. Only a run with clients' tasks needs such commits,
+        because any number of these tasks may be evicted. Other runs fail after a limited number of
+        failed groups. begun_at: time at which the loop began to wait.
         """
         if self._writing is not None or not self._parts.has_clients:
             return False
@@ -119,10 +120,11 @@ class CheckpointWriter:
         return num_evicted >= factor * MAX_UNCOMMITTED
 
     async def commit_evicted(self, done: int) -> None:
-        """Commit the queue's current state, which has the newest evictions, with step `done`.
+        """Commit the queue's current state, with its newest evictions, after step `done`.
 
-        done: the last finished step; 0 before the first. If step `done` has no checkpoint yet,
-        begin one. Pruning can then remove the evicted rollouts from the database.
+        If step `done` has a committed checkpoint, store this checkpoint again with the queue's
+        state. Otherwise begin a checkpoint. After the commit, pruning can remove the evicted
+        rollouts from the database. done: the last finished step; 0 before the first.
         """
         if self._is_committed(done):
             await self._commit(self.newest, await self._parts.queue.cut())
@@ -131,7 +133,7 @@ class CheckpointWriter:
             await self._save(done)
 
     async def begin(self, step: int) -> None:
-        """Begin a checkpoint: await the previous commit, then have the ranks copy their state."""
+        """Wait for the previous commit, then tell the ranks to copy their state for a checkpoint."""
         await self.join()
         self._begun_at = time.monotonic()
         begin_save = partial(self._parts.trainer.begin_save, step, term=self._parts.term)
@@ -140,8 +142,8 @@ class CheckpointWriter:
     async def commit_when_written(self, step: int) -> None:
         """Copy the queue's state now; start a task that commits it once the checkpoint is written.
 
-        The task runs during the next step. The queue's later events have higher numbers than the
-        events in the copied state, so that they may be stored before the commit.
+        The task runs during the next step. The queue's later events may be stored before the
+        commit, because they have higher numbers than the events in the copied state.
         """
         version, snapshot = self._parts.trainer.version, await self._parts.queue.cut()
         self._writing = asyncio.create_task(

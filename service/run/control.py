@@ -1,9 +1,9 @@
 """Let an operator control a run: pause parts, write or restore checkpoints, and evaluate.
 
 Each supervisor has one `Control` for all its terms; the store keeps all state that must last.
-Invariants: a pause is stored before the call returns, and holds in every later term; a return to a
-checkpoint takes effect in the transaction in which the next lease names the checkpoint; no call
-waits for a training step.
+Invariants: a pause is stored before the call returns, and holds in every later term. If the run
+returns to a checkpoint, the next term takes its lease and records the checkpoint in one
+transaction. No call waits for a training step.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses; if `changed` is generation, also stop or resume it in the running
-        term."""
+        """Show the pauses in the report and the metrics; if `changed` is generation, also stop or
+        resume generation in the running term."""
         recorder = self._recorder
         if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
             recorder.training(str(self.pauses))
@@ -263,7 +263,7 @@ class Control(ControlPort):
         return self._begin("checkpoint", work, detail="after the current step")
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer:
-        """End the term, have the next one continue from a checkpoint, and return the operation.
+        """End the term, so that the next term continues from a checkpoint; return the operation.
 
         checkpoint_id: the checkpoint's id or its step. Raises: ControlRefused, StoreError.
         """
@@ -483,7 +483,10 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Return the running term. Raises: ControlRefused, about `what`, if no term is training."""
+        """Return the running term. Raises: ControlRefused if no term is training.
+
+        what: what the operator requests; the error's message says that it needs a training term.
+        """
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
@@ -497,7 +500,7 @@ class Control(ControlPort):
 def chosen_tasks(
     held_out: Sequence[Task], sampling: Sampling, *, num_tasks: int | None, task_ids: Sequence[str]
 ) -> list[Task]:
-    """Return the tasks to evaluate: those of `task_ids`, else the first `num_tasks` held-out ones.
+    """Return the held-out tasks with the ids `task_ids`; without ids, the first `num_tasks` ones.
 
     num_tasks: None takes all held-out tasks. Raises: ControlRefused if a requested task is not held
     out, or if there are too many tasks.

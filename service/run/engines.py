@@ -1,11 +1,11 @@
 """Start a run's inference engines and weight board, and publish weights to the engines.
 
 The weight board is the actor through which engines receive new weights. Board and engines outlive
-the run's terms: after a return to a checkpoint, the engines load the checkpoint's older weights,
-published under the newer term's number. Board and engines also outlive a supervisor if another one
+the run's terms: after a return to a checkpoint, the same engines load the older weights of the
+checkpoint, which the new term publishes. Board and engines also outlive a supervisor if another one
 replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If the
-board dies, the engines wait for the same time for a new board with the same name. The engines are
-restarted only if their settings change.
+board dies, the engines wait up to `run.orphan_timeout_s` for a new board with the same name. The
+engines are restarted only if their settings change.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Engines:
 
         Args: run_id: id of the run, which is the same in every process. orphan_timeout_s: the
         setting `run.orphan_timeout_s`. has_api: whether the run has an API that outlives the
-        supervisor. If so, `stop` leaves the board running, and the board ends the API if no term
-        calls it for `orphan_timeout_s`.
+        supervisor. If so, `stop` leaves the board running. If no term calls the board for
+        `orphan_timeout_s`, the board ends the API.
         """
         self.settings = settings
         self.app_name = ""
@@ -150,7 +150,7 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Have all engines freeze the turns that they sample, or continue if `is_held` is False.
+        """Tell all engines to freeze the turns that they sample; to continue if `is_held` is False.
 
         Engines that start later do the same. Raises: ActorLost.
         """
@@ -285,16 +285,18 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """The publisher of the trainer's weights, which also compares trainer and engines.
+    """Publishes the trainer's weights, and checks that trainer and engines compute the same.
 
     After a publication, the trainer and the engines compute log-probabilities of the same text, the
-    check text. The first publication of a term runs the full check (`check_start`): the trainer
-    scores the text by itself and packed with other rows, and then scores the tokens that the
-    engines sampled after the text. Each later publication checks the end of the text; every
-    `check_every`-th one checks the whole text. These later checks may take at most COST_SHARE of
-    the time since the start. If a check would take longer, the publication checks only the
-    beginning of the text, or nothing. If the log-probabilities differ by more than a bound, the
-    next publication checks the same text again, whatever time that takes.
+    check text. The term's first check is the full check (`check_start`). In it, the trainer scores
+    the text twice: alone, and in one row with other texts. The trainer also scores the tokens that
+    the engines sampled after the text.
+
+    Each later publication checks the end of the text; every `check_every`-th one checks the whole
+    text. All later checks together may take at most COST_SHARE of the time since the full check. If
+    a check would exceed this, the publication checks only the beginning of the text, or nothing. If
+    the log-probabilities differ by more than a bound, the next publication checks the same text
+    again, whatever time that takes.
     """
 
     def __init__(
@@ -314,12 +316,12 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        Args: quiet_limit_s: seconds after which the term ends if no engine makes progress with its
-        start or load. measure: returns a context manager that measures a phase of a publication.
-        text: text of the first check; None uses a fixed text of 17 tokens in all checks.
-        most_tokens: an engine's limit for prompt tokens. check_every: number of publications after
-        which a check of the whole text is due; 0 if it never is. dtype, is_quantised: select the
-        bounds of the checks. clock: returns seconds.
+        Args: quiet_limit_s: the term ends if no engine makes progress with its start or its load
+        for so many seconds. measure: returns a context manager that measures a phase of a
+        publication. text: text of the first check; None uses a fixed text of 17 tokens in all
+        checks. most_tokens: an engine's limit for prompt tokens. check_every: every so many
+        publications, the whole text is checked; 0: never. dtype, is_quantised: decide how large a
+        difference may be (see `LogprobCheck`). clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -385,8 +387,9 @@ class Publisher:
     def _next_text(self, text: CheckText) -> CheckText:
         """Return the part of the check text that the current publication has time to check.
 
-        Returns: the whole text if it is due, else its end; its beginning, or NO_TEXT, if there is
-        less time. If the last check exceeded its bound, the same part again.
+        If the last check exceeded its bound, return the same part again. If there is time for a
+        long check, return the whole text if that is due, otherwise the end of the text. If there is
+        less time, return the beginning of the text, or NO_TEXT.
         """
         self._num_published += 1
         if self._was_beyond and self._text is not None:
@@ -404,7 +407,7 @@ class Publisher:
     async def check_start(self, version: int) -> LogprobCheck | None:
         """Wait until the engines have loaded `version`, then run the term's full check.
 
-        The next result of `wait_until_loaded` includes this check's result.
+        The next call of `wait_until_loaded` also returns the comparison that this check made.
 
         Returns: the comparison of trainer and engines; None if no engine answered.
         Raises: the errors of `wait_until_loaded`.
@@ -438,7 +441,8 @@ class Publisher:
         the version before it is ready. If no engine is live, wait for a new one.
 
         Returns: the comparison of the scores of trainer and engines; None if no engine answered or
-        nothing was checked. The first result after `check_start` includes that of `check_start`.
+        nothing was checked. The first call after `check_start` also returns the comparison that
+        `check_start` made.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure("load"):
