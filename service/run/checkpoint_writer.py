@@ -133,7 +133,7 @@ class CheckpointWriter:
             await self._save(done)
 
     async def begin(self, step: int) -> None:
-        """Wait for the previous commit, then tell the ranks to copy their state for a checkpoint."""
+        """Wait for the previous commit, then make the ranks copy their state for a checkpoint."""
         await self.join()
         self._begun_at = time.monotonic()
         begin_save = partial(self._parts.trainer.begin_save, step, term=self._parts.term)

@@ -50,11 +50,11 @@ async def play(
 ) -> list[Played]:
     """Divide an evaluation's rollouts among the actors, and return their results.
 
-    actors: the environment actors by id. plays: a task and sample number for each rollout. idle_s:
-    seconds without an ended rollout after which an actor's rollouts are abandoned. keeps_tokens:
-    whether a result has the rollout's line for the evaluation's file. notice: called with a message
-    if an actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each
-    actor plays at once, from 0 to 1.
+    actors: the environment actors by id. plays: the rollouts to play. idle_s: if no rollout of an
+    actor ends for so many seconds, the actor's rollouts are abandoned. keeps_tokens: whether a
+    result refers to a line for the evaluation's file, with the rollout's tokens. notice: called
+    with a message if an actor's rollouts are lost. slots_share: the part of
+    rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
     """
