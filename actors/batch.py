@@ -80,7 +80,7 @@ class MicroBatch:
         return int(self.targets.shape[0])
 
 
-def scored_row(
+def untrained_row(
     segments: Sequence[Int32s],
     parents: Sequence[int],
     *,
@@ -119,7 +119,7 @@ def scoring_row(token_ids: Int32s) -> MicroBatch:
     Returns: a row with M = T - 1.
     """
     num_scored = token_ids.size - 1
-    return scored_row(
+    return untrained_row(
         [token_ids],
         [-1],
         loss_positions=np.arange(num_scored),

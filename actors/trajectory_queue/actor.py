@@ -292,11 +292,11 @@ class TrajectoryQueue:
         snapshot = self._state.snapshot().without_task_data()
         is_new = snapshot != self._cut_snapshot
         self._cut_snapshot = snapshot
-        cut = QueueCut(
+        cut = replace(
+            drained,
             opening=self._opening,
             number=self._num_cuts,
             snapshot=snapshot if is_new else None,
-            drained=drained,
         )
         self._num_cuts += 1
         return cut

@@ -106,19 +106,6 @@ class QueueStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drained:
-    """The events and summaries since the last drain, in order."""
-
-    events: tuple[LedgerEvent, ...]
-    summaries: tuple[TrajectorySummary, ...]
-    """The summary of every accepted attempt."""
-    failed_groups: FailedGroups | None = None
-    """The groups that have failed since the last usable group, including failures before the last
-    drain; None if no group has failed since then.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
     """The state from which a queue restarts, without the trajectories that it held."""
 
@@ -153,18 +140,25 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """The queue's state, and the events that were drained in the same call.
+    """What happened since the last cut, and the queue's state.
 
-    A cut contains only the events since the last cut, so each ledger event is in one cut: events up
-    to the snapshot's last_event_seq are in this cut or an earlier one.
+    Each ledger event is in one cut: events up to the snapshot's last_event_seq are in this cut or
+    an earlier one. The queue actor adds the numbers and the snapshot.
     """
 
-    opening: int
+    events: tuple[LedgerEvent, ...] = ()
+    """The ledger's events since the last cut, in order."""
+    summaries: tuple[TrajectorySummary, ...] = ()
+    """The summary of every attempt that was accepted since the last cut, in order."""
+    failed_groups: FailedGroups | None = None
+    """The groups that have failed since the last usable group, including failures before the last
+    cut; None if no group has failed since then.
+    """
+    opening: int = 0
     """The number with which the queue that made the cut was opened."""
-    number: int
+    number: int = 0
     """The cut's number within the opening, from 0."""
-    snapshot: QueueSnapshot | None
+    snapshot: QueueSnapshot | None = None
     """The state without the tasks' data, which the caller of `admit` has; None if it is unchanged
     since the last cut.
     """
-    drained: Drained

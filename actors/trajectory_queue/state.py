@@ -35,8 +35,8 @@ from actors.trajectory_queue.ledger import (
 )
 from actors.trajectory_queue.messages import (
     ActorReleased,
-    Drained,
     OpenSlot,
+    QueueCut,
     QueueSnapshot,
     QueueStats,
 )
@@ -379,9 +379,9 @@ class QueueState:
         self._is_ended = True
         return before
 
-    def drain(self) -> Drained:
+    def drain(self) -> QueueCut:
         summaries, self._summaries = self._summaries, []
-        return Drained(
+        return QueueCut(
             events=tuple(self._ledger.drain()),
             summaries=tuple(summaries),
             failed_groups=self._failures.current(),

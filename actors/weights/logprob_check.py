@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from actors.batch import Float32s, Int32s, MicroBatch, scored_row
+from actors.batch import Float32s, Int32s, MicroBatch, untrained_row
 from actors.types import Dtype
 
 CPU_CHECK_TOKENS = 4096
@@ -197,7 +197,7 @@ def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
         np.concatenate(([length - 1], np.arange(start, start + each.token_ids.size - 1)))
         for start, each in zip(starts, samples, strict=False)
     ]
-    return scored_row(
+    return untrained_row(
         [text.token_ids, *[each.token_ids for each in samples]],
         [-1, *[0] * len(samples)],
         loss_positions=np.concatenate(positions),
@@ -212,7 +212,7 @@ def _row(
     segments: Sequence[Int32s], parents: Sequence[int], text: CheckText, *, begin: int
 ) -> MicroBatch:
     targets = text.token_ids[text.first_scored :]
-    return scored_row(
+    return untrained_row(
         segments,
         parents,
         loss_positions=begin + np.arange(text.first_scored - 1, text.token_ids.size - 1),

@@ -194,9 +194,9 @@ class RestartableQueue:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}
             self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
             self._snapshot = cut.snapshot
-        self.failed_groups = cut.drained.failed_groups
-        self._recorder.events(cut.drained.events)
-        self._recorder.rollouts(cut.drained.summaries)
+        self.failed_groups = cut.failed_groups
+        self._recorder.events(cut.events)
+        self._recorder.rollouts(cut.summaries)
 
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
         """Open the queue that Ray starts in place of a dead one, unless another call has done so.

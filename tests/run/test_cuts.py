@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import Drained, QueueCut
+from actors.trajectory_queue.messages import QueueCut
 from service.run.restartable_queue import CutsInOrder
-
-NOTHING = Drained(events=(), summaries=())
 
 
 def cut(number: int, *, opening: int = 0) -> QueueCut:
-    return QueueCut(opening=opening, number=number, snapshot=None, drained=NOTHING)
+    return QueueCut(opening=opening, number=number)
 
 
 class Kept:

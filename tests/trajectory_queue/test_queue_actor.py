@@ -108,7 +108,7 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     assert dropped == TokenCounts()
     ledger = get(queue.stats.remote()).ledger
     assert ledger.is_balanced and (ledger.trained, ledger.in_flight) == (8, 0)
-    assert len(cut.drained.events) == 8 and {e.kind for e in cut.drained.events} == {"trained"}
+    assert len(cut.events) == 8 and {e.kind for e in cut.events} == {"trained"}
 
 
 def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
 from actors.trajectory_queue.ledger import LedgerCounts
-from actors.trajectory_queue.messages import Drained, QueueSnapshot, QueueStats
+from actors.trajectory_queue.messages import QueueCut, QueueSnapshot, QueueStats
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, RolloutAssignment
@@ -110,7 +110,7 @@ def restart(queue: QueueState) -> QueueState:
     return QueueState(queue.settings, snapshot=through_json(queue.snapshot()))
 
 
-def cut(queue: QueueState) -> tuple[QueueSnapshot, Drained]:
+def cut(queue: QueueState) -> tuple[QueueSnapshot, QueueCut]:
     """How things stand, once what has happened is drained."""
     drained = queue.drain()
     return queue.snapshot(), drained
