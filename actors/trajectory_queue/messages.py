@@ -140,7 +140,7 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """What happened since the last cut, and the queue's state.
+    """The events and summaries since the last cut, and the queue's state.
 
     Each ledger event is in one cut: events up to the snapshot's last_event_seq are in this cut or
     an earlier one. The queue actor adds the numbers and the snapshot.
