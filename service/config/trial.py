@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
@@ -70,24 +69,28 @@ class Trial:
     """Reward functions that are only imported, each with the setting or option that names it."""
 
 
-class Fate(StrEnum):
-    """The way in which a call ended. The values are parts of the sentences of messages."""
+Fate = Literal["scored", "silent", "raised", "broken", "no number", "ended", "hung"]
+"""The way in which a call ended.
 
-    SCORED = "gave a number"
-    SILENT = "gave None"
-    RAISED = "raised"
-    BROKEN = "cannot run:"
-    NO_NUMBER = "gave"
-    ENDED = "ended its process"
-    HUNG = "did not end"
-
-
-_FATAL = frozenset({Fate.BROKEN, Fate.NO_NUMBER, Fate.ENDED, Fate.HUNG})
-_REMEDIES = {
-    Fate.BROKEN: "fix it",
-    Fate.NO_NUMBER: "correct what it returns",
-    Fate.ENDED: "have it raise an exception instead, or return",
-    Fate.HUNG: "give it a limit of its own; if it needs longer, start with --no-call",
+silent: it returned None. broken: it can never work. no number: it returned something that is no
+score. ended: its process ended. hung: it exceeded its time limit.
+"""
+# The fate of a call within a sentence.
+_SAID: Mapping[Fate, str] = {
+    "scored": "gave a number",
+    "silent": "gave None",
+    "raised": "raised",
+    "broken": "cannot run:",
+    "no number": "gave",
+    "ended": "ended its process",
+    "hung": "did not end",
+}
+# The fates that refuse a function, each with the remedy.
+_REMEDIES: Mapping[Fate, str] = {
+    "broken": "fix it",
+    "no number": "correct what it returns",
+    "ended": "have it raise an exception instead, or return",
+    "hung": "give it a limit of its own; if it needs longer, start with --no-call",
 }
 _REMEDY_OF_METHOD = "return what docs/environments.md describes"
 
@@ -314,7 +317,7 @@ class _Trials:
                 "that take seconds; move slow work into the function, or fix the module"
             )
         self._left_s -= self._limit_s
-        self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
+        self._lost(self._call, "hung", f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
         """Record that the child ended. Raises: ConfigError if it was not calling a function."""
@@ -326,7 +329,7 @@ class _Trials:
                 f"{self._what}: the process ended when it tried to {self._doing} ({why}); "
                 "expected a module that raises an exception instead; fix it"
             )
-        self._lost(self._call, Fate.ENDED, f"({why})")
+        self._lost(self._call, "ended", f"({why})")
 
     def _lost(self, call: Call, fate: Fate, text: str) -> None:
         self.calls.append(replace(call, fate=fate, text=text))
@@ -338,8 +341,8 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
     for call in calls:
         by_function.setdefault((call.environment, call.function), []).append(call)
     for own in by_function.values():
-        odd = [each for each in own if each.fate not in (Fate.SCORED, None)]
-        if odd and all(each.fate in _FATAL for each in own):
+        odd = [each for each in own if each.fate not in ("scored", None)]
+        if odd and all(each.fate in _REMEDIES for each in own):
             raise ConfigError(f"{_error_text(odd[0])}; {_remedy(odd[0])}")
         if odd and odd == own:
             tell(f"{_error_text(odd[0])}, as for all {len(own)} answers: check the function")
@@ -376,18 +379,19 @@ def _place_of(process: subprocess.Popen[bytes], dump: IO[bytes]) -> str:
 
 
 def _remedy(call: Call) -> str:
-    if call.fate is Fate.NO_NUMBER and call.function.startswith((STEP, SCORE_GROUP)):
+    if call.fate == "no number" and call.function.startswith((STEP, SCORE_GROUP)):
         return _REMEDY_OF_METHOD
-    return _REMEDIES[call.fate or Fate.BROKEN]
+    return _REMEDIES[call.fate or "broken"]
 
 
 def _error_text(call: Call) -> str:
-    return f"{call.function} {call.fate} {call.text} for {call.answer}".replace("  ", " ")
+    said = _SAID[call.fate or "broken"]
+    return f"{call.function} {said} {call.text} for {call.answer}".replace("  ", " ")
 
 
 def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
     """Warn if a task's reference answer scores no higher than another task's reference answer."""
-    if not all(each.fate is Fate.SCORED for each in calls):
+    if not all(each.fate == "scored" for each in calls):
         return
     compared = [each for each in calls if each.is_reference]
     if {each.number for each in compared} != {0, 1}:

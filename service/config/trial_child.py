@@ -250,16 +250,13 @@ async def _scored(
     try:
         score = await environment.score_by(function, text)
     except NoScore as error:
-        return (
-            Fate.NO_NUMBER,
-            str(error).removeprefix(f"reward function {function.name} gave "),
-            0.0,
-        )
+        words = str(error).removeprefix(f"reward function {function.name} gave ")
+        return "no number", words, 0.0
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return _fate_of(error, function)
     if score.value is None:
-        return Fate.SILENT, "", 0.0
-    return Fate.SCORED, "", function.weight * score.value
+        return "silent", "", 0.0
+    return "scored", "", function.weight * score.value
 
 
 async def _stepped(
@@ -284,16 +281,16 @@ async def _stepped(
 def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
     if not isinstance(found, StepResult):
         words = f"{type_of(found)}, expected a StepResult of actors.environment.protocol"
-        return Fate.NO_NUMBER, words, 0.0
+        return "no number", words, 0.0
     if (problem := reward_problem(found)) is not None:
-        return Fate.NO_NUMBER, f"({problem})", 0.0
+        return "no number", f"({problem})", 0.0
     try:
         if is_copied:
             pickle.dumps(found)
     except Exception as error:  # noqa: BLE001  # objects may raise any type
         words = f"a result that cannot be copied to another process ({describe(error)})"
-        return Fate.NO_NUMBER, words, 0.0
-    return Fate.SCORED, "", 0.0
+        return "no number", words, 0.0
+    return "scored", "", 0.0
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
@@ -309,8 +306,8 @@ async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fat
     try:
         result = checked_results(found, num_answers=2)[0]
     except RewardError as error:
-        return Fate.NO_NUMBER, f"({error})", 0.0
-    return (Fate.SILENT, "", 0.0) if result is None else (Fate.SCORED, "", 0.0)
+        return "no number", f"({error})", 0.0
+    return ("silent", "", 0.0) if result is None else ("scored", "", 0.0)
 
 
 def _fate_of(
@@ -329,20 +326,20 @@ def _fate_of(
     # Compare names: an error from another process has no type to compare.
     match problem.partition(":")[0]:
         case "SystemExit":
-            return Fate.ENDED, f"({words})", 0.0
+            return "ended", f"({words})", 0.0
         case "WorkerLost":
-            return Fate.ENDED, f"({root})", 0.0
+            return "ended", f"({root})", 0.0
         case "CallTimedOut":
-            return Fate.HUNG, f"({words})", 0.0
+            return "hung", f"({words})", 0.0
         case "RuntimeError" if _IN_LOOP.search(problem):
-            return Fate.BROKEN, f"{words} (await the coroutine in place of running it)", 0.0
+            return "broken", f"{words} (await the coroutine in place of running it)", 0.0
         case "TypeError" if (
             isinstance(function, RewardFunction)
             and hides_arguments(function.function)
             and _OTHER_ARGUMENTS.search(problem)
         ):
-            return Fate.BROKEN, f"{words} ({HIDES})", 0.0
+            return "broken", f"{words} ({HIDES})", 0.0
         case name:
             # A value that one of our types refuses, such as a number for terminated.
             is_broken = is_misused or name in _BROKEN
-            return (Fate.BROKEN if is_broken else Fate.RAISED), words, 0.0
+            return ("broken" if is_broken else "raised"), words, 0.0
