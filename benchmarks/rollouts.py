@@ -57,7 +57,7 @@ from service.inference.replica import ReplicaDescription
 from service.inference.settings import EngineSettings
 from service.launch.cluster import joined
 from service.launch.model_directories import build_tiny
-from service.run.environment_pool import start_environment_actor
+from service.run.actor_pool import start_environment_actor
 from service.run.start import engine_settings
 
 CONFIG = Path(__file__).parents[1] / "deploy" / "configs" / "guessing-cpu.yaml"

@@ -1,7 +1,7 @@
 """The Ray actor that plays many episodes at once: the queue's rollouts, and evaluations.
 
 `RolloutExchange` takes rollouts from the queue and gives the trajectories to the queue. Evaluations
-are played at the same time and returned to the caller. `service.run.environment_pool` and the
+are played at the same time and returned to the caller. `service.run.actor_pool` and the
 command `rayloom evaluate` start and call this actor.
 """
 

@@ -2,7 +2,7 @@
 
 The line has every token that the engine received or returned, as the journal has for trained
 rollouts. The environment actor, which has the tokenizer, makes the line, and
-`service.run.environment_pool` writes it to a file.
+`service.run.actor_pool` writes it to a file.
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ from service.config.tree import Config
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir, model_path
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
-from service.run.engines import Engines, board_handle
-from service.run.environment_pool import (
+from service.run.actor_pool import (
     EnvironmentPool,
     evaluation_idle_s,
     play,
     start_environment_actor,
     write_lines,
 )
+from service.run.engines import Engines, board_handle
 from service.run.start import engine_settings
 from service.telemetry.evaluation import evaluation_record
 from service.telemetry.records import EvaluationRecord

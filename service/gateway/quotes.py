@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from actors.environment.protocol import Message, Role
@@ -17,13 +16,12 @@ from actors.environment.protocol import Message, Role
 MOST_CHARACTERS = 1 << 21
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReplyText:
     """A sampled reply, and the parts of it that are searched for in later prompts."""
 
-    message: Message
-    history: Callable[[], Sequence[Message]]
-    """Returns the messages of the prompt from which the reply was sampled."""
+    def __init__(self, message: Message, history: Callable[[], Sequence[Message]]) -> None:
+        """Keep a reply. history: returns the messages of the prompt from which it was sampled."""
+        self.message, self._history = message, history
 
     @cached_property
     def calls(self) -> frozenset[tuple[str, str]]:
@@ -43,7 +41,7 @@ class ReplyText:
 
     def was_given(self, text: str) -> bool:
         """Return whether the reply's prompt has a text, which then cannot identify the reply."""
-        return any(_has_words(each, text) for each in _texts(self.history()))
+        return any(_has_words(each, text) for each in _texts(self._history()))
 
 
 class PromptText:

@@ -96,7 +96,7 @@ class Node:
     """Only for a root: whether its messages quote an earlier reply. None: not checked yet."""
 
     def __post_init__(self) -> None:
-        self.reply = ReplyText(message=self.turn.reply, history=lambda: self.history()[:-1])
+        self.reply = ReplyText(self.turn.reply, lambda: self.history()[:-1])
         self.root = self if self.parent is None else self.parent.root
         self.root.num_in_root += 1
         self.root.num_of_task += not self.turn.is_auxiliary

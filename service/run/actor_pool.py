@@ -1,7 +1,12 @@
 """Start the actors that play a term's rollouts, watch them, and replace dead or frozen ones.
 
-Invariant: a dead actor's rollouts are returned to the queue before a new actor takes its slot, so
-that no rollout is lost and none is counted twice.
+Invariant: a dead actor's rollouts are returned to the queue before a new actor takes its place, so
+that no rollout is lost and none is counted twice. Environment actors also play evaluations. If an
+actor dies, the rollouts that it was to play are missing from the evaluation; they are not played
+again. The rollouts of an evaluation are also written to a file for people: if the file cannot be
+written, the user gets one notice and the run continues. The file's lines are read one after another
+from the object store, so that memory holds only one line. `rayloom evaluate` uses `play` without a
+pool.
 """
 
 from __future__ import annotations
@@ -9,16 +14,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.deadline import ActorLost, race, within
+from actors.deadline import ActorLost, race, wait_while_moving, within
+from actors.environment.actor import EnvironmentActor, PolicyFactory
+from actors.environment.evaluation import Played, plays_of
+from actors.environment.settings import EnvironmentActorSettings, Sampling
 from actors.metrics import Part
+from actors.types import RolloutAssignment, Task, TokenIds, TrajectorySummary
+from actors.user_code import LostCalls
+from service.config.tree import Config
 from service.remote_calls import await_reply, reason_of
 from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
@@ -32,6 +46,12 @@ MAX_EARLY_DEATHS = 5
 EARLY_DEATH_S = 30.0
 START_DEADLINE_S = 300.0
 PING_EVERY_S = 5.0
+# Time between two looks at the progress of an evaluation.
+LOOK_S = 2.0
+# Seconds to fetch one line, which may be on another node.
+FETCH_LIMIT_S = 60.0
+# Limit for rendering the prompts of the log-probability check.
+PROMPTS_LIMIT_S = 20.0
 
 
 class ActorPool:
@@ -200,3 +220,276 @@ class GatewayPool(ActorPool):
     id_prefix = "gateway"
     resumption = "continue from their stored turns with"
     why_blocked = "its event loop is overloaded"
+
+
+class EnvironmentPool(ActorPool):
+    """A pool that keeps environment actors alive, and plays evaluations on them."""
+
+    part = "environment_actor"
+    kind = "environment actor"
+    id_prefix = "environment"
+    resumption = "are played again by"
+    why_blocked = "an environment blocks the event loop instead of awaiting"
+
+    def __init__(
+        self,
+        num_actors: int,
+        start_actor: Callable[[str], ActorHandle],
+        *,
+        term: int,
+        frozen_after_s: float,
+        queue: RestartableQueue,
+        recorder: RunRecorder,
+        evaluation_idle_s: float,
+        files: EvaluationFiles,
+    ) -> None:
+        """Start the actors; `ActorPool.__init__` explains the other arguments.
+
+        evaluation_idle_s: seconds without an ended rollout after which an evaluation is abandoned.
+        files: stores the rollouts of evaluations.
+        """
+        super().__init__(
+            num_actors,
+            start_actor,
+            term=term,
+            frozen_after_s=frozen_after_s,
+            queue=queue,
+            recorder=recorder,
+            show_answering=recorder.environment_actors,
+        )
+        self._evaluation_idle_s = evaluation_idle_s
+        self._files = files
+
+    async def evaluate(
+        self,
+        tasks: Sequence[Task],
+        sampling: Sampling,
+        *,
+        file: str,
+        slots_share: float = 1.0,
+    ) -> list[TrajectorySummary]:
+        """Play each task as `play` does, store the rollouts in a file, and return their summaries.
+
+        file: name of the file without its suffix. slots_share: the part of rollouts.slots_per_actor
+        that each actor plays at once, from 0 to 1.
+        """
+        keeps_tokens = self._files.keep > 0
+        played = await play(
+            dict(self.actors),
+            plays_of(tasks, sampling.num_samples),
+            sampling,
+            idle_s=self._evaluation_idle_s,
+            keeps_tokens=keeps_tokens,
+            notice=self._recorder.notice,
+            slots_share=slots_share,
+        )
+        if keeps_tokens and played:
+            await self._files.write(file, played)
+        return [each.summary for each in played]
+
+    def _heard(self, actor_id: str, answer: tuple[tuple[LostCalls, ...], int]) -> None:
+        lost, resident_bytes = answer
+        self._recorder.user_calls.heard(actor_id, lost, resident_bytes=resident_bytes)
+
+    def _ended(self, actor_id: str) -> None:
+        self._recorder.user_calls.ended(actor_id)
+
+    async def opening_prompts(
+        self, tasks: Sequence[Task], *, num_tokens: int
+    ) -> Sequence[TokenIds]:
+        """Have one actor render the first prompts of tasks, up to `num_tokens` tokens in all.
+
+        Returns: the token ids of each prompt; () if the actor does not answer.
+        """
+        for actor in itertools.islice(self.actors.values(), 1):
+            call = actor.opening_prompts.remote(
+                list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S
+            )
+            with suppress(RayError, TimeoutError):
+                prompts: Sequence[TokenIds] = await within(START_DEADLINE_S, call)
+                return prompts
+        return ()
+
+
+async def play(
+    actors: Mapping[str, ActorHandle],
+    plays: Sequence[RolloutAssignment],
+    sampling: Sampling,
+    *,
+    idle_s: float,
+    keeps_tokens: bool,
+    notice: Callable[[str], None],
+    slots_share: float = 1.0,
+) -> list[Played]:
+    """Divide an evaluation's rollouts among the actors, and return their results.
+
+    actors: the environment actors by id. plays: the rollouts to play. idle_s: if no rollout of an
+    actor ends for so many seconds, the actor's rollouts are abandoned. keeps_tokens: whether a
+    result refers to a line for the evaluation's file, with the rollout's tokens. notice: called
+    with a message if an actor's rollouts are lost. slots_share: the part of
+    rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
+
+    Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
+    """
+    size = len(actors)
+    shares = [range(index, len(plays), size) for index in range(size)]
+
+    def playing(actor: ActorHandle, share: Sequence[int]) -> Any:
+        return actor.evaluate.remote(
+            [plays[number] for number in share],
+            temperature=sampling.temperature,
+            kept=sampling.kept,
+            slots_share=slots_share,
+            keeps_tokens=keeps_tokens,
+        )
+
+    answers = await asyncio.gather(
+        *(
+            _played(actor_id, actor, playing(actor, share), idle_s=idle_s)
+            for (actor_id, actor), share in zip(actors.items(), shares, strict=True)
+            if share
+        ),
+        return_exceptions=True,
+    )
+    found: dict[int, Played] = {}
+    for share, result in zip(shares, answers, strict=False):
+        if isinstance(result, ActorLost):
+            notice(f"part of an evaluation is missing: {result}")
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            found.update(zip(share, result, strict=True))
+    return [found[number] for number in sorted(found)]
+
+
+async def _played(
+    actor_id: str, actor: ActorHandle, playing: Any, *, idle_s: float
+) -> list[Played]:
+    """Return the results of the evaluation's rollouts that one actor plays.
+
+    playing: Ray reference of the call of the actor's `evaluate`.
+    Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
+    """
+    answer = asyncio.ensure_future(playing)
+    name = f"{EnvironmentPool.kind} {actor_id}"
+
+    async def progress() -> dict[int, int]:
+        with suppress(RayError, TimeoutError):
+            return {0: await within(LOOK_S, actor.num_evaluated.remote())}
+        return {}
+
+    try:
+        await wait_while_moving([answer], progress, idle_s=idle_s, look_s=LOOK_S)
+        if not answer.done():
+            raise ActorLost(f"the {name} has ended no rollout for {idle_s:g} s")
+        return await await_reply(answer, name=name, deadline_s=idle_s)
+    finally:
+        answer.cancel()
+        # If the actor has not answered yet, this ends the rollouts that it still plays.
+        ray.cancel(playing)
+
+
+class EvaluationFiles:
+    """The files of a run's newest evaluations, one file of JSON lines for each evaluation."""
+
+    def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
+        """Store the settings, without writing a file.
+
+        keep: number of newest files to keep; if it is 0, no file is written. notice: called once if
+        a file cannot be written.
+        """
+        self._directory = directory
+        self.keep = keep
+        self._notice = notice
+        self._has_failed = False
+
+    async def write(self, name: str, played: Sequence[Played]) -> None:
+        """Write an evaluation's rollouts to the file `name`.jsonl, and remove the oldest files.
+
+        If the file cannot be written, give a notice the first time.
+        """
+        try:
+            await asyncio.to_thread(self._write, name, played)
+        except (OSError, RayError) as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._notice(
+                    f"evaluation {name} is not in {self._directory}: it cannot be written "
+                    f"({str(error).splitlines()[0]}); its numbers are recorded; free space there, "
+                    "or set evaluation.keep_results to 0"
+                )
+
+    def _write(self, name: str, played: Sequence[Played]) -> None:
+        # If the run's directory is not visible on this node, fail instead of making one.
+        self._directory.mkdir(exist_ok=True)
+        write_lines(self._directory / f"{name}.jsonl", played)
+        files = sorted(self._directory.glob("step-*.jsonl"), key=lambda file: file.stat().st_mtime)
+        for file in files[: -self.keep]:
+            file.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, played: Sequence[Played]) -> int:
+    """Write the results' lines to a temporary file, and rename it to `path`.
+
+    Returns: the number of lines.
+    Raises: OSError; RayError if the actor that owns a line has died. After an error the temporary
+    file is removed.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lines = [each.line for each in played if each.line is not None]
+    try:
+        with aside.open("wb") as file:
+            for line in lines:
+                file.write(ray.get(line, timeout=FETCH_LIMIT_S) + b"\n")
+        aside.replace(path)
+    except (OSError, RayError):
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    return len(lines)
+
+
+def start_environment_actor(
+    config: Config,
+    *,
+    actor_id: str,
+    model: str,
+    make_policy: PolicyFactory,
+    queue: ActorHandle | None,
+    resources: Mapping[str, float],
+) -> ActorHandle:
+    """Start an environment actor, and return its handle.
+
+    model: the model whose tokenizer the actor uses. queue: the source of the actor's rollouts; None
+    for an actor that only plays evaluations.
+    """
+    actor_class = ray.remote(EnvironmentActor).options(
+        num_cpus=1,
+        max_concurrency=1000,
+        resources=dict(resources),
+        scheduling_strategy="SPREAD",
+    )
+    return actor_class.remote(
+        EnvironmentActorSettings(
+            rollouts=config.rollouts,
+            environments=config.environments,
+            max_context_tokens=config.model.max_context_tokens,
+            chat_template=config.model.chat_template,
+            keeps_last_observation=config.algorithm.bootstraps,
+            num_steps=config.run.steps,
+            groups_per_step=config.algorithm.groups_per_step,
+        ),
+        actor_id=actor_id,
+        tokenizer_path=model,
+        make_policy=make_policy,
+        queue=queue,
+    )
+
+
+def evaluation_idle_s(config: Config) -> float:
+    """Return the seconds without an ended rollout after which an evaluation is abandoned.
+
+    The time is enough for the longest episode and for the replacement of a frozen actor.
+    """
+    longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
+    return longest_s + config.rollouts.frozen_after_s

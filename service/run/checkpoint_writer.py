@@ -12,29 +12,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 
 from actors.deadline import ActorLost
 from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.messages import QueueSnapshot
 from service.run.loop_parts import LoopParts
+from service.store.lineage import Checkpoint
 
 # Writing a checkpoint's files costs more than committing existing files again.
 FILES_FACTOR = 10
 # Number of evicted rollouts after which a loop that waits for a step commits the evictions.
 MAX_UNCOMMITTED = 1000
 ENDED_UNSAVED = "the term ended before its checkpoint was committed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """A committed checkpoint."""
-
-    step: int
-    version: int
-    directory: str
-    """Name of the checkpoint's directory; empty before the first checkpoint."""
 
 
 class CheckpointWriter:
@@ -55,18 +45,15 @@ class CheckpointWriter:
         trainer were restarted and now have other weights, it publishes these weights first.
         """
         self._parts, self._call_trainer = parts, call_trainer
-        self.newest = Commit(
-            step=parts.first_step - 1,
-            version=parts.trainer.version,
-            directory=parts.checkpoint,
-        )
+        self.newest = parts.parent
+        """The checkpoint that was committed last; None before the first."""
         self._committed_at = self._begun_at = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
         """The task that commits the last checkpoint once the ranks have written it.
 
         None before the first checkpoint, and after `join`.
         """
-        self._requests: dict[asyncio.Future[Commit], int] = {}
+        self._requests: dict[asyncio.Future[Checkpoint], int] = {}
         """The unanswered requests for a checkpoint, each with the earliest step that it accepts."""
         self._is_over = False
 
@@ -80,25 +67,25 @@ class CheckpointWriter:
         """Whether a checkpoint is requested, and no checkpoint is being written."""
         return bool(self._requests) and (self._writing is None or self._writing.done())
 
-    async def request(self, done: int) -> Commit:
+    async def request(self, done: int) -> Checkpoint:
         """Request a checkpoint of step `done` or a later step; return once it is committed.
 
         Raises: ActorLost if the term ends first.
         """
         if self._is_over:
             raise ActorLost(ENDED_UNSAVED)
-        answer: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Checkpoint] = asyncio.get_running_loop().create_future()
         self._requests[answer] = done
         return await answer
 
     async def save_requested(self, done: int) -> None:
         """Begin a checkpoint of step `done` if one is requested.
 
-        If step `done` is committed already, answer the requests with its commit instead.
+        If step `done` is committed already, answer the requests with its checkpoint instead.
         """
         await self.join()
-        if self._is_committed(done):
-            self._answer_requests()
+        if (found := self._committed(done)) is not None:
+            self._answer_requests(found)
         elif self._requests:
             await self._save(done)
 
@@ -112,7 +99,7 @@ class CheckpointWriter:
         """
         if self._writing is not None or not self._parts.has_clients:
             return False
-        factor = 1 if self._is_committed(done) else FILES_FACTOR
+        factor = FILES_FACTOR if self._committed(done) is None else 1
         num_evicted = self._parts.recorder.num_evicted
         waited_s = time.monotonic() - max(begun_at, self._committed_at)
         if num_evicted and waited_s >= factor * self._parts.commit_after_s:
@@ -126,8 +113,8 @@ class CheckpointWriter:
         state. Otherwise begin a checkpoint. After the commit, pruning can remove the evicted
         rollouts from the database. done: the last finished step; 0 before the first.
         """
-        if self._is_committed(done):
-            await self._commit(self.newest, await self._parts.queue.cut())
+        if (found := self._committed(done)) is not None:
+            await self._commit_again(found)
             await self._parts.prune_checkpoints()
         else:
             await self._save(done)
@@ -163,10 +150,10 @@ class CheckpointWriter:
         step `done` is committed already.
         """
         await self.join()
-        if is_complete and self._is_committed(done):
-            await self._commit(self.newest, await self._parts.queue.cut())
+        if is_complete and (found := self._committed(done)) is not None:
+            await self._commit_again(found)
         # Repeat this if a rank is lost in the meantime; the trainer limits the number of restarts.
-        while self.newest.step < done:
+        while done > (0 if self.newest is None else self.newest.step):
             await self._save(done)
             await self.join()
 
@@ -180,8 +167,9 @@ class CheckpointWriter:
             if not answer.done():
                 answer.set_exception(ActorLost(ENDED_UNSAVED))
 
-    def _is_committed(self, step: int) -> bool:
-        return self.newest.step == step and bool(self.newest.directory)
+    def _committed(self, step: int) -> Checkpoint | None:
+        """Return the newest committed checkpoint if it is of this step; otherwise None."""
+        return self.newest if self.newest is not None and self.newest.step == step else None
 
     async def _save(self, step: int) -> None:
         await self.begin(step)
@@ -202,27 +190,34 @@ class CheckpointWriter:
             )
             return
         await recorder.checkpoint_written(path, seconds=time.monotonic() - begun_at)
-        await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
+        await self._commit(step, version, path.name, snapshot)
         await self._parts.trainer.committed(step, path)
         await self._parts.prune_checkpoints()
 
-    async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
+    async def _commit_again(self, found: Checkpoint) -> None:
+        """Commit a checkpoint's files again, with the queue's current state."""
+        snapshot = await self._parts.queue.cut()
+        await self._commit(found.step, found.policy_version, found.directory, snapshot)
+
+    async def _commit(
+        self, step: int, version: int, directory: str, snapshot: QueueSnapshot
+    ) -> None:
         """Store a written checkpoint with the queue's state; the next term continues from both."""
         curriculum = self._parts.curriculum
-        await self._parts.recorder.checkpoint(
-            step=commit.step,
-            version=commit.version,
-            directory=commit.directory,
+        self.newest = await self._parts.recorder.checkpoint(
+            step=step,
+            version=version,
+            directory=directory,
             snapshot=snapshot,
             curriculum=None if curriculum is None else curriculum.results,
         )
-        self.newest, self._committed_at = commit, time.monotonic()
-        self._answer_requests()
+        self._committed_at = time.monotonic()
+        self._answer_requests(self.newest)
 
-    def _answer_requests(self) -> None:
+    def _answer_requests(self, newest: Checkpoint) -> None:
         """Answer the requests for a checkpoint of the newest committed step or an earlier one."""
-        served = [each for each, step in self._requests.items() if step <= self.newest.step]
+        served = [each for each, step in self._requests.items() if step <= newest.step]
         for answer in served:
             del self._requests[answer]
             if not answer.done():
-                answer.set_result(self.newest)
+                answer.set_result(newest)

@@ -256,9 +256,9 @@ class Control(ControlPort):
         term = self._training_term("a checkpoint")
 
         async def work(operation: OperationAnswer) -> OperationAnswer:
-            commit = await term.checkpoint()
-            found = {"checkpoint": commit.directory, "detail": f"step {commit.step}"}
-            return operation.model_copy(update=found)
+            found = await term.checkpoint()
+            update = {"checkpoint": found.directory, "detail": f"step {found.step}"}
+            return operation.model_copy(update=update)
 
         return self._begin("checkpoint", work, detail="after the current step")
 

@@ -31,9 +31,10 @@ from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import StepInput
 from actors.types import TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck
-from service.run.checkpoint_writer import CheckpointWriter, Commit
+from service.run.checkpoint_writer import CheckpointWriter
 from service.run.health import FailureWatch, RunFailed, WeightsMoved
 from service.run.loop_parts import LoopParts
+from service.store.lineage import Checkpoint
 from service.store.tables import Pausable
 from service.telemetry.evaluation import evaluation_file, evaluation_record, sampling_of_parts
 from service.telemetry.records import StageSeconds, StepRecord, finished_record, step_record
@@ -65,13 +66,13 @@ class Stopwatch:
 class Loop:
     """The training loop of one term.
 
-    When it starts, the live engines must have the weights of step first_step - 1.
+    When it starts, the live engines must have the weights of the parent checkpoint.
     """
 
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
         self._run_settings = parts.config.run
-        self._step = parts.first_step
+        self._step = 1 if parts.parent is None else parts.parent.step + 1
         self._checkpoints = CheckpointWriter(parts, call_trainer=self._with_published)
         self._failures = FailureWatch(parts.config)
         self._loading: asyncio.Task[None] | None = None
@@ -117,7 +118,7 @@ class Loop:
         if grace_s is not None:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
-    async def checkpoint(self) -> Commit:
+    async def checkpoint(self) -> Checkpoint:
         """Have the loop write a checkpoint after the current step; return it once it is committed.
 
         The checkpoint is of the last finished step. If that step is committed already, nothing is
@@ -170,7 +171,7 @@ class Loop:
 
     async def _train(self) -> None:
         """Collect, build and train one step after another, until a stop or the last step."""
-        if self._step == 1 and not self._checkpoints.newest.directory:
+        if self._checkpoints.newest is None:
             await self._evaluate(step=0)
         while self._has_more and not self._is_stopping.is_set():
             watch = Stopwatch()

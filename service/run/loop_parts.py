@@ -10,12 +10,13 @@ from actors.environment.evaluation import EvaluationSet
 from service.config.tree import Config
 from service.run.pauses import Pauses
 from service.run.task_feed import ConfiguredTasks, Curriculum
+from service.store.lineage import Checkpoint
 
 if TYPE_CHECKING:
     # These import Ray, torch and vLLM, which the loop itself does not need.
     from service.backlog.queue import SubmissionQueue
+    from service.run.actor_pool import EnvironmentPool
     from service.run.engines import Publisher
-    from service.run.environment_pool import EnvironmentPool
     from service.run.recorder import RunRecorder
     from service.run.restartable_merge import RestartableMerge
     from service.run.restartable_queue import RestartableQueue
@@ -31,12 +32,10 @@ class LoopParts:
 
     config: Config
     term: int
-    first_step: int
-    """First step of this term: the checkpoint's step + 1, or 1 without a checkpoint."""
+    parent: Checkpoint | None
+    """The checkpoint from which this term continues; None for a fresh start."""
     has_clients: bool = False
     """Whether clients submit the tasks; then groups that cannot be trained do not end the run."""
-    checkpoint: str = ""
-    """Name of the checkpoint from which this term continues; empty for a fresh start."""
     commit_after_s: float = 60.0
     """Seconds after which a loop that waits for a step commits evicted rollouts.
 

@@ -382,14 +382,15 @@ class RunRecorder:
         directory: str,
         snapshot: QueueSnapshot,
         curriculum: Mapping[str, tuple[float, ...]] | None = None,
-    ) -> None:
+    ) -> Checkpoint:
+        """Commit a checkpoint, with the events and results that are not stored yet."""
         events, results = self._take_pending()
         entries: list[FeedEntry] = []
         if self._submissions is not None:
             entries = self._submissions.take_entries(last_event_seq=snapshot.last_event_seq)
 
-        async def write() -> None:
-            await self._thread.call(
+        async def write() -> Checkpoint:
+            committed = await self._thread.call(
                 self._store.commit_checkpoint,
                 term=term,
                 step=step,
@@ -411,9 +412,10 @@ class RunRecorder:
             self.checkpoint_step = step
             if self._uploads is not None:
                 self._uploads.wake()
+            return committed
 
         term = self.term
-        await self._thread.finish(write())
+        return await self._thread.finish(write())
 
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
         """Set the metrics of a written checkpoint: its size, its duration and the free disk space.

@@ -40,15 +40,14 @@ from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, describe_places, resources_of, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
-from service.run.actor_pool import GatewayPool
-from service.run.checkpoint_writer import Commit
-from service.run.engines import Engines, Publisher, watch_board
-from service.run.environment_pool import (
+from service.run.actor_pool import (
     EnvironmentPool,
     EvaluationFiles,
+    GatewayPool,
     evaluation_idle_s,
     start_environment_actor,
 )
+from service.run.engines import Engines, Publisher, watch_board
 from service.run.health import RunFailed
 from service.run.loop import Loop
 from service.run.loop_parts import LoopParts
@@ -60,6 +59,7 @@ from service.run.restartable_trainer import RestartableTrainer
 from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.store.database import PATIENCE_S
 from service.store.leases import Lease
+from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore
 
 log = logging.getLogger("rayloom.term")
@@ -209,7 +209,7 @@ class Term:
         if self._loop is not None:
             self._loop.stop(grace_s=grace_s)
 
-    async def checkpoint(self) -> Commit:
+    async def checkpoint(self) -> Checkpoint:
         """Have the loop write a checkpoint; return the checkpoint once it is committed.
 
         The term must be training.
@@ -526,7 +526,7 @@ class Term:
 
     def _loop_parts(self, publisher: Publisher, tasks: TaskSource) -> LoopParts:
         assert self._pool is not None and self._merge is not None
-        config, parent, algorithm = self._config, self._lease.parent, self._config.algorithm
+        config, algorithm = self._config, self._config.algorithm
         has_clients = self._submissions is not None
         if has_clients:
             # A run with clients ends only with its last step: harder tasks may still be submitted.
@@ -543,9 +543,8 @@ class Term:
         return LoopParts(
             config=config,
             term=self._lease.term,
-            first_step=self.first_step,
+            parent=self._lease.parent,
             has_clients=has_clients,
-            checkpoint=parent.directory if parent else "",
             queue=self.queue,
             merge=self._merge,
             trainer=self._trainer,

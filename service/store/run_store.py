@@ -321,34 +321,37 @@ class RunStore(ReadOnlyStore):
         last_event_seq: int,
         new_results: Sequence[RolloutResult] = (),
         new_entries: Sequence[FeedEntry] = (),
-    ) -> None:
+    ) -> Checkpoint:
         """Commit a checkpoint; the rollouts that its ledger marks as trained then count as trained.
 
         Args: directory: name in the run's directory of checkpoints. new_entries: the feed's
         entries about the ledger up to last_event_seq.
         Raises: LeaseLost.
         """
-        row = {
+        row: dict[str, Any] = {
             "term": term,
             "step": step,
             "policy_version": policy_version,
             "directory": directory,
-            "queue_snapshot": queue_snapshot,
-            "curriculum": curriculum,
             "last_event_seq": last_event_seq,
             "committed_at": time.time(),
         }
 
-        def store(connection: Connection) -> None:
+        def store(connection: Connection) -> Checkpoint:
             _insert_outcomes(connection, term, new_events, new_results)
             add_entries(connection, new_entries)
-            found = {
+            content = {
+                "queue_snapshot": queue_snapshot,
+                "curriculum": curriculum,
                 "totals": lineage_totals(connection, term, last_step=step),
                 "feed_number": newest_number(connection),
             }
-            _insert(connection, tables.checkpoints, {**row, **found})
+            inserted = connection.execute(insert(tables.checkpoints), row | content)
+            assert inserted.inserted_primary_key is not None
+            (number,) = inserted.inserted_primary_key
+            return Checkpoint(id=number, **row)
 
-        self.write(term, store)
+        return self.write(term, store)
 
     def _open(self) -> None:
         self._database.prepare(self._is_ready, self._create_tables)

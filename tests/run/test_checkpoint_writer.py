@@ -10,8 +10,8 @@ from worlds.parts.loop_world import World, make_loop
 
 from actors.deadline import ActorLost, within
 from actors.trainer.checkpoint import CheckpointError
-from service.run.checkpoint_writer import Commit
 from service.run.loop import Loop
+from service.store.lineage import Checkpoint
 
 
 async def test_a_checkpoint_is_committed_after_its_files_and_its_step_are_written() -> None:
@@ -174,7 +174,7 @@ async def test_a_checkpoint_that_is_asked_for_comes_after_the_step_in_hand_and_w
 
     world.checkpoint_is_written = write
     loop = make_loop(world, steps=4)
-    asked: list[asyncio.Task[Commit]] = []
+    asked: list[asyncio.Task[Checkpoint]] = []
 
     def ask(version: int) -> None:
         if version == 3:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.builders.store_builders import committed
 from worlds.parts.control_world import World, played
 
 from actors.deadline import ActorLost
 from actors.environment.settings import Sampling
 from service.api.control import ControlRefused, EvaluationAnswer, OperationAnswer, OperationStatus
 from service.report.document import Phase
-from service.run.checkpoint_writer import Commit
 from service.run.control import OVER, policies_view
 from service.store.lineage import read_history
 from service.store.tables import Pausable
@@ -88,7 +88,7 @@ async def test_a_checkpoint_that_is_asked_for_is_told_by_its_operation(tmp_path:
     await world.begin()
     operation = await world.control.checkpoint()
     assert (await world.control.operation(operation.id)).status is OperationStatus.RUNNING
-    world.term.commit.set_result(Commit(step=7, version=7, directory="step-000007-t1"))
+    world.term.commit.set_result(committed(7, "step-000007-t1"))
     found = await ended(world, operation)
     assert (found.status, found.checkpoint) == (OperationStatus.DONE, "step-000007-t1")
     # One that the term does not live to see.

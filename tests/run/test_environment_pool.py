@@ -20,7 +20,7 @@ from actors.environment.tasks import GeneratedTasks
 from actors.metrics import Metrics
 from actors.types import RolloutAssignment
 from actors.user_code import LostCalls
-from service.run.environment_pool import EnvironmentPool, EvaluationFiles
+from service.run.actor_pool import EnvironmentPool, EvaluationFiles
 from service.telemetry.user_calls import UserCalls
 
 pytestmark = [pytest.mark.usefixtures("cluster")]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from worlds.builders.store_builders import committed
 from worlds.parts.loop_world import OWN_SET, World, make_loop
 
 from actors.deadline import ActorLost, within
@@ -293,13 +294,13 @@ async def test_an_evaluation_that_outlasts_the_grace_costs_its_step_nothing() ->
 
 async def test_a_term_that_goes_on_before_the_first_step_does_not_evaluate_again() -> None:
     world = World()
-    await make_loop(world, steps=1, checkpoint="dir-0").run()
+    await make_loop(world, steps=1, parent=committed(0)).run()
     assert world.calls_of("evaluate", "train") == ["train 1", "evaluate 2"]
 
 
 async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
     world = World()
-    await make_loop(world, steps=3, first_step=3, checkpoint="dir-2").run()
+    await make_loop(world, steps=3, parent=committed(2)).run()
     assert world.published_versions == [3]
     assert world.calls_of("evaluate", "train") == ["train 3", "evaluate 2"]
     assert world.checkpoints == [(3, "dir-3")]
@@ -307,7 +308,7 @@ async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
 
 async def test_a_run_that_is_resumed_when_complete_changes_nothing_but_closes_it() -> None:
     world = World()
-    await make_loop(world, steps=3, first_step=4, checkpoint="dir-3").run()
+    await make_loop(world, steps=3, parent=committed(3, "dir-3")).run()
     assert world.published_versions == []
     assert world.checkpoints == [(3, "dir-3")]
 

@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.trajectory_queue.state import QueueState
+from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore
 from worlds.builders.queue_builders import make_settings
 
@@ -22,6 +23,14 @@ OpenStore = Callable[[Path], RunStore]
 def queue_snapshot(step: int = 0) -> QueueSnapshot:
     """Of a queue without groups; each step has another one."""
     return replace(QueueState(make_settings()).snapshot(), replacements={step: 1})
+
+
+def committed(step: int, directory: str = "") -> Checkpoint:
+    """A checkpoint that nothing stores. directory: TERM-STEP where none is given."""
+    return Checkpoint(
+        id=step + 1, term=1, step=step, policy_version=step, directory=directory or f"1-{step}",
+        last_event_seq=-1, committed_at=0.0,
+    )  # fmt: skip
 
 
 def commit(

@@ -18,12 +18,12 @@ from service.access.keys import NamedKey
 from service.api.problems import RunUnavailable
 from service.api.schemas import ReadyAnswer
 from service.launch.run_dir import RunDir
-from service.run.checkpoint_writer import Commit
 from service.run.control import Control
 from service.run.health import readiness
 from service.run.recorder import RunRecorder
 from service.store.errors import LeaseLost, StoreError
 from service.store.leases import Lease
+from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore
 from service.worker_thread import WorkerThread
 from worlds.builders.store_builders import commit
@@ -43,7 +43,7 @@ class ScriptedTerm:
     evaluation_tasks: Sequence[Task] = field(init=False)
     engines_read_text: bool = True
     is_held: bool = False
-    commit: asyncio.Future[Commit] = field(default_factory=asyncio.Future)
+    commit: asyncio.Future[Checkpoint] = field(default_factory=asyncio.Future)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[list[str], Sampling, str, float]] = field(default_factory=list)
     passes_after: int = 2
@@ -53,7 +53,7 @@ class ScriptedTerm:
     def __post_init__(self) -> None:
         self.evaluation_tasks = GeneratedTasks("guessing", run_seed=0).held_out(self.num_held_out)
 
-    async def checkpoint(self) -> Commit:
+    async def checkpoint(self) -> Checkpoint:
         return await self.commit
 
     async def apply_generation_pause(self) -> None:

@@ -34,7 +34,9 @@ from service.run.loop import Loop
 from service.run.loop_parts import LoopParts
 from service.run.pauses import Pauses
 from service.run.task_feed import ConfiguredTasks, Curriculum
+from service.store.lineage import Checkpoint
 from service.telemetry.records import EvaluationRecord, StepRecord
+from worlds.builders.store_builders import committed
 
 FAILED = FailedGroups(
     num_usable_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
@@ -293,11 +295,12 @@ class Notebook:
         directory: str,
         snapshot: QueueSnapshot,
         curriculum: Mapping[str, tuple[float, ...]] | None = None,
-    ) -> None:
+    ) -> Checkpoint:
         self.world.calls.append(f"commit {step}")
         self.world.curricula.append(curriculum)
         self.world.checkpoints.append((step, directory))
         self.world.num_evicted = 0
+        return replace(committed(step, directory), policy_version=version)
 
 
 OWN_SET = (
@@ -311,8 +314,7 @@ def make_loop(
     world: World,
     *,
     steps: int = 3,
-    first_step: int = 1,
-    checkpoint: str = "",
+    parent: Checkpoint | None = None,
     max_lag: int = 0,
     stop_at_reward: float | None = None,
     scores_first: bool = False,
@@ -325,7 +327,7 @@ def make_loop(
 ) -> Loop:
     """parts: in the world's place, by the names of `LoopParts`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
-    world.num_taken = world.version = first_step - 1
+    world.num_taken = world.version = 0 if parent is None else parent.step
     fakes: dict[str, Any] = dict.fromkeys(
         ("queue", "merge", "trainer", "publisher", "environments"), world
     )
@@ -353,9 +355,8 @@ def make_loop(
             trainer=TrainerSettings(max_skipped_steps=3),
             inference=InferenceSettings(start_deadline_s=60.0),
         ),
-        first_step=first_step,
+        parent=parent,
         has_clients=has_clients,
-        checkpoint=checkpoint,
         commit_after_s=commit_after_s,
     )
     return Loop(own)

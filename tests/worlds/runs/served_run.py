@@ -25,9 +25,9 @@ from service.config.sections import ServiceSettings, SessionSettings
 from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
 from service.launch.run_dir import RunDir
-from service.run.checkpoint_writer import Commit
 from service.run.control import Control
 from service.worker_thread import WorkerThread
+from worlds.builders.store_builders import committed
 from worlds.parts.control_world import AskedControl, ScriptedEngines, ScriptedTerm
 from worlds.parts.local_page import LocalPage
 from worlds.parts.local_run import LocalRun, LocalSessions
@@ -65,7 +65,7 @@ async def begin_control(service: Service) -> Control:
     """Over a term that trains and evaluates whatever it is asked for."""
     term = ScriptedTerm()
     term.go_on.set()
-    term.commit.set_result(Commit(step=service.step, version=service.step, directory="step-0"))
+    term.commit.set_result(committed(service.step, "step-0"))
     control = Control(
         service.store,
         thread=WorkerThread("store"),
