@@ -272,15 +272,19 @@ class LostCallCounter:
             )
 
     def add(self, other: LostCallCounter) -> None:
-        """Add the counts of `other`, the counter of the pool that this counter's pool replaces."""
+        """Add the counts of another counter.
+
+        A pool that replaces an outdated pool adds the outdated pool's counts to its own.
+        """
         self.counts.update(other.counts)
         self._reasons.update(other._reasons)
 
     @property
     def calls(self) -> tuple[LostCalls, ...]:
-        """The calls that gave no answer, with one entry for each function and `LostCalls.end`.
+        """The calls that gave no answer, added up over the tasks.
 
-        The entries are in the order in which they first occurred.
+        There is one entry for each pair of a function and a `LostCalls.end`; the pair that occurred
+        first is the first entry.
         """
         counts: Counter[tuple[str, str]] = Counter()
         tasks: dict[tuple[str, str], list[str]] = {}

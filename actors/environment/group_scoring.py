@@ -1,8 +1,9 @@
 """Score the trajectories of a group together, once all rollouts of the group have ended.
 
-The group's reward for a trajectory is added to the trajectory's last turn. If the environment
-cannot score the group, each trajectory ends as `reward_error`. The trajectory queue gives such a
-group to an environment actor, which scores it with this module, before the queue closes the group.
+The reward that the group's scoring gives to a trajectory is added to the trajectory's last turn. If
+the environment cannot score the group, each trajectory ends as `reward_error`. Before the
+trajectory queue closes a group that must be scored together, it gives the group to an environment
+actor, which scores the group with this module.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ async def score_together(
 ) -> list[Trajectory]:
     """Score a group's answers together; return the trajectories with the group's rewards added.
 
-    A call of `score_group` that raises is repeated up to twice; one that exceeds its limit is not
-    repeated. The trajectory of an answer without a score has the outcome `reward_error`; without
-    any scores, all trajectories have it.
+    A call of `score_group` that raises is repeated up to twice; a call that exceeds its limit is
+    not repeated. If an answer gets no score, the outcome of its trajectory becomes `reward_error`.
+    If the calls fail, the outcome of every trajectory becomes `reward_error`.
 
     Args:
         make_environment: Makes an environment with the method `score_group(task, completions)`. The

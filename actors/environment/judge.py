@@ -1,4 +1,6 @@
-"""A model that judges answers, over OpenAI's chat completions, by a number in its reply.
+"""Score answers by a model, the judge: it is asked about an answer and replies with a number.
+
+The judge is called by OpenAI's chat completions:
 
     question = "From 1 to 10, how helpful is this answer to $prompt? $completion"
     options = JudgeOptions(url="http://judge:8000/v1", model="m", prompt=question, scale=(1, 10))
@@ -232,12 +234,12 @@ def _count(value: object) -> int:
 
 @lru_cache(maxsize=64)
 def shared_judge(name: str, options: JudgeOptions) -> Judge:
-    """Return a judge with these options, cached because each episode makes an environment."""
+    """Return the judge with these options, which all episodes of this process share."""
     return Judge(options, name=name)
 
 
 class _Passing(Exception):
-    """Raised if a request fails in a way that a repetition may avoid."""
+    """Raised if a request fails but may succeed when it is repeated."""
 
     def __init__(self, problem: str, *, after_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -253,7 +255,10 @@ class _Line:
         self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
     def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
-        """Remove an ended request; read its error, as asyncio warns of errors that nobody reads."""
+        """Remove a request that has ended.
+
+        Also read the request's error: asyncio logs a warning for an error that nobody reads.
+        """
         self.pending.pop(key, None)
         if not request.cancelled():
             request.exception()

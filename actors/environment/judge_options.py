@@ -1,4 +1,6 @@
-"""The options of a model that judges answers: service, question, how a reply becomes a score.
+"""The options of a judge, a model that scores answers.
+
+They describe the judge's service, the question to the judge, and how its reply becomes a score.
 
 This module does no I/O; `actors.environment.judge` sends the requests. Bad options are refused
 before a run starts.
@@ -113,7 +115,7 @@ def _bad_request(options: JudgeOptions) -> Iterator[str]:
 
 
 def _bad_reading(options: JudgeOptions) -> Iterator[str]:
-    """Yield a sentence for each fault of the options with which a reply becomes a score."""
+    """Yield a sentence for each fault of the options that say how a reply becomes a score."""
     if (problem := problem_of(options.parse)) is not None:
         yield f"parse: {problem}"
     if options.json_field is not None:
@@ -225,9 +227,10 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Return the value of a field, from the last JSON object in a reply that has the field.
+    """Search a reply for JSON objects that have a field; return the field's value in the last one.
 
-    path: the field's name, with dots to lead into objects. Returns: None if no object has it.
+    path: the field's name, such as "score", or "verdict.score" for a field of the object `verdict`.
+    Returns: None if no object has the field.
     """
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")
     while start >= 0:

@@ -223,8 +223,8 @@ class McpServer:
 
         opened: the future of the lost client. what: what happened to the server, for the error.
 
-        The next use opens the server again. This function waits until the server is closed: if the
-        event loop ended in the middle, the closing would never end.
+        The next use opens the server again. This function waits until the server is closed, because
+        the event loop may end soon after, and would then leave the server half closed.
         """
         if self._opened is opened:
             await self.close()
@@ -331,10 +331,11 @@ def _found(command: Sequence[str]) -> list[str]:
 
 
 def _kept(command: Sequence[str]) -> list[str]:
-    """Return the command of a `server_keeper` that ends the server's processes with this process.
+    """Return a command that runs the server under a `server_keeper`.
 
-    On systems without pidfd, return the server's own command; by the protocol a server has to end
-    when its standard input closes.
+    The keeper ends the server's processes when this process ends. Systems without pidfd cannot run
+    a keeper. On these systems return the server's own command: the protocol requires a server to
+    end by itself when its standard input closes.
     """
     if not hasattr(os, "pidfd_open"):
         return list(command)
@@ -366,7 +367,7 @@ _num_shown = 0
 
 
 class ServerStderr:
-    """The standard error of one server, which may be opened several times."""
+    """Reads the standard error of one server; `opened` is called each time the server is opened."""
 
     def __init__(self) -> None:
         self._end = b""

@@ -56,7 +56,10 @@ class GenerateRequest:
     for thinking; if there are no tools, only for thinking. None: the reply is not parsed."""
 
     def salted(self, salt: str) -> str:
-        """Return the engine's cache salt for this request: `salt`, made unique to the tenant."""
+        """Return the cache salt to give to the engine: the tenant's name and `salt`.
+
+        Two tenants thus never have the same salt, and share no cached prefixes.
+        """
         # No tenant's name contains a slash.
         return f"{self.tenant}/{salt}"
 

@@ -153,15 +153,15 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether calling a class of options makes an instance; a TypedDict makes a dict."""
+    """Return whether values of an options class are instances of it; a TypedDict's are dicts."""
     return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of their class.
 
-    Return None if the factory takes its options as keyword arguments, or if `options` is empty and
-    the factory's default is not an instance of a class of options.
+    Return None if the factory takes its options as keyword arguments. If `options` is empty and the
+    factory has a default for them, return the default, or None if it is not of an options class.
     Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
@@ -179,10 +179,11 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the parameter `options` of a factory if its type is a dataclass of options.
+    """Return the parameter `options` of a factory if its type is an options dataclass or a union.
 
-    Return None if the options are keyword arguments. Raises: BadOptions if the type is not known,
-    if it contains a class of options in another way, or if the factory has other parameters too.
+    Return None if the options are keyword arguments. Raises: BadOptions if the type is not known;
+    if it contains an options dataclass but is neither that dataclass nor a union of such
+    dataclasses; or if the factory has other parameters too.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -231,8 +232,9 @@ def _signature_of(
 ) -> inspect.Signature:
     """Return the signature of a factory, with types instead of the names of types.
 
-    unknown: type variables in place of names that are not defined. An annotation stays a text if it
-    cannot be evaluated. If code in C has no signature, return one that takes any arguments.
+    An annotation stays a text if it cannot be evaluated. If code in C has no signature, return one
+    that takes any arguments. unknown: the undefined names that earlier calls have found in the
+    annotations, each with a type variable to use in its place.
     """
     called: Any = get_origin(factory) or factory
     try:

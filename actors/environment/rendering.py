@@ -1,12 +1,12 @@
 """Turn messages into token ids by appending, so that history is not rendered again.
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
-messages. A delta is rendered after two different dummy chats. The delta is used only if both
-renderings give the same ids for it and are otherwise unchanged, and if it shows the text of every
-new message; otherwise the whole chat is rendered, and the reason is counted. A whole chat that does
-not show the text of a message, or its tools, is an error. The dummy chats end as the reply does: in
-text, after a thought, or in calls with the same names and ids. The turn loop and the gateway use
-this module.
+messages. To find the delta, the new messages are rendered after two different dummy chats. Each
+dummy chat ends as the real reply does: in text, after a thought, or in calls with the same names
+and ids. The delta is used only if its ids are the same after both dummy chats, if the new messages
+do not change how the dummy chats are rendered, and if the delta shows the text of every new
+message. Otherwise the whole chat is rendered, and the reason is counted. If this rendering does not
+show the text of a message or the tools, it is an error. The turn loop and the gateway use this.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class _DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: _Ending) -> str:
-        """Return the last text of the chat's reply, if the reply has this ending.
+        """Return the last text in the chat's reply: with calls an argument, otherwise the content.
 
-        The text occurs once in the chat, so its end in a rendering is where new messages begin.
+        The text occurs once in the chat. In a rendering, new messages begin after it.
         """
         return self.argument if ending.calls else self.content
 
@@ -299,7 +299,7 @@ class ChatRenderer:
     def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
         """Check that the template shows the tools of a chat that begins with these messages.
 
-        Some templates show only calls and leave the tools to the system text (DeepSeek R1).
+        Some templates (DeepSeek R1) show calls but no tools; the system text must list the tools.
         Raises: RenderError if the template shows neither tools nor calls.
         """
         marks = self._marks(marked(messages), marked_tools(tools)) if tools else None
@@ -329,8 +329,8 @@ class ChatRenderer:
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, the reply to this prompt,
         which may be cut off. history: every message so far, the reply last; rendered only if the
-        delta cannot be used. Empty if the reply is plain text. new_messages: the messages after the
-        reply; may be empty.
+        delta cannot be used. If the history is empty, the reply is taken to be plain text.
+        new_messages: the messages after the reply; may be empty.
         Raises: RenderError if the history has to be rendered and the template refuses it.
         """
         if self._history == "as_rendered":
@@ -501,10 +501,10 @@ class ChatRenderer:
         return _frozen(tail_ids), self._num_closing(tail_ids, closed_ids[start:])
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
-        """Return how many of the tokens after a call's last argument the policy samples itself.
+        """Return how many of the tokens after a call's last argument belong to the call.
 
-        They are those before the first token that stops the engine; all of them if there is no such
-        token.
+        The policy samples these tokens itself. They end before the first token that stops the
+        engine; if no token stops it, all tokens belong to the call.
 
         Args: closing_ids: the tokens after the last argument in a chat that ends with the call.
         """
@@ -512,20 +512,20 @@ class ChatRenderer:
         return next(ends, len(closing_ids))
 
     def _is_ended(self, sampled: TokenIds, num_closing: int) -> bool:
-        """Return whether a turn is ended by the policy's last token or by tokens to insert.
+        """Return whether the policy's last token or the first tokens of the delta end the reply.
 
-        Otherwise the delta would continue a reply that may be cut off in the middle of a call.
+        Otherwise the reply may be cut off in the middle of a call, which the delta would continue.
 
         Args: num_closing: number of tokens at the start of the delta that end the reply.
         """
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Return how many of the tokens after a reply end the reply; the others are new messages.
+        """Return how many of the tokens after a reply end it; the rest belong to new messages.
 
-        Args: tail_ids: the tokens after the reply if new messages follow. closing_ids: the tokens
-        after it if none follow; those that both begin with end the reply. If `closing_ids` is
-        empty, the template leaves a last reply open; then only a leading end token counts.
+        The tokens with which both arguments begin end the reply. If the template adds nothing to a
+        last reply (`closing_ids` is empty), the first of `tail_ids` ends it if it is an end token.
+        Args: tail_ids: tokens after the reply if messages follow. closing_ids: if none follow.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -554,7 +554,7 @@ def _head(text: str, question: str, mark: str) -> str:
 def _only_loses(before: str, after: str) -> bool:
     """Return whether `after` is `before` with at most one contiguous part removed.
 
-    A removed part does no harm: a prompt that is extended by appending still has it.
+    A removed part does no harm: the real prompt is only appended to, so that it keeps the part.
     """
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])

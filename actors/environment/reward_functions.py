@@ -11,8 +11,8 @@ columns if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as t
 argument `columns` gets the whole row as a mapping. With tools, `messages` is the conversation after
 the prompt, and `environment` (`environments`) is the instance of the class whose methods are the
 tools. `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all
-these arguments: a function reads a column of the same name from `columns`. The exception is a
-column `messages`, which a function with lists gets by its name, as from TRL.
+these arguments, also if the data have a column of the same name; a function reads that column from
+`columns`. Only a column `messages` is passed by its name to a function with lists, as TRL does.
 
 A group function takes lists too, and is called once for the answers of a whole group
 (`load_group_functions`, `RewardFunction.score_group`). The environments single_turn and tools use
@@ -204,7 +204,7 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns to pass on, copied unless the call is sent to a worker anyway."""
+        """Return the columns for a call; a copy if the call runs in this process, not a worker."""
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {
@@ -355,8 +355,8 @@ def _answer_of(
 ) -> tuple[Any, Logs] | Coroutine[Any, Any, tuple[Any, Logs]]:
     """Call a reward function, or a method of an instance; return the answer and the logs.
 
-    This function runs in a worker. The answer has plain Python numbers, so that the reader needs
-    none of the user's packages.
+    This function runs in a worker. The answer has only plain Python numbers, so that the process
+    that called the worker can read it without the user's packages.
     """
     function = _found(target) if instance is None else getattr(instance, target.rpartition(".")[2])
     found, logged = call_with_logs(function, arguments, logs=logs)
@@ -443,7 +443,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Load a reward function, once in each process, because each episode makes an environment."""
+    """Load a reward function. The result is cached, because each episode calls this function."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:
@@ -501,7 +501,7 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
 def load_group_functions(
     asked: str | Sequence[str] | Mapping[str, float],
 ) -> tuple[RewardFunction, ...]:
-    """Return the functions of these names that score the answers of a group together.
+    """Load functions, as `load_functions` does, that score all answers of a group in one call.
 
     Raises: BadRewardFunction, also if a function takes no lists or needs an argument of EXTRAS.
     """

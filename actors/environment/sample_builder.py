@@ -6,8 +6,8 @@ chosen, and the newest among equals. `append` takes a turn that is known to cont
 so it compares no ids. `add` takes any turn, and compares the turn's prompt with every open sample.
 A property test compares both with a plain implementation (`tests/worlds/checks/prefix_merge.py`).
 For each open sample the builder keeps only the newest prompt and reply, which have all ids of the
-sample, so that memory does not grow with the number of turns times their length. The turn loop,
-`service.gateway.tree` and `chats` use this module.
+sample. It keeps no earlier prompt, because all prompts of a long trajectory would need much memory.
+The turn loop, `service.gateway.tree` and `chats` use this module.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ class SampleBuilder:
     def observe(self, prompt: TokenIds) -> None:
         """Append the environment's last observation to the sample of the last turn.
 
-        Args: prompt: the prompt of the turn that will not be sampled. If it extends the last turn's
-        sample, the prompt's new tokens end the sample, with mask 0; otherwise nothing is recorded.
+        Args: prompt: the prompt that the next turn would have if the episode went on. If it extends
+        the last turn's sample, the prompt's new tokens end the sample, with mask 0; otherwise
+        nothing is recorded.
         """
         newest = self._newest
         if newest is not None and newest.begins(prompt):

@@ -1,13 +1,13 @@
-"""Run a server, and end all its processes when it ends or the process that uses it has ended.
+"""Run a server for a process, its user, and leave no process behind when either of them ends.
 
     python -I -S server_keeper.py PID COMMAND...
 
-PID is the id of the user: the process that uses the server, and starts this program. A server may
-start other processes (launchers such as npx, uvx or `sh -c` do), which would outlive the server and
-the user. So there are two processes between user and server. The first is the user's child, and
-passes signals on. The second, the keeper, becomes the parent of the server's orphaned descendants;
-it ends all descendants when the server, the first process or the user has ended. The keeper is not
-the user's child, because Ray kills the children of a worker that it ends. Only the server has the
+The user starts this program; PID is the user's process id. A server may start other processes
+(launchers such as npx, uvx or `sh -c` do), which would outlive the server and the user. So there
+are two processes between user and server. The first is the user's child, and passes signals on to
+the second, the keeper. The keeper becomes the parent of the server's orphaned descendants, and ends
+all descendants when the server, the first process or the user has ended. The keeper is not the
+user's child, because Ray kills the children of a worker that it ends. Only the server has the
 standard input and output. `mcp_servers` starts this program once for each server; the program
 imports only the standard library, so that it costs little. It needs Linux.
 """
@@ -90,7 +90,9 @@ def _release_pipes() -> None:
 
 
 def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
-    """Wait until the server or a watched process ends, or for GRACE_S after a signal to end.
+    """Wait until the server or a watched process ends.
+
+    If a signal to end arrives, send the server SIGTERM, and wait at most GRACE_S longer.
 
     watched: pidfds of processes. woken: a pipe to which each signal that arrives is written.
     Returns: the server's exit status; None if the server still runs.

@@ -118,10 +118,10 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """Limits on the tokens that may be sampled.
+    """Limits on the tokens that may be sampled; training sets none.
 
-    In training there are none, because the engine's log-probabilities are over only the kept
-    tokens, and would not match the trainer's, which are over all tokens.
+    With limits, the engine normalises the log-probabilities over the tokens that it may sample. The
+    trainer normalises them over all tokens, so that the two would not match.
     """
 
     top_p: float = 1.0
@@ -132,7 +132,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The samples that an evaluation takes of each task, and the return with which one passes."""
+    """The sampling of answers in an evaluation, and the return with which an answer passes."""
 
     num_samples: int = 1
     """Number of samples of each task."""

@@ -1,9 +1,9 @@
 """Check whether a rendering shows the texts of a chat's messages.
 
-Templates drop messages, move them, trim and escape them. So two things are checked for each text:
-that the template shows a mark in place of the text (the mark occurs nowhere else), and that the
-words of the text itself are in the rendering, in their order. `rendering` and `template_traits`
-use this module.
+Templates drop messages, move them, trim and escape them. So two renderings are checked for each
+text. In one, a mark that occurs nowhere else replaces the text, and must be shown. The other has
+the text itself, and must show the words of the text in their order. `rendering` and
+`template_traits` use this module.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
 def with_mark(messages: Sequence[Message], said: Said) -> tuple[Message, ...]:
     """Return the chat with a mark appended to the text of one message.
 
-    For templates that read the text: they might render a mark in place of it in another way.
+    Some templates read a text to decide how to render it. They can still read a text to which a
+    mark is appended, but not a text that a mark replaces.
     """
     message = messages[said.number]
     changed = replace(message, content=f"{message.content} {said.mark}")
@@ -139,8 +140,8 @@ def unshown(
     """Yield the texts that a rendering does not show.
 
     marks: the marks that the template shows in place of the texts; None if they are not known.
-    in_place: a function that returns whether a mark appended to the text is shown, for templates
-    that read the text.
+    in_place: a function that appends the mark to a text (`with_mark`), and returns whether the
+    template shows it. It is called if the template does not show the mark that replaces the text.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:
@@ -218,7 +219,10 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _unescaped(text: str) -> str:
-    """Undo the escapes of JSON and HTML in a text, because their letters are not words."""
+    """Undo the escapes of JSON and HTML in a text.
+
+    Otherwise the letters of an escape, such as those of `&quot;`, would be read as a word.
+    """
     if "\\" in text:
         text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

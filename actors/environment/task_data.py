@@ -1,10 +1,11 @@
 """The JSON schema of an environment's task data, and the check of data against it.
 
-An environment's class or instance may declare the data by its attribute `data_schema`: a dataclass
-with the types and bounds of options, or a JSON schema. Without this attribute any object is
-accepted. A schema refers to nothing outside itself, so that checking data reads no file and no
-address. The configuration's checks and the readers of task files use this module, and so does the
-API when tasks are submitted.
+An environment's class or instance may describe the data of its tasks in the attribute
+`data_schema`: a dataclass, or a JSON schema. The fields of the dataclass have types and bounds in
+the same form as the fields of options. Without this attribute any object is accepted. A schema
+refers to nothing outside itself, so that checking data reads no file and no address. The
+configuration's checks and the readers of task files use this module, and so does the API when tasks
+are submitted.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ _MAX_NAMES = 8
 
 
 class BadDataSchema(ValueError):
-    """Raised if an environment declares something that has no JSON schema of an object."""
+    """Raised if an environment's `data_schema` cannot be used as the JSON schema of an object."""
 
 
 def data_schema_of(environment: object) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Return tasks by index, equal in every process and after every restart, and read task files.
+"""Return the training task at an index, and held-out tasks; read and write task files.
 
-Training tasks and held-out tasks never overlap: generated tasks draw their seeds from disjoint
-ranges, a file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by
-weight. A file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a
-whole number, 0 or more) and `data` (an object; JSON text in a Parquet column). The training loop,
-which numbers the groups, uses this module, and so do the configuration's checks and `rayloom
-tasks`.
+An index has the same task in every process and after every restart. Training tasks and held-out
+tasks never overlap: generated tasks of the two kinds draw their seeds from disjoint ranges, and a
+file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by weight. A
+file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a whole number,
+0 or more) and `data` (an object; JSON text in a Parquet column). The training loop, which numbers
+the groups, uses this module, and so do the configuration's checks and `rayloom tasks`.
 """
 
 from __future__ import annotations
@@ -274,11 +274,11 @@ class FileTasks:
 
 
 class MixedTasks:
-    """Tasks of several sources by weight, evenly spread, each under its source's name.
+    """Tasks of several sources, mixed evenly in proportion to the sources' weights.
 
-    Task k has the same source in every process and after every restart. Among n consecutive tasks n
-    w_i / W are from source i, to within two (w_i: the source's weight, W: the sum of all weights).
-    The tasks of a source keep their order, without gaps.
+    A task's environment is the name of its source. Task k has the same source in every process and
+    after every restart. Of n consecutive tasks, n w / W are from a source of weight w, give or take
+    two; W is the sum of all weights. The tasks of a source keep their order, without gaps.
     """
 
     def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
@@ -350,13 +350,15 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return each name as often as its count, spread evenly, with the number of the occurrence.
+    """Return a list that has each name as often as its count, evenly spread.
 
-    Among the first j items, a name of count c occurs j c / total times, within one.
+    Each entry is a name and the number of earlier entries of this name. Among the first j entries,
+    a name of count c occurs j c / total times, give or take one.
 
-    At position j a name may be chosen if it is late by at least 1 / (2 n - 2), for n names; among
-    these names, the one that would first be too late is chosen (R. Tijdeman, The chairman
-    assignment problem, Discrete Mathematics 32, 1980).
+    A name is late by the difference between j c / total and its entries so far. With n names, entry
+    j is one of the names that are late by 1 / (2 n - 2) or more: the one that would be the first to
+    be late by more than 1 - 1 / (2 n - 2) (R. Tijdeman, The chairman assignment problem, Discrete
+    Mathematics 32, 1980).
     Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
     total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)

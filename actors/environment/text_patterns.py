@@ -44,8 +44,9 @@ def problem_of(pattern: object) -> str | None:
 
 
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
-    """Return the stripped group of the last match whose group is not empty; None if there is none.
+    """Return what the only group of a pattern matches last in a text, stripped.
 
+    Matches with an empty group are ignored. Return None if there is no other match.
     Args: what: words that name the owner of the pattern, for the error's text.
     Raises: RewardError if the search exceeds LIMIT_S.
     """

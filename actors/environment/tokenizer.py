@@ -181,9 +181,10 @@ def _damaged(directory: Path) -> Path | None:
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
+    """Return whether transformers 5 would use the wrong class for a tokenizer, and lose letters.
 
-    This happens with DeepSeek's tokenizer, whose configuration names Llama's class.
+    The configuration of DeepSeek's tokenizer names Llama's class, for example, but the tokenizer's
+    vocabulary is byte-level, unlike Llama's.
     """
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer"):
         return False

@@ -1,8 +1,8 @@
-"""Check the tool calls of an assistant turn against the declared tools, or name their fault.
+"""Check the tool calls of an assistant turn against the declared tools; report each bad call.
 
-`check_calls` is the only check of calls that the engine's parser read, for all forms of calls.
-`parse_tool_calls` reads, without a parser, the form that most chat templates teach, and that the
-tiny model writes:
+`check_calls` checks the calls that the engine's parser has read, whatever form the model writes.
+`parse_tool_calls` reads the calls itself, without vLLM's parser, if they have the form that most
+chat templates teach and that the tiny model writes:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
@@ -76,7 +76,7 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """Return the text after the last end of a thought; templates leave out all text before."""
+    """Return the text after the last marker that ends a thought; templates show only this text."""
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content

@@ -12,10 +12,10 @@ _BY_NAME = frozenset({"properties", "$defs", "patternProperties", "dependentSche
 
 
 def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema in the form in which people write schemas; templates show it unchanged.
+    """Return a schema as a person would write it, because templates show it to the policy.
 
-    The keys are in the usual order (also that of transformers' schemas), without titles that repeat
-    the names.
+    The keys are in the usual order, as in the schemas that transformers makes, and there are no
+    titles, which would only repeat the names.
     """
     plain = {"type": "object", "properties": {}, **_plain(dict(schema))}
     first = {name: plain[name] for name in ("type", "properties", "required") if name in plain}

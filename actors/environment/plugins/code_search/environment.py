@@ -5,12 +5,13 @@ option `root`) and `files`, the true paths within the repository; other keys are
 answers with a call of the tool `answer`, which has a list of paths and is the only call of its
 turn. The answer ends the task. Its reward is the F1 over the files (`grade_files`).
 
-A turn is malformed if it has no call, if a call cannot be read or has an argument that no
-repository could satisfy (a path that leads outside, a broken pattern), if it has too many calls, or
-if an answer has another form or comes with other calls. A malformed turn costs `malformed_penalty`
-and is answered with one sentence for each fault. More than `max_malformed` such turns in a row end
-the task: the return is then negative or 0. A call beyond `max_calls` is not run, and its answer
-says that no calls are left.
+A turn is malformed if it has no call or too many calls. It is also malformed if one of its calls
+cannot be read or has an argument that no repository could satisfy, such as a path that leads
+outside or a broken pattern. A call of `answer` makes its turn malformed if it has no list of paths,
+or if the turn has other calls too. A malformed turn costs `malformed_penalty` and is answered with
+one sentence for each fault. More than `max_malformed` such turns in a row end the task: the return
+is then negative or 0. A call beyond `max_calls` is not run, and its answer says that no calls are
+left.
 
 Components of the reward, by name. A turn that answers has `precision`, `recall`, `f1` and
 `num_calls` (the number of executed searches); only `f1` is added to the reward. A malformed turn
@@ -196,7 +197,9 @@ def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
 # such as a directory, a missing file, an absolute path or a path with `..`. Every score is 0 if
 # there are no true files, and if the answer is empty.
 def canonical_path(path: str) -> str:
-    """Return the canonical spelling of a file's path within a repository; other texts unchanged.
+    """Return the canonical spelling of a file's path within a repository.
+
+    A text that is not such a path is returned unchanged.
 
     Example: canonical_path("./a//b.py") -> "a/b.py"; canonical_path("../a") -> "../a"
     """
@@ -217,7 +220,7 @@ def is_file_path(path: str) -> bool:
 def grade_files(answered: Iterable[str], truth: Iterable[str]) -> dict[str, float]:
     """Score an answer from 0 to 1: precision, recall, and f1, their harmonic mean.
 
-    F1 = 2 p r / (p + r), which is 2 hits / (answered + true).
+    f1 = 2 * hits / (number of answered files + number of true files).
 
     Example: grade_files(["a", "./a", "b"], ["a", "c", "d"]) -> precision 1/2, recall 1/3, f1 2/5
     """

@@ -1,10 +1,10 @@
 """Questions about a git repository, with answers from its history or its files.
 
 Source `commits`: the subject of a commit is the question, and the files that the commit changed are
-the right answer. The policy searches the repository at HEAD, which has the change. Skipped are
-merges, reverts and fixups; subjects with fewer than MIN_WORDS words, or with the name of one of the
-files; commits that changed more than `max_files` files, or a file that no longer exists; and all
-but the newest commit with the same subject.
+the right answer. The policy searches the repository at HEAD, which has the change. A commit makes
+no question if it is a merge, a revert or a fixup; if its subject has fewer than MIN_WORDS words or
+has the name of one of the files; or if it changed more than `max_files` files, or a file that no
+longer exists. If several commits have the same subject, only the newest one makes a question.
 
 Source `docstrings`: the first sentence of a Python module's docstring is the question, and the
 module is the right answer. These questions are easier, because the file contains their words.
@@ -44,8 +44,8 @@ def tasks_of_repository(
 ) -> list[Task]:
     """Write the repository's files at HEAD as `archive` (.tar.gz), and make tasks about them.
 
-    Args: count: maximum number of tasks, of the newest commits or the first modules. max_files:
-    maximum number of files in a right answer.
+    Args: count: maximum number of tasks; they are made from the newest commits, or from the first
+    modules of the archive. max_files: maximum number of files in a right answer.
     Returns: tasks whose `data` name the archive by its file name.
     Raises: GitFailed; ValueError if there is no question; OSError.
     """

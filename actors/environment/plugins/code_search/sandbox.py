@@ -1,4 +1,6 @@
-"""Confine a process, irrevocably, to what reading files needs. Standard library only.
+"""Take from a process, for good, every right that it does not need to read files.
+
+This module uses only the standard library.
 
 Two barriers keep a confined process from the network; at least one is required. A filter of system
 calls (seccomp; x86-64 and AArch64) allows the calls that reading needs and refuses all others:
@@ -136,7 +138,10 @@ def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
 
 
 def _program(machine: _Machine, *, may_write: bool) -> bytes:
-    """Return the filter's program, which allows the listed calls; others fail with EPERM."""
+    """Return the filter's program. It allows `machine.allowed`; other calls fail with EPERM.
+
+    may_write: whether the program also allows the calls that write files and make directories.
+    """
     steps: list[Sequence[int]] = [
         (_LOAD, 0, 0, _ARCH),
         (_JUMP_EQUAL, 1, 0, machine.audit_arch),

@@ -261,7 +261,7 @@ def _text_lines(file: int) -> Iterator[str]:
 
 
 def _lines(content: str) -> list[str]:
-    """Split a text into lines, without an empty one after the last line's end."""
+    """Split a text into lines; a newline at the end of the text does not begin another line."""
     lines = content.split("\n")
     return lines if lines[-1] else lines[:-1]
 
@@ -288,7 +288,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _glob(arguments: Mapping[str, Any]) -> Any:
-    """Return a function that reports whether a path matches the glob; None if all paths do."""
+    """Return a function that tells whether a path matches the glob; None if no glob is given."""
     glob = arguments.get("glob")
     if not glob:
         return None

@@ -39,7 +39,9 @@ _Entry = tuple[str, IO[bytes] | None]
 
 
 def unpack(archive: str, directory: str, *, max_bytes: int, max_entries: int) -> dict[str, int]:
-    """Unpack an archive into an empty directory; count files, left-out entries and bytes.
+    """Unpack an archive into an empty directory.
+
+    Returns: the number of `files`, of entries that were `left_out`, and of unpacked `bytes`.
 
     Args:
         max_bytes: Maximum size of all files together, unpacked.

@@ -224,9 +224,11 @@ _ASKED = {
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def generated_facts(count: int) -> Mapping[Document, RetrievalQaData]:
-    """Return `count` documents, each about one name, with a question; the same on every machine.
+    """Make `count` documents; each states one fact about one name, and has a question about it.
 
+    The documents depend only on `count`, so they are the same on every machine.
     Args: count: at most MAX_GENERATED.
+    Returns: for each document, its question with the answer, as the data of a task.
     """
     dice = random.Random(count)
     names = ["".join(parts) for parts in product(_STARTS, _MIDDLES, _ENDS)]

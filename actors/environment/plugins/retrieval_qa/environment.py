@@ -1,16 +1,16 @@
 """Questions that documents answer, with a search by BM25 over them.
 
-A task's data: `question`, `answers` (a text or several, of which the best match counts) and, if
-known, `documents`, the ids of the documents with the answer. Without data the question is made from
-the seed, about generated documents. In a turn the policy either calls `search` and `read`, and each
+A task's data: `question`; `answers`, one right answer or several alternatives; and, if known,
+`documents`, the ids of the documents with the answer. Without data the question is made from the
+seed, about generated documents. In a turn the policy either calls `search` and `read`, and each
 call is answered with documents or an error; or it gives the final answer: the text of the last
 `<answer>…</answer>` or, without these tags, the whole visible text. The answer ends the task.
 
-Reward: `f1` or `exact_match` (the option `reward`), see `grade_answer`. The answer has both as
-components, and `num_searches`; also, if `documents` are known, `found_support`, the share of these
-documents that a tool has shown. A turn with a call that cannot be read is malformed and has the
-component `malformed`, which is minus `malformed_penalty`. More than `max_malformed` such turns in a
-row end the task.
+The option `reward` chooses the reward of the answer, `f1` or `exact_match` (see `grade_answer`).
+The answer's turn has both as components, and `num_searches`. If `documents` are known, it also has
+`found_support`, the share of these documents that a tool has shown. A turn with a call that cannot
+be read is malformed and has the component `malformed`, which is minus `malformed_penalty`. More
+than `max_malformed` such turns in a row end the task.
 """
 
 from __future__ import annotations

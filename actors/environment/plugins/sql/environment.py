@@ -1,11 +1,11 @@
 """Questions about an SQLite database, answered by a query and scored by the query's result.
 
-A task's data: `question`; the database, as `schema` (a script of SQL) or `database` (a file below
-the option `root`); and the truth, as `query` or as `rows`. Without data the question is made from
-the seed (`generated`). In a turn the policy either calls the tool `run_sql`, and each call is
-answered with rows or an error; or it gives the answer: the query in the last fenced block of the
-visible text or, without a block, the whole visible text. The answer ends the task. With
-`max_queries` 0 there is no tool, and the first turn is the answer.
+A task's data: `question`; the database, as `schema` (a script of SQL) or `database` (the name of a
+database below the option `root`); and the right answer, as `query` (a query that finds it) or as
+`rows`. Without data the question is made from the seed (`generated`). In a turn the policy either
+calls the tool `run_sql`, and each call is answered with rows or an error; or it gives the answer:
+the query in the last fenced block of the visible text or, without a block, the whole visible text.
+The answer ends the task. With `max_queries` 0 there is no tool, and the first turn is the answer.
 
 Reward: 1 if the answer finds the true rows (see `is_correct`), plus `executable_bonus` if the query
 runs, right or wrong. The answer has the components `correct` and `executable`, 0 or 1 each, and
@@ -142,7 +142,7 @@ class Execution:
             return cls._current
 
     def close(self) -> None:
-        """Release the processes; if no other user is left, end them and wait for their end."""
+        """Release the processes. If no other environment uses them, end them and wait for that."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
@@ -155,8 +155,9 @@ class Execution:
     async def query(
         self, database: Mapping[str, str], query: str, *, max_rows: int, limit_s: float
     ) -> Result:
-        """Run a query on a database, which is the `script` that creates it or its `path`.
+        """Run a query on a database, and return the rows that it finds.
 
+        database: has `script`, the SQL that creates the database, or `path`, the database's file.
         Raises: QueryFailed, BadDatabase; ServerFailed if a confined process cannot be started.
         """
         request = {"query": query, "max_rows": max_rows}
@@ -164,7 +165,9 @@ class Execution:
         return Result(columns=answer["columns"], rows=answer["rows"], is_cut=answer["is_cut"])
 
     async def schema(self, database: Mapping[str, str], *, sample_rows: int, limit_s: float) -> str:
-        """Return the statements of the tables and views, each with its first rows as comments.
+        """Return the CREATE statement of each table and view, followed by its first rows.
+
+        The rows are SQL comments.
 
         Raises: the same errors as `query`.
         """
@@ -346,7 +349,7 @@ _FENCE = re.compile(r"```(?:sql\b|[\w+-]*[ \t]*\n)?(.*?)```", re.DOTALL | re.IGN
 
 
 def is_correct(found: Sequence[Row], truth: Sequence[Row], *, is_ordered: bool) -> bool:
-    """Return whether a result equals the truth, and the truth is not empty.
+    """Return whether a result equals the true result; False if the true result is empty.
 
     Example: is_correct([[1.0], [2]], [[2], [1]], is_ordered=False) -> True
     """
@@ -367,7 +370,10 @@ def result_key(rows: Sequence[Row], *, is_ordered: bool) -> tuple[Any, ...]:
 
 
 def shown_result(rows: Sequence[Row], *, is_ordered: bool) -> str:
-    """Return a result as a text for majority votes: equal for equal results, and cut if long."""
+    """Return a result as a text for majority votes; equal results give equal texts.
+
+    A long text is cut.
+    """
     keys = [[text for _, text in map(_cell_key, row)] for row in rows]
     return json.dumps(keys if is_ordered else sorted(keys))[:_MAX_ANSWER_CHARS]
 

@@ -1,8 +1,8 @@
 """Make a small database and a question about it from a seed, without side effects.
 
-Questions of level 1 ask for one number of a whole table; level 2 adds questions for rows under a
-condition or in an order; level 3 adds questions about two joined tables. Every question has exactly
-one right answer, which is not empty.
+Questions of level 1 ask for one number about a whole table. Level 2 adds questions that ask for
+certain rows, for sorted rows or for one number of each kind. Level 3 adds questions about two
+joined tables. Every question has exactly one right answer, which is not empty.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def make_question(seed: int, *, level: int = 1) -> SqlData:
 
 
 def _script(items: _Items, *, with_stores: bool) -> str:
-    """Return the SQL that makes the database. with_stores: whether it has the items' cities."""
+    """Return the SQL that makes the database.
+
+    with_stores: whether the database also has the table `stores`, with the city of each item.
+    """
     rows = ", ".join(f"('{name}', '{kind}', {price})" for name, kind, price, _ in items)
     script = (
         "CREATE TABLE items (name TEXT, kind TEXT, price INTEGER);\n"
