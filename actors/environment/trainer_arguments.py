@@ -99,8 +99,8 @@ def call_with_logs(
     Args:
         logs: Which of `log_metric` and `log_extra` the function takes.
 
-    Returns: the function's answer and its logs. The caller must await or iterate over the answer
-        before it reads the logs.
+    Returns: the function's answer and its logs. If the answer is a coroutine or a generator, the
+        logs are complete only after the caller has awaited it or iterated over it.
     """
     found = Logs()
     return function(**arguments, **{name: getattr(found, name) for name in logs}), found

@@ -89,10 +89,11 @@ async def play_episode(
     """Play one attempt of one rollout, and return its trajectory.
 
     Args: make_environment: called once; a failure in it is an environment error like any other.
-    max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation: if
-    the next prompt leaves no room for a reply, whether to end the sample with the new tokens that
-    fit into the context, which are the state that a critic bootstraps from. kept: the tokens that
-    may be sampled in an evaluation; None allows every token.
+    max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation:
+    whether to record the last observation if the prompt with it leaves no room for a reply. The
+    sample then ends with the observation's tokens that fit into the context, so that a critic can
+    bootstrap from this state. kept: the tokens that may be sampled in an evaluation; None allows
+    every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     # The environment, its tools and its reward functions read these in the episode's context.
@@ -171,9 +172,9 @@ class _Episode:
         return self._assignment.trajectory_id
 
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
-        """Play up to max_turns turns; if none of them ends the episode, end it as `max_turns`.
+        """Play up to max_turns turns; return an `_Ended` of outcome `max_turns` after the last.
 
-        Returns: the end with outcome `max_turns`. Raises: _Ended if the episode ends earlier.
+        Raises: _Ended, with another outcome, if the episode ends earlier.
         """
         self._start_turn()
         start = await self._reset(make_environment)

@@ -136,9 +136,9 @@ def _names_in(owner: Any, part: str) -> str:
 
 
 def missing_module(error: ModuleNotFoundError, own: str) -> str:
-    """Return a sentence that names a module that was not found, the importing file and a remedy.
+    """Return a sentence that says which module was not found, which file imports it, and a remedy.
 
-    Args: own: name of the module that is imported first.
+    Args: own: name of the module whose import failed.
     Returns: the sentence; empty if the missing module is `own` itself.
     """
     missing = error.name
@@ -177,7 +177,7 @@ def hides_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:
-    """Raise BadName if Python imported the module of a name from another file than FILE.py."""
+    """Raise BadName if the file `place` exists but Python imported the module from another file."""
     if not place.endswith(".py") or not (file := Path(place)).is_file():
         return
     found = getattr(module, "__file__", None)

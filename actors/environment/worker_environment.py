@@ -103,7 +103,10 @@ class WorkerEnvironment:
 
 
 class _Unscored:
-    """A value that a worker sends instead of a RewardError, whose `rescore` stays in the worker."""
+    """The answer of a worker to a step that raises RewardError.
+
+    The error itself stays in the worker, because its function `rescore` runs there.
+    """
 
     def __init__(self, message: str, *, can_rescore: bool) -> None:
         self.message = message

@@ -84,16 +84,16 @@ def is_contained(name: str) -> bool:
 class Pool:
     """Worker processes, which are started when calls need them.
 
-    For calls, up to twice the number of cores start at once; more start only while calls wait and
-    the running workers leave cores free. Instances (`Home`) have their own workers.
+    Waiting calls start up to two workers for each core. More workers start only while calls wait
+    although cores are free. Instances (`Home`) have their own workers.
     """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:
         """Create a pool without starting a process.
 
         Args:
-            size: Maximum number of workers for single calls. The same maximum holds separately for
-                workers that keep instances with coroutines, and for workers that keep others.
+            size: Maximum number of workers for single calls. It is also the maximum number of
+                workers for instances with coroutines, and the maximum for other instances.
             memory_mib: Memory in MiB that a worker may use beyond that of the imported modules; 0
                 means no limit.
         """
@@ -130,8 +130,8 @@ class Pool:
             arguments: Keyword arguments; they and the answer are pickled.
             limit_s: Seconds that the call may take. They include neither the wait for a worker nor
                 the import of the function's module.
-            about: Name of the user's function that `target` calls; it is imported first, and
-                messages name it. Empty means `target` itself.
+            about: Name of the user's function that `target` calls. Its module is imported first,
+                and messages have this name. Empty means `target` itself.
 
         Raises:
             CallTimedOut: The call did not end within its limit.
@@ -228,8 +228,8 @@ class Pool:
     ) -> Any:
         """Call a function in a worker, and return its answer.
 
-        First import the function's module in the worker, if needed. End the worker's process unless
-        the call returns or raises; also end it for a MemoryError.
+        First import the function's module in the worker, if needed. End the worker's process if the
+        call neither returns nor raises, or if it raises a MemoryError.
 
         Raises: CallTimedOut, CallFailed, WorkerLost.
         """
@@ -456,9 +456,9 @@ class Pool:
         return server
 
     def _check_start(self, server: ForkServer) -> None:
-        """End the fork server if it has not started a worker yet, because it still imports modules.
+        """End the fork server if it still imports modules, so that it has not forked a worker yet.
 
-        This function is called LOAD_LIMIT_S after the start.
+        The pool calls this function LOAD_LIMIT_S after the fork server's start.
         """
         if self._fork_server is server and not server.has_forked:
             self._fork_server_ended()

@@ -34,7 +34,7 @@ from actors.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEntry:
-    """A trajectory of a step, with its return in the baseline and its advantages."""
+    """A trajectory of a step and its advantages, with the return that its group's baseline uses."""
 
     trajectory: Trajectory
     reason: EvictionReason | None
@@ -204,9 +204,7 @@ def named_file(path: Path) -> JournalFile | None:
 
 
 def list_files(directory: Path) -> list[JournalFile]:
-    """Return the journal's files by step and term; an empty list if the directory does not
-    exist.
-    """
+    """Return the journal's files, sorted by step and term; none if the directory is missing."""
     found = [file for path in directory.glob("step-*.journal") if (file := named_file(path))]
     return sorted(found, key=lambda file: (file.step, file.term))
 

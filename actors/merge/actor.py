@@ -109,7 +109,7 @@ class MergeActor:
 
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
             reference to its RowScores for the plan; empty without a plan. republished: versions
-            that were published for the same step as the version before them.
+            that published a step's weights a second time (`actors.policy_age`).
         Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError if `build_step` or
             `read_scores` raises it.
         """

@@ -5,12 +5,13 @@ baseline and scale are independent settings. Statistics are over trajectories, n
 that advantages do not depend on how turns were cut into samples.
 
 With a group baseline a return is compared with the returns of its group, once for each trajectory
-or, with turn_discount, once for each turn. With baseline none, a token's advantage includes the KL
-in the reward only from that token onwards. With baseline critic, GAE runs over the action tokens of
-one trajectory in the order of play: values and the decay by lambda pass from one action token to
-the next and skip observations, so that an environment's long answer does not reduce credit. If a
-trajectory branched (a sub-agent, a compacted history), the state of a token is the one in its own
-sample, in which it was sampled. Called by `step`.
+or, with turn_discount, once for each turn. With baseline none and a KL penalty in the reward, a
+token's advantage includes only the penalties of the token itself and of later tokens. With baseline
+critic, GAE runs over the action tokens of one trajectory in the order of play. It steps from one
+action token to the next and skips observations: the decay by lambda counts action tokens only, so
+that a long answer of the environment does not reduce credit. If a trajectory branched (a sub-agent,
+a compacted history), a token's state is its context in the sample in which the token was sampled.
+Called by `step`.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def group_advantages(
 ) -> Float64s:
     """Turn the returns of one group into advantages.
 
-    A_i = (r_i - b_i) / s, b: mean of the group (mean), mean of the others (leave_one_out), 0
-    (none); s: 1 (none), sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std), mean of the group (mean).
-    With a baseline, all advantages are 0 if all returns are equal (also in a group of one) or, with
-    scale mean, if a return is negative.
+    A_i = (r_i - b_i) / s. The baseline sets b_i: the group's mean (mean), the mean of the others
+    (leave_one_out) or 0 (none). The scale sets s: 1 (none), the group's mean (mean), or
+    sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std). With a baseline, all advantages are 0 if all
+    returns are equal, also in a group of one. With scale mean, they are 0 if a return is negative.
     Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv 2402.14740, 3;
         scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
 
@@ -163,11 +164,12 @@ def turn_advantages(
     R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t the value of each member i of the group is R_{i,
     min(t, last turn of i)}; a member that ended before turn t has the R of its last turn.
     `group_advantages` is applied to these values, separately for each t.
-    Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
-        ours: a turn is compared with the same turn of the others; Kevin compares with all turns of
-        the group, which penalises the first turns of a won game for their distance from the reward
-        and counts long trajectories more often). With discount 1 and rewards only at the end, every
-        turn gets the advantage of its trajectory, for any numbers of turns.
+    Source: Kevin, arXiv 2507.11948, 3, which compares the discounted returns of turns within a
+        group. Deviation: here a turn is compared with the same turn of the other members. Kevin
+        compares it with all turns of the group, which penalises the first turns of a won game for
+        their distance from the reward, and counts a long trajectory more often than a short one.
+    With discount 1 and rewards only at the end, every turn gets its trajectory's advantage, even if
+    the members have different numbers of turns.
 
     Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
     Returns: the advantages, for each member [K_i] float64; and the reason if all advantages are 0,
@@ -249,8 +251,9 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """Return the reward of each turn, including the KL rewards of its tokens, [K]. For a member
-    without turns, return its return in the baseline, [1].
+    """Return the reward of each turn, including the KL rewards of its tokens, [K].
+
+    A member without turns gets one reward, [1]: the return that the baseline uses for it.
     """
     if not member.trajectory.turns:
         # A trajectory without turns counts in the baseline, but has no tokens to train.
@@ -371,9 +374,9 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
 def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
     """Return the rewards of the trained tokens, [N].
 
-    A reward recorded by token stays at that token; the rest of a turn's reward goes to the turn's
-    last token. A reward at a token that is not trained goes to the trained token before it, or, if
-    there is none, to the first trained token.
+    A reward that was recorded for a single token stays at this token. The rest of a turn's reward
+    goes to the turn's last token. If a token with a reward is not trained, its reward goes to the
+    trained token before it or, if there is none, to the first trained token.
     """
     charged, of_turns = member.kl_rewards, member.rewards.copy()
     rewards = np.zeros(int(bounds[-1])) if charged is None else charged.copy()

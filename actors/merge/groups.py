@@ -1,8 +1,9 @@
-"""The first stage of a step: decode its closed groups, shape rewards, classify members; pure.
+"""The first stage of a step: decode its closed groups, shape rewards and classify the members.
 
-The result decides which members are scored and which are trained. A member that is not in the loss
-has a reason. The rules are data (`actors.outcomes`), one set for each environment. Called by the
-merge actor.
+A member's class decides whether a reference or a critic scores the member, and whether it is in the
+loss. A member that is not in the loss has a reason. The rules of the outcomes are data
+(`actors.outcomes`); each environment has its own set. The functions here are pure, and the merge
+actor calls them.
 
 Each adjustment of the rewards changes the last turn's reward, except the KL penalty, which is per
 token. Group statistics use the adjusted rewards; the trajectory keeps the environment's own
@@ -130,11 +131,11 @@ def classify(
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    The policies, for a trajectory of return r: train trains it with r. train_clamped trains it with
-    min(r, 0, worst_completed), and train_penalised with r - penalty. score trains a graded
-    trajectory with r, and treats any other trajectory as mask does. mask keeps the trajectory out
-    of the loss, but counts r in the baseline if the trajectory was graded. drop keeps the
-    trajectory out of the loss and the baseline.
+    The policy has a rule for each outcome. A trajectory has the return r. The rule `train` trains
+    it with r, `train_clamped` with min(r, 0, worst_completed), and `train_penalised` with
+    r - penalty. `mask` keeps the trajectory out of the loss; its r still counts in the baseline if
+    the trajectory was graded. `score` acts like `train` on a graded trajectory, and like `mask` on
+    any other. `drop` keeps the trajectory out of the loss and the baseline.
 
     A trajectory is also out of the loss and the baseline if it does not fit the model, or if its
     rewards are not finite or exceed MAX_REWARD after shaping. A trajectory without tokens to train
@@ -212,8 +213,9 @@ def _nothing_to_train(trajectory: Trajectory) -> EvictionReason | None:
 
 
 def problem_notices(members: Sequence[Member], *, step: int) -> tuple[str, ...]:
-    """Describe the trajectories that were left out because of a fault, one sentence each, in at
-    most MAX_NOTICES sentences.
+    """Return a sentence for each trajectory that was left out because of a fault.
+
+    If there are more than MAX_NOTICES, one last sentence has the number of the others.
     """
     found = [member for member in members if member.problem]
     notices = [

@@ -1,4 +1,4 @@
-"""Write a built step to the journal, and make its members again from the record.
+"""Write a built step to the journal; rebuild the step's members from the journal's record.
 
 Called by the merge actor.
 """
@@ -85,7 +85,7 @@ class Journal:
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
         """Write a step; return a warning the first time it cannot be written, else an empty string.
 
-        republished: versions that were published for the same step as the version before them.
+        republished: versions that published a step's weights a second time (`actors.policy_age`).
         """
         version = result.report.trainer_version
         step = journal_step(

@@ -1,9 +1,10 @@
-"""A trajectory of a step on its way to the batch, and the order of its trained tokens; pure.
+"""The record of a trajectory while its step is built, and the numbers of its trained tokens.
 
-The same record is used from the queue to the journal: each stage takes members and returns new ones
-with more fields set (`groups`: reason, rewards, returns; `scoring`: scores;
-`groups.charge_kl`: KL rewards; `advantages`: advantages, values; `step`: reason and no_signal).
-The N trained tokens of a trajectory are numbered in the order of play, across its samples.
+Every stage of a step, from the queue to the journal, uses this record. A stage takes members and
+returns new ones with more fields set: `groups` sets the reason, rewards and returns, `scoring` the
+scores, `groups.charge_kl` the KL rewards, `advantages` the advantages and values, and `step` the
+reason and no_signal. The N trained tokens of a trajectory are numbered in the order of play, across
+its samples. The functions here are pure.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from actors.types import Outcome, Sample, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A trajectory as a member of its group. It has K turns and N trained tokens, of which each
-    sample has M.
+    """A trajectory as a member of its group.
+
+    Letters: [K] turns, [N] trained tokens of the trajectory, [M] trained tokens of one sample.
     """
 
     trajectory: Trajectory
@@ -73,8 +75,9 @@ class Member:
 
 
 def turn_bounds(member: Member) -> Int64s:
-    """Return bounds, [K + 1]: turn k's trained tokens have the numbers bounds[k] to bounds[k +
-    1].
+    """Return bounds, [K + 1]: the numbers of turn k's trained tokens begin at bounds[k].
+
+    They end before bounds[k + 1].
     """
     counts = np.zeros(len(member.trajectory.turns), np.int64)
     for sample in member.samples:

@@ -254,14 +254,14 @@ def assign_rows(
 ) -> list[list[list[int]]]:
     """Choose rank and row for each trajectory.
 
-    Trajectories are sorted by their first sample and cut into bundles at the positions with the
-    shortest common prefix, until each fits a row and a rank's part of the cost. Bundles are
-    assigned by longest processing time first: the costliest remaining bundle goes to a row that has
-    room for it. Among these rows, the row is chosen whose rank then costs least; prefixes that the
-    bundle shares with the row cost nothing. If the ranks then differ by more than BALANCED, single
-    trajectories are moved from the costliest rank to the cheapest; if that is not enough, smaller
-    bundles are tried, and the assignment whose costliest rank costs least is kept. Each rank gets
-    the smallest number of rows with which all bundles fit.
+    Trajectories are sorted by their first sample. The sorted list is cut into bundles, between the
+    neighbours that share the shortest prefix, until each bundle fits into a row and costs at most
+    one rank's share of the total cost. Then each bundle is assigned to a row, the costliest bundle
+    first: among the rows with room for it, to the row whose rank then costs least. Prefixes that
+    the bundle shares with the row cost nothing. If the ranks then differ by more than BALANCED,
+    single trajectories are moved from the costliest rank to the cheapest. If that is not enough,
+    smaller bundles are tried, and the assignment whose costliest rank costs least is kept. Each
+    rank gets the smallest number of rows with which all bundles fit.
 
     Args: trajectories: for each trajectory, its samples as token ids.
     Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
@@ -369,11 +369,10 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Move a trajectory from rank `high` to rank `low` if the higher of their costs then falls.
+    """Move a trajectory from rank `high` to rank `low` if that lowers the higher of their costs.
 
-    Candidates are the trajectories whose cost is nearest to half the difference of the two ranks'
-    costs. Of these, the one is moved after which the higher cost is lowest. Return whether a
-    trajectory was moved.
+    Only the trajectories whose cost is nearest to half the difference of the two costs are tried.
+    The one that lowers the higher cost most is moved. Return whether a trajectory was moved.
     """
     costs = assignment.costs
     half = (costs[high] - costs[low]) / 2

@@ -119,15 +119,16 @@ def row_experts(
 ) -> tuple[ExpertRecords | None, int]:
     """Put the samples' routing records at the positions of their tokens in the row.
 
-    A record belongs to a token that was processed (`actors.expert_records`), so it is valid in
-    every sample in which that token follows the same tokens. If several samples have a record of
-    one position of the row's prefix forest, the first of these samples decides for all samples that
-    contain the position. Flat rows follow the same rule. So sharing prefixes changes no number, and
-    a token that one sample has as context is replayed as in the sample in which it was sampled.
+    A record has the experts of one token after certain earlier tokens (`actors.expert_records`). It
+    is valid in every sample that has this token after the same tokens: all these samples share one
+    position of the prefix forest. If several of them have a record of this position, the first
+    sample's record is used for all of them. Flat rows follow the same rule, so that sharing
+    prefixes changes no number. A token that is context in one sample thus gets the record of the
+    sample in which it was sampled.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
-    Returns: the row's records, None if no sample has any; and the number of records that name
-        another set of experts than the record used at their position.
+    Returns: the row's records, None if no sample has any; and the number of records that are not
+        used because another record of their position, with another set of experts, is used.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
         the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
     """
@@ -259,8 +260,8 @@ def sort_trajectories(
 ) -> SortedItems:
     """Sort trajectories so that those with a long common prefix are neighbours, and measure each.
 
-    Of each trajectory, only the first sample is compared with its neighbours. Later samples may
-    share more tokens, so that a row has at most the size that is planned from these sizes.
+    Only the first samples of two neighbours are compared. Their later samples may share tokens too.
+    A row is therefore never larger than these sizes predict, but may be smaller.
     """
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]
@@ -308,7 +309,7 @@ def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[i
 def bundle_items(items: SortedItems, bounds: Sequence[int]) -> SortedItems:
     """Combine the trajectories from each bound to the next into a bundle.
 
-    Returns: the bundles, numbered from 0 in `order`.
+    Returns: the bundles, in the order of the items; their field `order` is 0, 1, ….
     """
     starts = np.array(bounds[:-1])
     inside = items.shared.copy()

@@ -310,7 +310,7 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
 
 
 def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
-    """Reduce the values as the table of statistics says; a statistic without values is absent."""
+    """Compute the statistics of the table STATISTICS that have values; the others are absent."""
     arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))

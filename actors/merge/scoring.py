@@ -44,8 +44,9 @@ def plan_scores(
 def score_rows(
     groups: Sequence[GroupMembers], settings: StepSettings
 ) -> tuple[list[WeightedSample], list[list[list[int]]]]:
-    """Return all samples to be scored, and [ranks][rows][indices of the row], empty for a padding
-    row.
+    """Return all samples to be scored, and the rows: [ranks][rows][indices of the row's samples].
+
+    A row without samples is padding.
     """
     weighted = [
         unrouted(sample, temperature=settings.temperature_of(member.trajectory))

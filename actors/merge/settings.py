@@ -39,5 +39,5 @@ class StepSettings:
 
     @property
     def constant_tokens(self) -> int:
-        """The divisor of each trajectory's tokens in the aggregation `constant`."""
+        """The number by which the aggregation `constant` divides the loss of each trajectory."""
         return self.algorithm.loss.constant_tokens or self.max_context_tokens

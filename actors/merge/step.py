@@ -77,8 +77,8 @@ def build_step(
 
     Args: groups: from `classify_groups` with these settings, and with scores (`read_scores`) if the
         settings need a critic or a reference. step: its number, counted from 1. trainer_version:
-        the policy version that the trainer holds. republished: versions that were published for the
-        same step as the version before them.
+        the policy version that the trainer holds. republished: versions that published a step's
+        weights a second time (`actors.policy_age`).
     Raises: ValueError if scores are missing, or a trajectory was sampled by a version that the
         trainer does not hold yet.
     """
@@ -289,13 +289,15 @@ def trajectory_weights(
     without_signal: Float64s,
     constant_tokens: int,
 ) -> NDArray[np.float64]:
-    """Weight each trained token of each trajectory of one update.
+    """Return the weight of each trained token of each trajectory of one update.
 
-    token_mean: 1 / D, D all tokens of the update (Yu et al. 2025, DAPO, equation 8).
-    trajectory_mean: 1 / (N n_i), n_i tokens of trajectory i (Shao et al. 2024, GRPO, equation 3).
-    prompt_mean: 1 / (G n_g), n_g tokens of group g, G groups (DAPO's token mean within each
-    prompt). constant: 1 / (N C), C constant_tokens (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
-    appendix A: the generation budget). D, N and G include groups without a signal, and all ranks.
+    The aggregation sets the weight:
+    token_mean: 1 / D; D tokens of the update (Yu et al. 2025, DAPO, equation 8).
+    trajectory_mean: 1 / (N n_i); n_i tokens of trajectory i (Shao et al. 2024, GRPO, equation 3).
+    prompt_mean: 1 / (G n_g); n_g tokens of group g, G groups (DAPO's mean within each prompt).
+    constant: 1 / (N C); C is `constant_tokens` (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
+    appendix A: the generation budget).
+    D, N and G are numbers over all ranks, and include groups without a signal.
 
     Args: num_tokens: [N], the number of trained tokens in all samples of each trajectory, at least
         1. group_ids: [N]. without_signal: [3], the tokens, trajectories and groups without a
