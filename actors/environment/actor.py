@@ -299,7 +299,7 @@ class EnvironmentActor:
         )
 
     def _state_of(self, group_number: int) -> TrainerState:
-        """Return the state of training that reward functions see for rollouts of a group.
+        """Return the state of training that the reward functions of a group's rollouts get.
 
         Groups of evaluations have negative numbers; they get the state of the newest step that this
         actor has seen.

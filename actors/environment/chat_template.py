@@ -110,7 +110,7 @@ class ChatTemplate:
         return _ARGUMENT in self.rendered_call
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
-        """Render a chat that ends in a call, in this format; empty if the template refuses it."""
+        """Return the rendering of a chat in this format; empty if the template refuses the chat."""
         try:
             return self._apply(_conversation(probe, form))
         except RenderError:

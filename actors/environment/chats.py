@@ -176,9 +176,9 @@ class ChatEncoder:
             if self._decode([*prompt.tolist(), *tail]) == self._decode(ids):
                 return tail
         raise BadChat(
-            "the chat template renders the reply after another beginning than its own generation "
-            "prompt, so that an engine would never continue the prompt in this way; choose another "
-            "template in model.chat_template, or give the message weight 0"
+            "the chat with the reply is rendered with another beginning than the prompt of the "
+            "reply, so that an engine that gets this prompt would never write the reply; choose "
+            "another template in model.chat_template, or give the message weight 0"
         )
 
     def _end_after(

@@ -160,7 +160,7 @@ class Judge:
         )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Send a question, with retries; return the reply and its numbers of tokens in and out.
+        """Send a question, with retries; return the reply and the numbers as `_ask_and_keep` does.
 
         Raises: RewardError if all attempts fail.
         """
@@ -178,7 +178,7 @@ class Judge:
         raise RewardError(f"judge {settings.model}: {problem}, {settings.max_retries + 1} times")
 
     async def _request(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Send one request, and return the reply and its numbers of tokens in and out.
+        """Send one request; return the reply and the numbers of prompt and completion tokens.
 
         Raises: _Passing if a repetition may succeed; RewardError if a repetition would fail too.
         """

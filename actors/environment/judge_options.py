@@ -203,8 +203,8 @@ def score_of(options: JudgeOptions, reply: str) -> float:
     if options.json_field is None and options.parse == ONLY_NUMBER:
         if (num_numbers := len(_DIGITS.findall(reply))) > 1:
             raise RewardError(
-                f"{where}: {num_numbers} numbers in its reply, expected one; have it answer only "
-                "with the score, or set parse or json_field"
+                f"{where}: {num_numbers} numbers in its reply, expected one; ask in the prompt for "
+                "nothing but the score, or set parse or json_field"
             )
     if options.json_field is None:
         found, how = last_of(options.parse, reply, what=where), f"parse {options.parse!r}"

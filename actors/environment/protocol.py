@@ -368,8 +368,8 @@ class Environment(Protocol):
     data, or a JSON schema (`task_data`); without it any object is accepted. The method
     `first_messages(data)` may return a task's first messages without beginning the task, and the
     attribute `tools` may contain the tools. If an environment has `first_messages`, the run
-    measures, before training, the prompts of the tasks of a file or data set, and leaves out each
-    task whose prompt is too long.
+    measures the prompts of a file or data set of tasks before training, and leaves out each task
+    whose prompt is too long.
 
     Example:
         ```python

@@ -138,9 +138,9 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
         if made:
             raise BadEnvironmentOptions(
                 f"environment {name!r}: its argument {argument} is a {made[0].__qualname__}, which "
-                "is not made from the configuration; expected that class as the type of the "
-                "constructor's only argument, with the name options; rename the argument, and "
-                "write the fields of the class directly into tasks.options"
+                "has options as its fields; expected the constructor to have no other argument, "
+                "and this one to have the name options; rename the argument, and write the fields "
+                "of the class directly into tasks.options"
             )
     try:
         signature.bind(**options)

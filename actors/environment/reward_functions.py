@@ -531,9 +531,9 @@ def load_group_functions(
 def method_as_reward(
     name: str, method: Callable[..., Any], *, target: str = "", instance: Any = None
 ) -> RewardFunction:
-    """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
+    """Make a reward function of a method that scores its own episode, such as TRL's `get_reward`.
 
-    The method may name the arguments of a reward function that it needs, or none.
+    The method may take any arguments that a reward function may take, or none.
 
     Args:
         target: The name by which a worker finds the method; empty if no worker is used.

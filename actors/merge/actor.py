@@ -2,8 +2,8 @@
 
 In each step the loop calls `build` once. If the run has a critic or a reference, it calls `plan`
 before `build`. Payloads are read without a copy (as views of shared memory), and the reply holds
-references. If payloads are lost, `PayloadsLost` names their rollouts, and the loop reports these to
-the queue.
+references. If payloads are lost, `PayloadsLost` names their rollouts, and the loop reports these
+rollouts to the queue.
 """
 
 from __future__ import annotations

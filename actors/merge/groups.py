@@ -85,7 +85,8 @@ def classify_groups(
     """Shape the rewards of every trajectory and apply its outcome's rule.
 
     Args: groups: for each group, the trajectories that the queue kept.
-    Raises: ValueError if two trajectories belong to one rollout, which the ledger counts once.
+    Raises: ValueError if two trajectories belong to one rollout, because the ledger would count
+    only one of them.
     """
     rollouts = Counter(each.rollout_id for group in groups for each in group)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]

@@ -156,7 +156,7 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records that name another set of experts than the record used at the same position.
+    """Count the records with another set of experts than the record that is used at their position.
 
     Args: counting: [R], for each record the index of the record used at its position.
     """
@@ -199,9 +199,9 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring ones, in prefix order; arrays are [N].
 
-    In this order the length of the prefix that two items share is the minimum over all pairs of
-    neighbours between them; so one number for each pair of neighbours is enough to compute the size
-    of any selection of items in a row.
+    `shared` has the length of the prefix that each pair of neighbours shares. Two items share as
+    many tokens as that pair of neighbours between them which shares fewest. So these numbers are
+    enough to compute the size of a row of any items.
     """
 
     order: list[int]
