@@ -297,9 +297,9 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Have one actor render the first prompts of tasks, up to `num_tokens` tokens in all.
+        """Return the token ids of the first prompts of tasks, up to `num_tokens` tokens in all.
 
-        Returns: the token ids of each prompt; () if the actor does not answer.
+        One of the actors renders the prompts. Return () if this actor does not answer.
         """
         for actor in itertools.islice(self.actors.values(), 1):
             call = actor.opening_prompts.remote(

@@ -79,7 +79,7 @@ class HackingWatch:
         return self._findings
 
     def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
-        """Have the thread read what earlier terms have stored; the first call starts the thread.
+        """Tell the thread to read what earlier terms have stored; the first call starts the thread.
 
         notice: function that shows a notice to the user; the thread calls it.
         """

@@ -107,7 +107,10 @@ class Tail(Generic[Item]):
         return self._items[-1] if self._items else None
 
     def since(self, position: int) -> tuple[Item, ...]:
-        """Return the items from index `position` of the whole list on, without the dropped ones."""
+        """Return the items from index `position` on, except those that were dropped.
+
+        position: index in the whole list, which counts the dropped items too.
+        """
         num_left_out = len(self._items) - (self.length - position)
         return tuple(islice(self._items, max(num_left_out, 0), None))
 
@@ -206,10 +209,10 @@ def readiness(
 ) -> ReadyAnswer:
     """Return whether the run is ready to serve, with the reasons if it is not.
 
-    behind_s: seconds since all expected engines last had the current version. A publication may
-    take some time, so these seconds count only if they exceed `publish_limit_s`, and only while the
-    run trains; in another phase, the phase itself is the reason. store_away_s: seconds since the
-    database last answered; 0 if it answers.
+    A run that does not train now is not ready, because of its phase. A run that trains is not ready
+    if `behind_s` exceeds `publish_limit_s`, the time that a publication may take.
+    behind_s: seconds since all expected engines last had the current version. store_away_s: seconds
+    since the database last answered; 0 if it answers.
     """
     reasons = []
     if store_away_s:

@@ -109,7 +109,7 @@ class Loop:
         return self._step <= self._run_settings.steps and not self.is_solved
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Have `run` finish the current step, write a checkpoint, and return.
+        """Let `run` finish the current step and write a checkpoint; then `run` returns.
 
         grace_s: seconds after which a step without an applied update is abandoned; its rollouts
         stay in the queue and are used after a resume. None sets no limit.
@@ -119,7 +119,7 @@ class Loop:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def checkpoint(self) -> Checkpoint:
-        """Have the loop write a checkpoint after the current step; return it once it is committed.
+        """Request a checkpoint after the current step; return the checkpoint once it is committed.
 
         The checkpoint is of the last finished step. If that step is committed already, nothing is
         written. If a checkpoint fails because a rank is lost, it is written again. Raises:
@@ -234,10 +234,10 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Have the merge actor build a step; return it with the seconds of the trainer's scoring.
+        """Return a step that the merge actor built, and the seconds that the trainer scored rows.
 
-        The seconds are 0 if the algorithm needs no scores before the step is built.
-        Raises: PayloadsLost.
+        Some algorithms need the trainer's scores before a step is built. For all others, nothing is
+        scored and the seconds are 0. Raises: PayloadsLost.
         """
         merge, trainer = self._parts.merge, self._parts.trainer
         if not self._parts.config.algorithm.scores_first:

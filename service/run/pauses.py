@@ -2,8 +2,8 @@
 
 A pause belongs to the run: it is stored, and lasts until the operator resumes the part, in every
 later term and with any supervisor. The supervisor owns the `Pauses`. The loop waits at the gates of
-admission and training; a pause of generation has no gate in the loop: the term has the queue and
-the weight board stop and resume generation.
+admission and training. For generation there is no gate in the loop: the term tells the queue and
+the weight board to stop and resume generation.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[bool]:
-        """Yield whether the gate is open; if it is, the block counts as passing until its end.
+        """Yield whether the gate is open.
 
-        `until_passed` waits for such blocks.
+        If the gate is open, the code in the `with` block is passing it; `until_passed` waits for
+        the end of such blocks. If the gate is closed, the block must not do the work.
         """
         if not self.is_open:
             yield False

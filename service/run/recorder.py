@@ -338,7 +338,7 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def close_trackers(self, *, is_taken_over: bool) -> None:
-        """Have the experiment trackers write the stored records and end, within a time limit.
+        """Let the experiment trackers write the stored records, then end them; has a time limit.
 
         is_taken_over: whether another process has taken over the run, and writes the records
         instead.
@@ -352,7 +352,7 @@ class RunRecorder:
         return "" if self._uploads is None else self._uploads.uploading
 
     async def close_uploads(self, *, is_taken_over: bool) -> None:
-        """Have the uploads copy the newest checkpoints and end, within a time limit.
+        """Let the uploads copy the newest checkpoints, then end their thread; has a time limit.
 
         is_taken_over: whether another process has taken over the run, and copies the checkpoints
         instead.
@@ -366,7 +366,7 @@ class RunRecorder:
         return () if self._hacking is None else self._hacking.findings
 
     async def close_audit(self) -> None:
-        """Have the audit for reward hacking check the stored steps and end, within a time limit."""
+        """Let the reward-hacking audit check the stored steps, then end it; has a time limit."""
         if self._hacking is not None:
             await asyncio.to_thread(self._hacking.close)
 
@@ -433,7 +433,10 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Measure this block as a phase of a publication; count ActorLost as its failure."""
+        """Measure the duration of this block, which is a phase of a publication.
+
+        If the block raises ActorLost, count a failed publication instead.
+        """
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield

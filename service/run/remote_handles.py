@@ -73,7 +73,7 @@ def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_
 
 
 class _Calls:
-    """An object on which a call of any method becomes a call of `ask` with the method's name."""
+    """An object that has every method: `calls.name(x)` calls `ask("name", x)`."""
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
         self._ask = ask
@@ -141,7 +141,11 @@ class _SupervisorClient(_Calls):
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send the waiting submissions to the supervisor in calls, until none waits."""
+        """Send all waiting submissions to the supervisor, several in each call.
+
+        Submissions that arrive meanwhile are sent too. Pass each reply to the caller that waits
+        for it.
+        """
         try:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]

@@ -44,8 +44,10 @@ class RestartableMerge:
         self._actor = start_actor()
 
     async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
-        """Return a reference to a shard for each rank, with the rows that the trainer must
-        score."""
+        """Divide the rows that the trainer must score into one shard for each rank.
+
+        Returns: a reference to each shard.
+        """
 
         async def plan() -> tuple[Any, ...]:
             return await _own(await self._ask("plan", step_input, version))

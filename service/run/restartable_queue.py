@@ -1,14 +1,16 @@
 """The trajectory queue as the supervisor calls it; a queue that died is replaced during the call.
 
-Ray restarts the queue's process under the same handles, without its state. A `QueueCut` is the
-queue's state, with the events since the last cut; the answer to a call that changes the queue has
-one. This class opens the restarted queue from the newest cut that it has processed, and repeats the
-lost calls. Invariants: cuts are processed in order, and their events and summaries are passed to
-the recorder; a call returns only after its own cut is processed. The recorder and the next queue
-therefore agree about everything that the loop knows. Rollouts that ended after the newest cut, or
-whose trajectories were in the queue, are played again. A step that the loop has taken is not taken
-a second time. This class keeps the tasks of the groups in flight, because cuts do not contain the
-data of tasks.
+If the queue's process dies, Ray starts it again under the same handles, but without its state. A
+`QueueCut` is the queue's state, with the events since the last cut. Every call that changes the
+queue is answered with a cut. `RestartableQueue` gives a restarted queue the state of the newest cut
+that it has processed, and then repeats the calls that the dead queue did not answer.
+
+Invariants: cuts are processed in order, and their events and summaries are passed to the recorder.
+A call returns only after its own cut is processed. The recorder and a restarted queue therefore
+agree about everything that the loop knows. Rollouts that ended after the newest cut, or whose
+trajectories were in the queue, are played again. A step that the loop has taken is not taken a
+second time. `RestartableQueue` itself keeps the tasks of the groups in flight, because cuts do not
+contain the data of tasks.
 """
 
 from __future__ import annotations
@@ -88,9 +90,10 @@ class RestartableQueue:
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
-        """Wait up to `timeout_s` for group numbers that have no task, and return them.
+        """Wait up to `timeout_s` until the queue can admit groups; return the free group numbers.
 
-        This method and those after it call the queue actor's method of the same name.
+        `admit` gives them tasks. This method and the following ones call the method of the same
+        name of the queue actor, which describes it.
         """
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
@@ -128,7 +131,7 @@ class RestartableQueue:
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Have the queue stop giving rollouts to actors, or resume if `is_held` is False.
+        """Tell the queue to stop giving rollouts to actors, or to resume if `is_held` is False.
 
         A restarted queue keeps this state.
         """
@@ -242,8 +245,9 @@ Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
-    A cut is the queue's state with the events since the last cut. Each start of the queue's process
-    is an opening with a number; cuts of an earlier opening are refused.
+    A cut is the queue's state with the events since the last cut. The starts of the queue's process
+    are numbered, and a cut has the number of its start (`opening`). Cuts from a process that has
+    been replaced are refused.
     """
 
     def __init__(self, keep: Keep) -> None:

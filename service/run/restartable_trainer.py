@@ -212,7 +212,7 @@ class RestartableTrainer:
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Have the ranks copy their state and begin to write a checkpoint of `step`.
+        """Tell the ranks to copy their state and to begin to write a checkpoint of `step`.
 
         Raises: the errors of `step`.
         """
@@ -252,7 +252,8 @@ class RestartableTrainer:
     ) -> _Result:
         """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
 
-        is_publish: whether the call is allowed before changed weights are published.
+        If the new ranks have other weights, these must be published first: the call raises
+        WeightsMoved. is_publish: whether the call is a part of publishing, and allowed even then.
         """
         while True:
             if self._must_publish and not is_publish:
@@ -327,10 +328,10 @@ class RestartableTrainer:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks' state with that of the lost ranks.
+        """Compare the new ranks' state with the state of the lost ranks.
 
-        If the weights differ, give them the next version, unless no engine can have the current
-        one.
+        If the weights differ, and an engine may have the weights of the current version, give the
+        new weights the next version. Otherwise they get the current version.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

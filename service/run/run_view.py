@@ -279,7 +279,7 @@ class RunView:
     async def push(self, *, is_last: bool = False) -> None:
         """Send the metrics to the endpoint; metrics that do not arrive are sent with the next ones.
 
-        is_last: whether this process sends no later ones.
+        is_last: whether this is the last call of `push` in this process.
         """
         try:
             address = await self._pusher.push(is_last=is_last)

@@ -110,8 +110,8 @@ def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
     """Return Ray's scheduling options that select the supervisor's node.
 
     If the database is a file, this is the current node. Otherwise it is a node that offers the
-    supervisor's role; if no node does, it is the cluster's head node, at which a Kubernetes Service
-    finds the metrics.
+    supervisor's role. If no node offers the role, it is the cluster's head node: in Kubernetes, a
+    Service reads the run's metrics there.
     """
     if sqlite_file(run_dir.database_url) is not None:
         # The database is on this machine's disk, and the command that starts the run reads it too.
@@ -133,7 +133,9 @@ def start_supervisor(
     lost: Any = None,
     lost_name: str = "",
 ) -> Any:
-    """Start and return the supervisor, an actor named after the run that ends with this process.
+    """Start the supervisor and return it: an actor that ends with this process.
+
+    The actor's name is made of the run's id.
 
     If an earlier start of this run left an actor with the same name, this function ends that actor.
     If `when_held` is "wait", this function waits instead until that actor ends.

@@ -38,9 +38,9 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the step and evaluation from which a term continues in the gauges.
+        """Set the gauges to the step and the evaluation from which a term continues.
 
-        None shows no value.
+        If a record is None, its gauges show no value.
         """
         with self._metrics.together():
             self._show_step(step)

@@ -385,7 +385,7 @@ class Supervisor:
         return self._submissions
 
     def _check_owned(self) -> None:
-        """Raise LeaseLost if another process owns the run; this process may lack newer state."""
+        """Raise LeaseLost if another process owns the run: this process may have an older state."""
         if self._lost is not None:
             raise LeaseLost(str(self._lost))
 
@@ -562,7 +562,7 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database stays away."""
+        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database does not answer."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another

@@ -21,9 +21,10 @@ _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in rang
 
 
 def task_index(slot: OpenSlot) -> int:
-    """Return the index of the task that an open slot, a group number without a task, plays.
+    """Return the index of the configured task for an open slot.
 
-    The index is the same after every restart.
+    An open slot is a group number for which the queue needs a task. The slot's index is the same
+    after every restart.
     """
     return slot.group_number + slot.replacement * SLOTS
 
@@ -45,8 +46,8 @@ class Curriculum:
     ) -> None:
         """Start with stored results.
 
-        results: what the property `results` returned before, such as at a checkpoint; None for no
-        results.
+        results: an earlier value of the property `results`, such as the value that a checkpoint
+        stores; None for no results.
         """
         self._settings = settings
         self._source = source
@@ -137,13 +138,14 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first task that does not rest, or that rests and is drawn by chance nevertheless.
+    """Return the first of the tasks that may be played now.
 
-    A task rests while `is_resting` is true. If no task is found, return the first of `choices`.
+    A task that does not rest (`is_resting`) may be played. A resting task may also be played, with
+    the probability `resting_share`. If no task may be played, return the first of `choices`.
 
     Args: choices: one or more tasks, each with its key in `results`. results: for each key, the
-    share of passed samples in each newest group, oldest first. slot: seed of the chance, together
-    with the key.
+    share of passed samples in each of the newest groups, oldest first. slot: index of the slot. The
+    random choice depends only on the slot and the key, so a restart repeats it.
     """
     first: Task | None = None
     for task, key in choices:

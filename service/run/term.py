@@ -210,7 +210,7 @@ class Term:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Checkpoint:
-        """Have the loop write a checkpoint; return the checkpoint once it is committed.
+        """Request a checkpoint from the loop; return the checkpoint once it is committed.
 
         The term must be training.
         """
@@ -228,7 +228,7 @@ class Term:
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
     async def apply_generation_pause(self) -> None:
-        """Have queue and engines stop if generation is paused, or resume if it is not.
+        """Stop queue and engines if generation is paused; if it is not, let them continue.
 
         If the queue is not open yet, `_start` calls this method again once it is. Raises:
         ActorLost.
@@ -370,9 +370,10 @@ class Term:
         return publisher
 
     async def _opening_prompts(self) -> Sequence[TokenIds]:
-        """Have an environment actor render the first tasks' prompts, for the log-probability check.
+        """Return the first tasks' prompts, which an environment actor renders.
 
-        Returns: () if the check is off, or if there is no answer.
+        The log-probability check uses them. Return () if the check is off, or if the actor does not
+        answer.
         """
         assert self._pool is not None
         if self._config.trainer.logprob_check_tokens == 0 or not self._pool.actors:

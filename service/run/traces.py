@@ -84,7 +84,7 @@ class RolloutTraces:
         """The trained rollouts of each step that is not recorded yet, by step."""
 
     def begin_term(self) -> None:
-        """Forget the rollouts of older terms, because unrecorded rollouts are played again."""
+        """Forget the rollouts of older terms: all that have no recorded end are played again."""
         self._in_flight.clear()
         self._evicted.clear()
         self._trained.clear()
@@ -92,8 +92,8 @@ class RolloutTraces:
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
         """Add ended attempts to their rollouts, then write the traces of evicted rollouts.
 
-        Call `events` first, for the same cut of the queue: it learns which rollouts were evicted.
-        summaries: the ended attempts. now: seconds since 1970.
+        Before this, call `events` with the events of the same cut of the queue, because they tell
+        which rollouts were evicted. summaries: the ended attempts. now: seconds since 1970.
         """
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)
