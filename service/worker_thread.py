@@ -26,8 +26,8 @@ class WorkerThread:
     def __init__(self, name: str, *, expected: type[Exception] | tuple[()] = ()) -> None:
         """Create the thread.
 
-        Args: name: of the thread, and of the logger `rayloom.NAME` that reports the errors of work
-        whose caller has gone. expected: errors that are logged at the level DEBUG only.
+        Args: name: name of the thread. If work fails after its caller was cancelled, the logger
+        `rayloom.NAME` reports the error. expected: errors that are logged at the level DEBUG only.
         """
         # Use only one thread: a tokenizer must not be used by two threads at the same time.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

@@ -562,7 +562,7 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease regularly. Raises: LeaseLost; StoreError if the database does not answer."""
+        """Renew the lease again and again. Raises: LeaseLost; StoreError."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another

@@ -67,7 +67,8 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    In a tenant's copy, `void_after` is one of the tenant's own numbers.
+    The field `void_after` has the number of another entry. In a tenant's copy, this is the number
+    that the other entry has in the tenant's own feed.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
@@ -134,8 +135,8 @@ def read_feed(store: ReadOnlyStore, *, after: int, limit: int, sees: str | None 
     """Return the first `limit` entries of the feed after the number `after`.
 
     Args: sees: the tenant whose entries to return; `after` is then one of the tenant's own numbers.
-    None returns the entries of all tenants, numbered over the whole feed. An entry about the run,
-    of which each tenant has a copy, is then returned once.
+    None returns the entries of all tenants, numbered over the whole feed. In this case the tenants'
+    copies of an entry about the run are left out, and only the copy for admins is returned.
     Raises: StoreError.
     """
     columns = tables.feed.c

@@ -139,7 +139,10 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Return a name for the scope in which PIDs are unique: a kernel's boot, and a container."""
+    """Return a text that differs between machines, boots of a machine, and containers.
+
+    Two processes with equal PIDs run at the same time only if this text differs.
+    """
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,9 +1,9 @@
 """Find a run's surviving rows: those of the newest term, and the earlier ones that it continues.
 
-If a term starts from a checkpoint of an earlier term, the earlier term's steps up to this
-checkpoint survive, and its events up to the last event in the checkpoint. The later rows of the
-earlier term are superseded. The report and `inspect` show surviving rows; the metrics count all
-rows that were ever stored, superseded ones included.
+If a term starts from a checkpoint of an earlier term, two parts of the earlier term survive: its
+steps up to this checkpoint, and its events up to the last event that the checkpoint contains. The
+later rows of the earlier term are superseded. The report and `inspect` show surviving rows; the
+metrics count all rows that were ever stored, superseded ones included.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
 class RecordKind(StrEnum):
     """The kind of a stored record: of a step, of a scheduled evaluation, or of a requested one.
 
-    In a lineage, each record has a greater position than all earlier records of its kind.
+    Among the surviving records of one kind, a later record has a greater position (`Place`).
     """
 
     STEP = "step"
@@ -210,8 +210,8 @@ def mean_returns(store: ReadOnlyStore, steps: Collection[int]) -> dict[int, tupl
     """Return the mean return at each step, divided by the best possible return if this is known.
 
     Returns: for each step, (True, mean of the scheduled evaluation), or (False, mean of the
-    training rollouts) if the step has no such evaluation. So an evaluated step has a greater pair
-    than any other step. Steps without a known mean are left out.
+    training rollouts) if the step has no such evaluation. If the pairs are sorted, all steps with
+    an evaluation come after the steps without one. Steps without a known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -317,11 +317,11 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first, each directory once.
 
-    The queue snapshot of such a checkpoint is still stored (`retention`), and the checkpoint is in
-    the lineage of the newest checkpoint with a snapshot. If a term continues from an older
-    checkpoint, the checkpoints after that one are left out: at once if an operator requested the
-    return, otherwise as soon as the term has committed a checkpoint. Until then, a checkpoint that
-    could not be read may still be used.
+    The queue snapshot of such a checkpoint is still stored (`retention`). If a term continued from
+    an older checkpoint, the checkpoints after the older one are left out. If an operator requested
+    the return, they are left out at once. Otherwise the term continued from the older checkpoint
+    because the later ones could not be read. Then they are left out only when the term has
+    committed a checkpoint, because they may be readable again before that.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -374,10 +374,10 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 
 
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
-    """Return `term` and the earlier terms that it continues, newest first, each with a checkpoint.
+    """Return `term` and the earlier terms that it continues, newest first.
 
-    The checkpoint of an earlier term is the one from which the next term continued; `term` itself
-    has None.
+    With each earlier term, return the checkpoint of that term from which the next term continued.
+    With `term` itself, return None.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

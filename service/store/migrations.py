@@ -38,8 +38,8 @@ Step = Callable[[Connection], None]
 def add_column(connection: Connection, table: str, column: Column[object]) -> None:
     """Add a column that is nullable or has a `server_default`; old rows get null or the default.
 
-    Do nothing if the table already has the column, as in a database whose tables are newer than its
-    recorded format.
+    Do nothing if the table already has the column. This happens if the tables of a database are
+    newer than the format that it records.
     """
     assert column.nullable or column.server_default is not None, "old rows need a value"
     places = connection.get_execution_options().get("schema_translate_map") or {}

@@ -162,9 +162,10 @@ def check_local(url: str | URL) -> None:
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
     """Return the URL to connect with: `url`, with the server and user of the environment's URL.
 
-    Between two starts, the server, its port, the user, the password and the TLS options may change.
-    If the environment has no URL or names another database, `url` is returned unchanged. So the
-    environment's password is only sent to the environment's server. Raises: StoreError.
+    The environment's URL also replaces the port, the password and the TLS options, because all of
+    these may change between two starts. If the environment has no URL, or a URL of another
+    database, `url` is returned unchanged. So the environment's password is only sent to the
+    environment's server. Raises: StoreError.
     """
     if url.password is not None:
         return url
@@ -233,9 +234,10 @@ def _source(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _parsed(text: str, *, source: str) -> URL:
-    """Parse a URL; raise StoreError if it is not one of a PostgreSQL database.
+    """Parse a URL; raise StoreError if it is not the URL of a PostgreSQL database.
 
-    Errors name `source`, but not the URL, because it may contain a password.
+    source: the variable that has the URL, for the error. The error does not contain the URL,
+    because the URL may contain a password.
     """
     try:
         url = make_url(text)

@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 class ReadOnlyStore:
     """A run's database, opened for reading.
 
-    An SQLite database of an older format is copied when it is opened. The copy is converted to the
-    current format and read, so that later changes of the run are not seen. In PostgreSQL an older
-    format is refused.
+    An SQLite database of an older format is copied when it is opened, and the copy is converted to
+    the current format. The store then reads the copy, and does not see what the run writes later.
+    In PostgreSQL an older format is refused.
     Raises: StoreError if the database cannot be read, or has a format that this version cannot
     read.
     """

@@ -7,10 +7,10 @@ changes when rows are removed.
 - Superseded rows are removed at once.
 - Queue snapshots are kept for the newest `run.keep_checkpoints` checkpoints, the best
   `run.keep_best`, and the `milestones`. A run can go back only to these checkpoints.
-- Step records are kept for the first 5 steps, the newest 256 steps, the steps of the best
-  checkpoints, and the first of each 2^k older steps, with the smallest k that leaves at most 257.
-  If the steps of the journal or of the newest kept checkpoints begin before the newest 256, all
-  steps since then are kept. The same rules hold for evaluations.
+- Step records are kept for the first 5 steps, the newest 256 steps, and the steps of the best
+  checkpoints. Of the older steps, every (2^k)-th is kept, with the smallest k for which at most 257
+  are kept. If the journal or the newest kept checkpoints have a step before the newest 256 steps,
+  all steps from that step on are kept. The same rules hold for evaluations.
 - Ledger events are kept for the steps after the earliest kept checkpoint (the best included), and
   for the steps of the journal, which `inspect --audit` compares with the events. Events of the
   `algorithm.max_policy_age` steps before them are kept too, because a group may be admitted this
@@ -121,9 +121,10 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
 
 
 def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
-    """Remove most rows of the steps up to last_step; keep the first of each 2^k steps.
+    """Remove most rows of the steps up to last_step, and keep every (2^k)-th of these steps.
 
-    The first five steps and the `spared` steps are kept too. The module's docstring defines k.
+    The first five steps and the `spared` steps are kept too. The module's docstring says how k is
+    chosen.
     """
     stride, step = 1, table.c.step
     while last_step // stride > OLDER_STEPS:

@@ -1,8 +1,9 @@
 """Store the durable state of a run in SQLite or in PostgreSQL, under a lease.
 
-Invariants: each new term has a greater number; only the writer with the newest term writes; one
-transaction checks the lease and stores a checkpoint with the ledger that it commits; one
-transaction checks a lease's owner and takes the next lease.
+Invariants: each new term has a greater number, and only the owner of the newest term writes. When a
+checkpoint is committed, the check of the lease, the checkpoint and its ledger are one transaction.
+When a supervisor takes the next lease, the check of the lease's earlier owner is in the same
+transaction.
 """
 
 from __future__ import annotations
@@ -322,8 +323,9 @@ class RunStore(ReadOnlyStore):
         new_results: Sequence[RolloutResult] = (),
         new_entries: Sequence[FeedEntry] = (),
     ) -> Checkpoint:
-        """Commit a checkpoint; the rollouts that its ledger marks as trained then count as trained.
+        """Commit a checkpoint, so that a later term can continue from it.
 
+        From now on, the rollouts that the checkpoint's ledger marks as trained count as trained.
         Args: directory: name in the run's directory of checkpoints. new_entries: the feed's
         entries about the ledger up to last_event_seq.
         Raises: LeaseLost.

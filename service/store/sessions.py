@@ -319,7 +319,7 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Make turns from rows, and mark the policy versions in them that were undone.
+    """Make turns from rows, and mark the turns' policy versions that a later term undid.
 
     rows: rows with a term and the columns `_TURN_FIELDS`. first: the result of `first_versions`.
     """
@@ -418,7 +418,10 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return request id and time of each added turn that is stored already (as `_Rows.marks`)."""
+    """Return the request id and the time of each turn in `changes` that is stored already.
+
+    The key is the session's id and the turn's number, as in `_Rows.marks`.
+    """
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)

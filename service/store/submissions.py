@@ -245,10 +245,10 @@ class SubmissionStore:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the digests by which a repeated submission or request is recognized.
 
-        Args: submission_ids: only those of ended submissions are used. request_keys: digests of
-        Idempotency-Keys.
-        Returns: digests of submissions, by id, and of requests, by key; those that are no longer
-        kept are left out. Raises: StoreError.
+        Args: submission_ids: ids of submissions; those that have not ended are ignored.
+        request_keys: digests of Idempotency-Keys.
+        Returns: two dicts: the digests of submissions by id, and the digests of requests by key.
+        Submissions and requests that are no longer kept are left out. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest).where(

@@ -1,8 +1,8 @@
 """The tables of a run's database, as SQLAlchemy describes them.
 
-The insertion of a row into `checkpoints` commits a checkpoint: the rollouts that its ledger marks
-as trained then count as trained. Rows of `events`, `steps` and `evaluations` have the term that
-wrote them; `lineage.py` decides which of them survive, and `retention.py` how long they are kept.
+A new row in `checkpoints` commits a checkpoint. From then on, the rollouts that the checkpoint's
+ledger marks as trained count as trained. Rows of `events`, `steps` and `evaluations` have the term
+that wrote them; `lineage.py` decides which of them survive, and `retention.py` how long they stay.
 `event_totals` and `step_totals` count everything that was ever stored. A row of `submissions` is a
 promise to a client and belongs to no term: every later term continues with it. The same is true of
 a session and its turns, a key, and an uploaded trajectory.

@@ -1,8 +1,8 @@
 """The stored uploads of trajectories, which are kept while they may be delivered to the trainer.
 
-Invariants: an id has one content; a closed group has `num_members` members, numbered from 0, and
-gets no more. The rows of a group are deleted with its submission at the latest
-(`service.store.submissions`).
+Invariants: the content of an upload with a given id never changes; a closed group has `num_members`
+members, numbered from 0, and gets no more. The rows of a group are deleted with its submission at
+the latest (`service.store.submissions`).
 """
 
 from __future__ import annotations
