@@ -2,9 +2,9 @@
 
 The module declares the section `algorithm` of the configuration, each setting once, and computes
 values that derive from the settings, such as the learning rate of an update. Each choice of the
-loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the table. The
-aggregation is not a part of the loss function: the merge actor turns it into a weight of each
-token. The module imports neither Ray nor torch.
+loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the table. No loss
+function depends on the setting `aggregation`: the merge actor computes a weight for each token from
+it. The module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def learning_rate_at(
 class CriticSettings:
     """A value model, and GAE over its values (PPO); used only if the baseline is critic.
 
-    The value model's optimiser takes its other settings from the section `trainer`, as the policy's
-    optimiser does.
+    This section has the learning rate of the value model's optimiser. The section `trainer` has the
+    optimiser's other settings, which the policy's optimiser uses too.
     """
 
     __pydantic_config__ = STRICT
@@ -204,9 +204,9 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is a range [low, high] of the ratio trainer / sampler. This ratio uses the trainer's
-    probability at the step's start if the denominator is old, and the trainer's current probability
-    otherwise.
+    A band is a range [low, high] of the ratio trainer / sampler, which divides the trainer's
+    probability of a token by the sampler's. If `denominator` is old, the trainer's probability is
+    the one at the step's start; otherwise it is the current one.
     """
 
     __pydantic_config__ = STRICT
@@ -300,8 +300,9 @@ class KlRewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """Changes to returns before returns are compared in groups; a change whose setting is null or 0
-    is off.
+    """Changes to the returns, made before the returns of a group are compared.
+
+    A setting of null or 0 turns its change off.
     """
 
     __pydantic_config__ = STRICT
@@ -316,7 +317,11 @@ class RewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCreditSettings:
-    """Credit for turns that met the same state, added to the group's advantages (GiGPO)."""
+    """A second advantage, added to the group's advantage (GiGPO).
+
+    It compares a turn with the turns of the same group that began in the same state of the
+    environment.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -385,7 +390,7 @@ class AlgorithmSettings:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether a truncated trajectory's last state has the critic's value instead of 0."""
+        """Whether a truncated trajectory's last state has the critic's value; if not, it has 0."""
         return self.has_critic and self.critic.truncation == "bootstrap"
 
     @property

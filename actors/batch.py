@@ -143,7 +143,10 @@ micro-batches. Every rank has the same number of micro-batches.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRow:
-    """A row for the critic; the state in which token m was sampled ends at loss_positions[m]."""
+    """A row for the critic.
+
+    Token m was sampled in the state that consists of the tokens up to row.loss_positions[m].
+    """
 
     row: MicroBatch
     """The packed row; loss weights sum to 1 over all rows of all ranks."""

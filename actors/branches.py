@@ -1,20 +1,20 @@
 """Guess from token ids why a turn began a new sample instead of extending one.
 
-Ids show the position where two histories part, but not the cause. The prompt is compared with the
-sample that shares most with it, as if only one span had changed: the last few tokens of the sample
-are searched for in the prompt after the divergence. From the position where they are found, sample
-and prompt are equal again, and the tokens before that position are the change. The reason is
+Ids show the position at which two histories begin to differ, but not the cause. The prompt is
+compared with the sample that has the longest common prefix with it. The guess assumes that only one
+span of tokens changed. The span begins at the first token that differs. To find its end, the module
+searches the rest of the prompt for the last few tokens of the sample. The reason is
 
-- history_rewritten, if the last tokens are not found, if the change is a plain deletion after the
-  first prompt (a stripped thought, a rolled-back or compacted history), or if it covers several
-  `regions`
+- history_rewritten, if these last tokens are not found, if the change only deletes tokens after the
+first prompt (a stripped thought, a rolled-back or compacted history), or if it covers several
+`regions`
 - tools_changed, if the change is within the first prompt, which has system text and tool schemas
 - template, if the change is only an insertion, or is in an observation
 - retokenised, if the change is in sampled tokens, which were encoded differently
 
 A rewritten text that keeps its end looks like a re-tokenised text, and two small changes in one
-turn look like a rewritten history. So the counts are hints, not proofs. The
-sample builder calls this module.
+turn look like a rewritten history. So the counts of reasons are hints, not proofs. The sample
+builder calls this module.
 """
 
 from __future__ import annotations

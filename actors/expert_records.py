@@ -62,9 +62,9 @@ class MixtureShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The limits that a trajectory must fit for the model that trains on it.
+    """The properties of the trained model that limit the trajectories it can train on.
 
-    mixture: None if recorded experts cannot be replayed.
+    mixture: None if the trainer cannot replay recorded experts in this model.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""The bounds with which settings are declared, and the limits of log-ratios, rewards and seeds.
+"""Number types with bounds for the fields of settings; limits of log-ratios, rewards and seeds.
 
 `service.config` reads settings dataclasses from YAML, and checks these bounds. A settings object
 that code constructs directly is not checked.
@@ -38,8 +38,9 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return STRICT for the data of a task, with a rule for its JSON schema that empty data need
-    not meet.
+    """Return STRICT with a further rule in the JSON schema; the rule does not apply to empty data.
+
+    For a class that declares the data of a task. `rule`: keywords of JSON schema.
 
     Example: strict_unless_empty(required=["question"])
     """

@@ -43,8 +43,9 @@ every engine holds it.
 
 
 def secret_failures(gained: AtomicRegistry, secret: Literal["api_key", "database"]) -> Counter:
-    """Return a counter of the failed readings of a secret's file, for a process that reads the
-    file.
+    """Return the counter of failed attempts to read a secret's file.
+
+    Each process that reads a secret declares this counter in its own registry.
     """
     counter = gained.counter(
         "rayloom_secret_read_failures",
@@ -159,7 +160,7 @@ class RolloutMetrics:
         )
 
     def meet(self, environment: str) -> None:
-        """Show a count of 0 for every outcome of an environment that has not occurred yet."""
+        """Show the counts of all outcomes of an environment, with 0 for those not seen yet."""
         if environment not in self._seen:
             self._seen.add(environment)
             for outcome in Outcome:
@@ -226,7 +227,10 @@ class LedgerMetrics:
 
 
 class WaitMetrics:
-    """Time spent waiting for the queue since this process started; the time is not stored."""
+    """Time for which environment actors and the training loop waited for the queue.
+
+    The time counts from the start of this process and is not stored.
+    """
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.blocked = registry.counter(
@@ -278,7 +282,7 @@ STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
 
 
 class StepMetrics:
-    """Progress, age and time of training steps, and how their turns merged."""
+    """Progress, time and policy age of training steps, and counts of merged turns and samples."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.newest = registry.gauge("rayloom_train_newest_step", "Number of the newest step.")

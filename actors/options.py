@@ -386,13 +386,13 @@ def shown_type(annotation: Any) -> str:
 
 
 def user_code(options: Any) -> list[str]:
-    """Return the names of user code in an instance of a class of options."""
+    """Return the names MODULE:NAME of the user's functions that the values of options contain."""
     # A name without a colon belongs to the environment.
     return [name for name in _marked(options, _USER_CODE) if ":" in name]
 
 
 def data_paths(options: Any) -> list[Path]:
-    """Return the paths of data in an instance of a class of options; [] if `options` is None."""
+    """Return the paths of data that the values of options contain; [] if `options` is None."""
     return [] if options is None else [Path(p).expanduser() for p in _marked(options, _DATA)]
 
 

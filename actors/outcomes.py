@@ -1,8 +1,9 @@
 """The table of outcomes: how a trajectory is trained, and whether its attempt is repeated.
 
-The configuration of an environment may replace any row of the table. The queue (retries, groups to
-replace) and the merge actor (train, clamp, penalise, mask, drop) decide by the same functions. The
-defaults are those of docs/semantics.md, Outcomes.
+The configuration of an environment may replace any row of the table. The queue and the merge actor
+call the same functions: the queue decides which rollouts to retry and which groups to replace, the
+merge actor decides whether to train, clamp, penalise, mask or drop a trajectory. docs/semantics.md,
+Outcomes, explains the defaults.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class OutcomeRule:
     def baseline_return(
         self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
     ) -> float | None:
-        """Return a trajectory's value in its group's baseline; None if it is not counted there.
+        """Return the return with which a trajectory counts in its group's baseline.
 
         train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
-        mask: r if it was graded; drop: nothing.   Source: docs/semantics.md, Outcomes.
+        mask: r, or None if it was not graded; drop: None. With None the trajectory does not count.
+        Source: docs/semantics.md, Outcomes.
 
         Args: episode_return: r. worst_completed: the lowest return of the group's completed
         members; None if no member has completed.
@@ -99,7 +101,7 @@ UNSCORED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomePolicy:
-    """The rules of one environment, which are `overrides` and, for other outcomes, the defaults."""
+    """The rules of one environment; an outcome without an entry in `overrides` has its default."""
 
     overrides: Mapping[Outcome, OutcomeRule] = field(default_factory=dict)
 

@@ -1,8 +1,8 @@
-"""Ages of policy versions, which count the training steps between two versions.
+"""Ages of tokens: the training steps from a token's policy version to the trainer's version.
 
-Versions count publications. If the weights of a restarted trainer are not bitwise equal to the
-published weights, the trainer publishes the weights of that step again under the next version
-(docs/semantics.md): both versions belong to one step, and tokens do not age between them.
+Versions count publications, not steps. If the weights of a restarted trainer are not bitwise equal
+to the published weights, the trainer publishes the weights of that step again under the next
+version (docs/semantics.md): both versions belong to one step, and tokens do not age between them.
 
 Turns of sessions are stored, and outlive a term. A term that returns to a checkpoint undoes the
 versions after that checkpoint, and gives their numbers to other weights. Tokens of an undone
@@ -60,10 +60,13 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the last version of a term that is not undone; None if no version is undone.
+    """Return the last version that later terms have not undone, of the versions of a term.
+
+    A later term undoes the versions after the version from which it continued. Return None if
+    there is no later term.
 
     Args: first_versions: the version from which each term continued, by term.
-    Example: {1: 0, 2: 6, 3: 4, 4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
+    Example: {1: 0, 2: 6, 3: 4, 4: 8}: terms 1 and 2 -> 4; term 3 -> 8; term 4 -> None
     """
     return min((first for later, first in first_versions.items() if later > term), default=None)
 

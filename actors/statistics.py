@@ -1,10 +1,11 @@
-"""The table of statistics, which declares every number that describes a step once.
+"""The table of statistics: each number that describes a training step has one entry in it.
 
-A part that produces values names them as in the table (`Statistic.values`). The reduction, the
-step's record, the metrics, the report, the dashboard and docs/metrics.md are made from the table. A
-statistic that is not known at a step is absent from the step's record, never 0. To add a statistic,
-add an entry here and compute its values in the part that produces them: for the loss, one line in
-`actors/trainer/loss/micro_batch.py`. The module imports only the standard library.
+The parts that produce values, such as the trainer, call them by the names in the table
+(`Statistic.values`). The reduction, the step's record, the metrics, the report, the dashboard and
+docs/metrics.md are made from the table. A statistic that is not known at a step is absent from the
+step's record, never 0. To add a statistic, add an entry here and compute its values in the part
+that produces them: for the loss, one line in `actors/trainer/loss/micro_batch.py`. The module
+imports only the standard library.
 """
 
 from __future__ import annotations

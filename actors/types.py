@@ -105,9 +105,9 @@ _EXPERT_TYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A recorded model call with its whole prompt. Merging makes samples of turns.
+    """A recorded model call with its whole prompt; the sample builder merges turns into samples.
 
-    Raises: ValueError if a column has another type or number of dimensions.
+    Raises: ValueError if an array has a wrong type or a wrong number of dimensions.
     `actors.misalignment` checks whether lengths and numbers fit together.
     """
 
@@ -301,7 +301,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An attempt of a rollout and its end: a trajectory without its samples."""
+    """An ended attempt of a rollout: the fields that a trajectory and its summary share."""
 
     rollout_id: str
     group_id: str
@@ -393,7 +393,7 @@ class Trajectory(Attempt):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the trajectory's return may be in a baseline unchanged.
+        """Whether the return is a grade of the trajectory, which a baseline may use unchanged.
 
         A trajectory that was played to its end is graded, unless its reward could not be computed.
         A truncated or aborted trajectory is graded only if a reward was given or, if was_rewarded

@@ -8,9 +8,9 @@ collective.
 
 A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
 different times; between two micro-batches the ranks agree whether any rank has received the
-request. Until the first update of a step the weights are those of the previous step, and a
-checkpoint of that step can be written. Called by `TrainerRank`. The module does not import torch at
-its top, because the supervisor imports the errors.
+request. Before the first update of a step the ranks still have the weights of the previous step, so
+they can write a checkpoint of the previous step. Called by `TrainerRank`. The module does not
+import torch at its top, because the supervisor imports the errors.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def check_versions(
 ) -> None:
     """Raise if the shard's versions do not fit the version that the trainer holds.
 
-    Args: trainer_version: the version that this rank holds. max_policy_age: in training steps; None
-    for no limit. republished: versions that published the weights of the same step as the version
-    before them; a shard made for that earlier version is accepted.
+    Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
+    token, in training steps; None: no limit. republished: versions that published the same step
+    again. If trainer_version is one of them, a shard made for the version before it is accepted.
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)
@@ -117,8 +117,8 @@ def agree_on(
         raise _REFUSALS[int(rows[number][0]) - 1](f"rank {number}: {texts[number]}")
     if len({outline for _, outline in rows}) > 1:
         raise ShardRefused(
-            f"trainer: the {len(rows)} ranks' shards of step {shard.step} differ in version, "
-            "or numbers of micro-batches, expected the same on every rank"
+            f"trainer: the {len(rows)} ranks' shards of step {shard.step} differ in step, version "
+            "or numbers of rows, expected the same on every rank"
         )
 
 

@@ -1,4 +1,4 @@
-"""Directories and manifests of checkpoints, and the claim by which only one term writes them.
+"""Directories and manifests of checkpoints, and a claim that lets only the newest term write them.
 
 A checkpoint is a directory such as `step-000012-t2`: shards of weights and optimiser, and
 `manifest.json`, written last, with a digest of every other file and of itself. Invariants: a

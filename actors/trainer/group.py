@@ -252,8 +252,10 @@ class TrainerGroup:
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
-        Returns: the published groups, after the board holds its own copies; without buffers if rank
-            0 broadcasts the buffers.
+        Return after the board has published the weights. The board then has its own copies of the
+        buffers, unless rank 0 broadcasts the buffers.
+
+        Returns: the published groups; without buffers if rank 0 broadcasts them.
         Raises: ValueError if the ranks hold another version; TrainerRankLost; ActorLost if the
             board died or makes no progress; the board's own errors (`actors.weights.board`).
         """
@@ -407,14 +409,14 @@ class TrainerGroup:
     async def _call_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every `TrainerRank`. timeout_s: None to wait while a rank progresses."""
+        """Call a method of every `TrainerRank`. timeout_s: None waits while ranks make progress."""
         calls = [rank.call.remote(method, *arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
     async def _on_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every actor. timeout_s: None to wait while a rank progresses."""
+        """Call a method of every actor. timeout_s: None waits while ranks make progress."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
@@ -487,7 +489,7 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
     """Return the error of the rank to blame: one that died, else one that failed, else a late one.
 
-    limit: words for the limit that a late rank exceeded; they follow "no" in the error's text.
+    limit: what a late rank did not give in time, for the error's text, as "answer within 60 s".
     """
     failed = [
         (rank, error)

@@ -43,9 +43,10 @@ _PREFIX = "base_model.model."
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a frozen weight and an adapter; its parameters keep their names.
+    """A linear layer with a frozen weight and an adapter.
 
-    is_adapted: whether the forward pass adds the adapter.
+    weight and bias have the names that they had in the layer without an adapter. is_adapted:
+    whether the forward pass adds the adapter.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Li
 
 
 def _check_called(body: nn.Module) -> None:
-    """Raise NotImplementedError if a short row does not call an adapted layer.
+    """Raise NotImplementedError if the model's forward pass on a short row skips an adapted layer.
 
     Such a model reads the layer's weight directly, so the layer's adapter would have no effect.
     """

@@ -2,9 +2,10 @@
 
 `PolicyModel` returns log-probabilities, `ValueModel` the values of a critic. Both modules are roots
 of FSDP2, so that each applies its head inside its own forward, where the weights are gathered.
-Invariant: the names and the tying of the Hugging Face model inside are unchanged; checkpoints,
-exports and publishing use `PolicyModel.causal_lm`, never the wrapper. A model is checked when it is
-loaded, and refused if a packed row gives other results than its samples in separate rows.
+Invariant: the Hugging Face model inside keeps its parameters' names and its tied weights;
+checkpoints, exports and publishing use `PolicyModel.causal_lm`, never the wrapper. A model is
+checked when it is loaded, and refused if a packed row gives other results than its samples in
+separate rows.
 """
 
 from __future__ import annotations

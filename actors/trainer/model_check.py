@@ -1,10 +1,10 @@
-"""Check that a model's packed rows equal transformers' results on each path.
+"""Check that a model gives samples in a packed row the results that transformers gives each alone.
 
-`check_architecture` checks the architecture in seconds, before anything starts: it runs a small
-model on rows that are longer than each of its windows. The small model has the configuration with a
-few narrow layers, short windows and random weights. `check_packing` and `check_output_head` check
-the loaded model. Invariant: a refusal is a NotImplementedError that says why. Called by `model` and
-by the command line.
+`check_architecture` checks the architecture in seconds, before anything starts. It makes a narrow
+copy of the model: the same configuration, but with few narrow layers, short windows and random
+weights. It runs the copy on rows that are longer than the copy's windows. `check_packing` and
+`check_output_head` check the loaded model. Invariant: a refusal is a NotImplementedError that says
+why. Called by `model` and by the command line.
 """
 
 from __future__ import annotations
@@ -163,9 +163,10 @@ def longest_context(config: PreTrainedConfig) -> int:
 
 
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
-    """Return a copy of a configuration with few, narrow layers, and the context to check it for.
+    """Return a copy of a configuration with few, narrow layers, and the copy's longest context.
 
-    A window or a switch of RoPE is kept if the run's context never reaches it.
+    Windows, and the length at which longrope switches its table, are made short too. They are kept
+    if they are not below max_context_tokens, because the run never exceeds them.
     """
     narrow = copy.deepcopy(config)
     settings: dict[str, Any] = {}
@@ -195,8 +196,9 @@ def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTr
 
 
 def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
-    """Return settings for few heads of the original size, in the original ratio to key-value
-    heads.
+    """Return settings for few attention heads.
+
+    The size of a head, and the ratio of query heads to key-value heads, stay the same.
     """
     heads, kv_heads = (
         getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
@@ -236,9 +238,10 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Move longrope's switch, if the context reaches it, to a length that the rows exceed.
+    """Shorten the length at which longrope switches its table, so that the check's rows exceed it.
 
-    Returns: the context of the copy.
+    If the run's context does not exceed that length, change nothing.
+    Returns: the longest context of the copy.
     """
     parameters = getattr(narrow, "rope_parameters", None) or {}
     original = parameters.get("original_max_position_embeddings")

@@ -43,9 +43,9 @@ MOVED = ByteCounter()
 def keep_freed_memory() -> bool:
     """Make this process's C allocator keep the memory that it frees; return whether it can.
 
-    glibc takes large blocks of memory directly from the kernel, and every activation of a packed
-    row is larger than its limit. So each step would map, fault in, zero and unmap all activations
-    again. With this setting a step took 5 to 20 % less processor time on two cores.
+    glibc takes blocks above a certain size directly from the kernel. The activations of a packed
+    row are above that size, so each step would map, fault in, zero and unmap all of them again.
+    With this setting a step took 5 to 20 % less processor time on two cores.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -77,7 +77,7 @@ class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
     version: the policy version of the weights, which each step increments. republished: versions
-    of this term that published the weights of the same step as the version before them.
+    of this term that belong to the same step as the version before them (`actors.policy_age`).
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 In transformers, the table of some kinds of RoPE depends on the longest position of each forward
 pass. Packing would then change the scores of samples, and these would differ from the scores of the
-engine, which keeps one table for all requests. Invariant: after `fix_rope` the table is the
-engine's, which the longest context of the run determines. Called when a model is loaded.
+engine, which keeps one table for all requests. Invariant: after `fix_rope` the model has the same
+table as the engine. The longest context of the run determines this table. Called when a model is
+loaded.
 """
 
 from __future__ import annotations

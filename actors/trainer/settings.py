@@ -123,9 +123,9 @@ class TrainerSettings:
 
     @property
     def lora_shape(self) -> LoraSettings | None:
-        """Return the settings of the adapters, with publish_merged at its default.
+        """Return the adapters' settings with publish_merged at its default, for comparisons.
 
-        Two settings with the same shape are equal, however the adapters are published.
+        How adapters are published does not change their shape.
         """
         return self.lora and replace(self.lora, publish_merged=False)
 

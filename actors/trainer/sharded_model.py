@@ -259,9 +259,9 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Create AdamW with its moments and step counts at zero.
 
-    torch would create the state at the first update, and its checkpointing would run an extra
-    update to create it: after a resume from before the first update, the bias correction would then
-    be one step ahead.
+    torch creates this state at the first update. To save or load a state that does not exist yet,
+    torch's checkpointing would run an extra update. A run that resumes from a checkpoint before the
+    first update would then have a bias correction that is one step ahead.
     """
     kind = HostMomentsAdamW if settings.moments_on_host else torch.optim.AdamW
     optimizer = kind(

@@ -39,10 +39,11 @@ def check_weights(
 ) -> None:
     """Compare the headers of a model's files with the parameters of its configuration.
 
-    Args: is_served: whether engines load the model too. If config.json ties a head to the embedding
-        and the files do not, transformers computes with both, and vLLM with the embedding.
-        has_head: False for a critic, of which only the body is read.
-    Raises: NotImplementedError if they differ, or if transformers and vLLM read other files.
+    Args: is_served: whether engines load the model too. If so, a head that config.json ties to the
+        embedding must have the embedding's numbers: transformers would use the head in the files,
+        vLLM the embedding. has_head: False for a critic, of which only the body is read.
+    Raises: NotImplementedError if they differ, or if transformers and vLLM would read different
+        files.
     """
     files = _files(directory)
     stored: dict[str, Any] = {}
@@ -90,8 +91,9 @@ def _loaded_empty(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress transformers' progress bar and report; the error of a refusal has what is needed of
-    the report.
+    """Suppress transformers' progress bar and its report of the loading.
+
+    If the model is refused, our error repeats the relevant part of the report.
     """
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

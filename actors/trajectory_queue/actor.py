@@ -79,7 +79,10 @@ class TrajectoryQueue:
         return self._opening == opening
 
     async def admissible(self, timeout_s: float) -> tuple[list[OpenSlot], QueueCut]:
-        """Wait up to timeout_s for group numbers that have no task, and return them."""
+        """Wait up to timeout_s until new tasks can be admitted.
+
+        Returns: the free group numbers, to which `admit` can give tasks; empty after timeout_s.
+        """
         await self._opened.wait()
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
@@ -202,7 +205,7 @@ class TrajectoryQueue:
         return dropped, self._cut()
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> QueueCut:
-        """Have rollouts whose payloads were lost played again; their step must be taken again."""
+        """Repeat rollouts whose payloads were lost; a step that took them must be taken again."""
         await self._opened.wait()
         self._state.replay_lost(rollout_ids)
         return self._cut()
@@ -217,7 +220,7 @@ class TrajectoryQueue:
         return self._cut()
 
     async def release_actor(self, actor_id: str) -> int:
-        """Have the rollouts of a dead actor played again; the actor's id is never used again.
+        """Take back the rollouts of a dead actor. The actor's id must never be used again.
 
         Returns: the number of rollouts that it held.
         """
@@ -227,7 +230,7 @@ class TrajectoryQueue:
         return num_released
 
     async def give_back(self, actor_id: str) -> int:
-        """Have rollouts that a live actor has dropped played again.
+        """Take back all rollouts of a live actor, which has dropped them.
 
         Returns: the number of rollouts that it held.
         """
@@ -243,7 +246,7 @@ class TrajectoryQueue:
         self._notify()
 
     async def cancel_group(self, group_id: str) -> tuple[bool, QueueCut]:
-        """Evict a group as cancelled; return False if the group has left or a step has taken it."""
+        """Evict a group as cancelled; return False if it is gone or a step has taken it."""
         await self._opened.wait()
         is_cancelled = self._state.cancel_group(group_id)
         return is_cancelled, self._cut()

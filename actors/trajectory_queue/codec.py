@@ -86,8 +86,9 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Return a branch with the parent's shared tokens before its own, as a part of the prompt: with
-    log-probability 0 and no version.
+    """Return a branch with the tokens that it shares with its parent before its own tokens.
+
+    The shared tokens are a part of the prompt, so they have log-probability 0 and no version.
     """
     number, rewards = own.num_shared, own.token_rewards
     zeros = np.zeros(number, np.float32)

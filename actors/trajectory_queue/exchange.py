@@ -281,8 +281,8 @@ class GroupExchange:
         """Create an exchange; `run` starts it.
 
         Args:
-            score: Function that returns the group's trajectories with the rewards of the group, or
-                as reward errors.
+            score: Function that scores a group. It returns the group's trajectories with their
+                rewards or, if the scoring fails, as reward errors.
         """
         self._score_group = score
         self._actor_id = actor_id

@@ -203,9 +203,9 @@ class Group:
         )
 
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
-        """Count the tokens of a finished attempt that no step takes, under the eviction's reason.
+        """Count the tokens of a finished attempt as untrained, because no step takes the attempt.
 
-        If the outcome's rule masks the attempt, the tokens count under the outcome instead.
+        They count under `reason` or, if the outcome's rule masks the attempt, under the outcome.
         """
         summary = rollout.summary
         if summary is None:
@@ -366,10 +366,10 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 
 
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
-    """Restore a group from its snapshot; rollouts that are not gone are pending again.
+    """Restore a group from its snapshot; rollouts that have not left the ledger are pending again.
 
     is_taken: whether a step has taken the group, so that its batch may be built already. If so,
-    rollouts that are not gone are finished instead of pending, and their payloads count as lost.
+    these rollouts are finished instead of pending, and their payloads count as lost.
     """
     group = Group(
         number=snapshot.number,

@@ -19,7 +19,7 @@ from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
-    """The reason why a rollout left untrained: its group, its step or its outcome."""
+    """The reason why a rollout was not trained. It is about its group, its step or its outcome."""
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"
@@ -86,7 +86,7 @@ class TokenCounts:
         return self.trained / self.sampled if self.sampled else None
 
     def known(self) -> TokenCounts:
-        """Return the counts without causes whose count is 0."""
+        """Return the counts, without the causes that have a count of 0."""
         occurred = {cause: count for cause, count in self.untrained.items() if count}
         return TokenCounts(trained=self.trained, untrained=occurred)
 
@@ -102,8 +102,9 @@ class TokenCounts:
         return TokenCounts(trained=self.trained + other.trained, untrained=sums)
 
     def without_training(self, cause: EvictionReason) -> TokenCounts:
-        """Return the counts for a step without an applied update, in which the trained tokens count
-        as untrained by `cause`.
+        """Return the counts of a step that applied no update.
+
+        The tokens that were counted as trained count as untrained, under `cause`.
         """
         if not self.trained:
             return self
@@ -115,7 +116,8 @@ class TokenCounts:
 def untrained_tokens(attempt: Trajectory | TrajectorySummary, cause: EvictionReason) -> TokenCounts:
     """Count the sampled tokens of an attempt that is not trained.
 
-    If turns of a session are left out of training, their tokens keep the causes of these turns.
+    All tokens count under `cause`, except those of turns that a session left out of training: they
+    count under the reason for which their turn was left out.
     """
     untrained: dict[TokenCause, int] = {cause: attempt.num_sampled}
     untrained.update(attempt.left_out_tokens.items())
@@ -258,7 +260,7 @@ class Ledger:
         )
 
     def snapshot(self, *, waiting: TokenCounts) -> LedgerSnapshot:
-        """Return the ledger's state. waiting: tokens to add to the dropped tokens."""
+        """Return the ledger's state. waiting: counts that are added to the dropped tokens."""
         return LedgerSnapshot(
             admitted=self._admitted,
             trained=self._trained,

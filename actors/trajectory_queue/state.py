@@ -149,8 +149,8 @@ class QueueState:
     ) -> list[RolloutAssignment]:
         """Hand out up to max_count rollouts: retries first, then the oldest group first.
 
-        Args: environments: names of the environments whose tasks the actor can play. The bounds
-        apply to the rollouts of all actors together.
+        The bounds of `QueueSettings` apply to the rollouts of all actors together.
+        Args: environments: names of the environments whose tasks the actor can play.
         Raises: ActorReleased if the actor was released, so that a late call of a dead actor takes
         no rollouts.
         """
@@ -222,7 +222,7 @@ class QueueState:
         return True
 
     def lose_group(self, actor_id: str, group_id: str) -> bool:
-        """Have a group played again because its payloads were lost, as `replay_lost` does.
+        """Repeat a group whose payloads were lost, as `replay_lost` does.
 
         Returns: whether this actor was scoring the group; if not, nothing changes.
         """
@@ -319,11 +319,11 @@ class QueueState:
         return self._ledger.take_dropped_tokens()
 
     def replay_lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
-        """Have the rollouts whose payloads were lost played again; each counts as an infrastructure
-        error, except in a durable environment.
+        """Repeat the rollouts whose payloads were lost.
 
-        The first step with such a rollout is rolled back and must be taken again, and so are all
-        later steps. Rollouts without a payload in the queue are ignored.
+        Each counts as an infrastructure error, except in a durable environment. The first step with
+        such a rollout and all later steps are rolled back, and must be taken again. Rollouts
+        without a payload in the queue are ignored.
         Returns: the steps that were rolled back, ascending.
         """
         rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
@@ -344,7 +344,7 @@ class QueueState:
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
-        """Stop handing out rollouts while no turns are sampled, or start again.
+        """Stop handing out rollouts, because no turns are sampled, or start to hand them out again.
 
         A rollout that was handed out when the hold began, and that ends by a time-out or an
         infrastructure error, is played again without counting a failure. Durable environments are
@@ -361,7 +361,7 @@ class QueueState:
         self.num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
-        """Evict a group as cancelled; return False if the group has left or a step has taken it."""
+        """Evict a group as cancelled; return False if it is gone or a step has taken it."""
         group = next((g for g in self._groups.values() if g.group_id == group_id), None)
         if group is None or self._window.is_taken(group.number):
             return False
@@ -413,7 +413,7 @@ class QueueState:
         """Return the state from which another queue can start.
 
         The tokens of trajectories that wait for a step count as dropped, because the other queue
-        has them played again.
+        repeats these rollouts.
         """
         return QueueSnapshot(
             window=self._window.snapshot(),

@@ -218,8 +218,8 @@ def oldest_admitted_version(
     version, no token exceeds the age bound when the group is trained. A session may have older
     tokens if its group was admitted again with another number after a recovery.
 
-    Args: num_ahead: difference between versions and steps when the term began. republished: the
-        term's versions that were published for the same step as the version before them.
+    Args: num_ahead: the policy version minus the number of steps, at the start of the term.
+        republished: the term's versions that belong to the same step as the version before them.
     Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag

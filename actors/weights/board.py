@@ -310,9 +310,9 @@ class Board:
     def next_for(self, replica_id: str) -> Publication | bool | None:
         """Return the next work of a replica: the current publication, an order, or None.
 
-        A replica that lacks the current publication gets the publication. Any other replica gets
-        the order True if it must begin to hold its turns, so that it samples nothing, the order
-        False if it must resume its turns, and otherwise None.
+        A replica that lacks the current publication gets the publication. A replica that must begin
+        to hold its turns, so that it samples nothing, gets the order True. A replica that must
+        resume its turns gets the order False. Any other replica gets None.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:

@@ -137,9 +137,9 @@ def start_text(
 def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
     """Return joined pieces of the prompts, the same in each call: [num_tokens] int32.
 
-    Pieces are used instead of whole prompts, because a model can copy a text that repeats itself,
-    and almost certain tokens show no difference. If there are no prompts, the tokens are drawn from
-    the vocabulary.
+    After the first prompt, the pieces are random parts of prompts. Whole prompts would repeat
+    themselves: a model copies a repeated text almost with certainty, and the scores of such tokens
+    show no difference. If there are no prompts, the tokens are drawn from the vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
@@ -166,7 +166,7 @@ def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: in
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the text, of which at most the last FAR_TOKENS tokens are scored."""
+    """Return the text, with at most its last FAR_TOKENS tokens to be scored."""
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
@@ -178,7 +178,7 @@ def short(text: CheckText) -> CheckText:
 
 
 def text_row(text: CheckText) -> MicroBatch:
-    """Return a packed row of only the text; the targets are the tokens with compared scores."""
+    """Return a packed row with only the text; its targets are the tokens that are compared."""
     return _row([text.token_ids], [-1], text, begin=0)
 
 
@@ -250,8 +250,9 @@ class Comparison:
 
 
 def compare(name: str, own: Float32s, engine: Float32s) -> Comparison:
-    """Return the difference of the trainer's and an engine's scores, [N] float32, N at least 1.
+    """Return the difference between the trainer's scores `own` and an engine's scores.
 
+    Args: both [N] float32, nats, N at least 1.
     Raises: ValueError if the engine scored another number of tokens.
     """
     if engine.shape != own.shape:

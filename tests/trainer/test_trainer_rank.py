@@ -265,7 +265,7 @@ def test_a_shard_that_is_not_for_this_trainer_is_refused_and_the_group_goes_on(
         two_ranks.step([samples], version=7)
     own = shards([samples], num_ranks=2, num_micro=1)
     more = replace(own[1], minibatches=own[1].minibatches * 2)
-    with pytest.raises(ShardRefused, match="differ in version, or numbers of micro-batches"):
+    with pytest.raises(ShardRefused, match="differ in step, version or numbers of rows"):
         two_ranks.call_each("train_step", [{"shard": own[0]}, {"shard": more}])
     with pytest.raises(ShardRefused, match="sampled by version 3"):
         two_ranks.step([random_samples(19, 4, version=3)])

@@ -135,7 +135,7 @@ def _self_gradients(
     plan: AttentionPlan,
     scaling: float | None,
 ) -> list[Tensor]:
-    """Compute a piece's gradients for its attention to itself.
+    """Return the gradients of query, key and value through the attention of pieces to themselves.
 
     A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
     """

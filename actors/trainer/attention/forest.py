@@ -139,8 +139,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """The computation of one row under one sliding window. A slot is an entry of a padded
-    bucket.
+    """The blocks and buckets in which the attention of one row is computed, for one sliding window.
+
+    A slot is an entry of a padded bucket.
     """
 
     gather: Tensor
@@ -209,8 +210,9 @@ def cut_pieces(segments: Segments, *, longest: int) -> Segments:
 def bucket_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Group pieces by similar length, longest first; return their indices.
 
-    A bucket takes every piece at least half as long as its longest, so the padded row is less than
-    twice as long as the packed row, and there are at most log2(longest / shortest) + 1 buckets.
+    The pieces of a bucket are at least half as long as its longest piece. So the padded row is less
+    than twice as long as the packed row, and there are at most log2(longest / shortest) + 1
+    buckets.
 
     Example: bucket_lengths([3, 10, 6, 2]) -> [[1, 2], [0, 3]]
     """

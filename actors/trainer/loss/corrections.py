@@ -6,9 +6,8 @@ which is its denominator.
 
 Weights and masks are separate values, without gradient. Weights and masks are computed from
 log-ratio = trainer - behaviour: how much a token's log-probability differs because of the engine's
-arithmetic and the data's age. The weight rescales a token's loss. The mask takes the token out of
-the loss but leaves it in the denominator, so that its weight in the aggregation is not given to
-other tokens.
+arithmetic and the data's age. The weight rescales a token's loss. The mask sets a token's loss to
+0. A masked token still counts in the mean over tokens, so that other tokens do not get more weight.
 
 A trajectory consists of all trained tokens of a row that have the same trajectory_index, in one or
 several samples. So values of a trajectory do not change if turns are merged. Pure; called by
@@ -121,7 +120,7 @@ def truncated_sequence_weight(log_ratio: Tensor, trajectory_index: Tensor, *, ca
 
     w_i = min(exp(sum_t log_ratio_t), cap), over all trained tokens t of trajectory i.
     Source: Liu et al. 2025, "When speed kills stability" (sequence-level truncated importance
-    sampling; deviation: over trajectories, however many samples they were cut into).
+    sampling; deviation: the sum is over all samples of a trajectory, not over one sequence).
 
     Args: log_ratio: [M] float32, nats. trajectory_index: [M] int64. cap: > 0.
     Returns: [M] float32, without gradient.
@@ -150,8 +149,8 @@ def keep_sequence_band(
     """Keep trajectories whose geometric-mean ratio is in [low, high].
 
     low <= exp(mean_t log_ratio_t) <= high, over all trained tokens t of the trajectory.
-    Source: the geometric rejection of verl's rollout correction (deviation: over trajectories, for
-        any number of samples that they were cut into).
+    Source: the geometric rejection of verl's rollout correction (deviation: the mean is over all
+        samples of a trajectory, not over one sequence).
 
     Args: log_ratio: [M] float32, nats. trajectory_index: [M] int64. 0 < low <= 1 <= high.
     Returns: [M] bool, equal for the tokens of a trajectory.

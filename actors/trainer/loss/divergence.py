@@ -1,6 +1,7 @@
 """Distances between two policies: estimators of KL from sampled tokens, and DPPO's trust region.
 
-Pure. `kl_*` serve the mismatch of trainer and engine (a statistic) and the KL term of the loss.
+Pure. The functions `kl_*` are used for the KL term of the loss, and for the statistics of the
+mismatch between trainer and engine.
 Letters: [M] trained tokens of one micro-batch; delta = log p - log q of the sampled token.
 """
 
@@ -28,7 +29,7 @@ def kl_k1(delta: Tensor) -> Tensor:
 def kl_k2(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q with bias and low variance: k2 = delta^2 / 2.
 
-    In expectation over q, the unweighted gradient of k2 for log q is that of KL(q || p).
+    In expectation over q, the unweighted gradient of k2 for log q is the gradient of KL(q || p).
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
     Example: k2(ln 2) = .240227
     """

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, from ratio, objective, correction, mask, KL and entropy; statistics.
+"""The loss of one micro-batch, and the values for its statistics.
 
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
 rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
@@ -6,11 +6,12 @@ H the entropy with coefficient e. The loss is not divided by anything, so the su
 micro-batches' losses is the update's loss, for any merging, packing and distribution to ranks. A
 masked token keeps its weight w.
 
-The statistics of the loss are made from partial results, which form a row
-(`actors.trainer.statistics`); the rows of micro-batches and ranks are combined.
+Each micro-batch of each rank gives a vector of partial results, such as sums and maxima. These
+vectors are combined into one, from which the statistics of the loss are computed
+(`actors.trainer.statistics`).
 
-Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch, [S] positions in a row of
-partial results.
+Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch, [S] positions in a vector
+of partial results.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class MicroBatchTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the loss, and values for statistics, which are [M] each."""
+    """A micro-batch's share of the update's loss. All other fields are [M], for statistics."""
 
     loss: Tensor
     """Scalar float32, with gradient; no other field has a gradient."""
@@ -254,13 +255,13 @@ def micro_batch_statistics(
 
 
 def no_statistics(device: torch.device | None = None) -> Tensor:
-    """Return the neutral row, which changes nothing if it is combined with another row."""
+    """Return neutral partial results, [S]: combined with others they change nothing."""
     added = torch.zeros(len(ADDED), dtype=torch.float64, device=device)
     return torch.cat([added, added.new_full((len(COMPARED),), -torch.inf)])
 
 
 def combine_rows(rows: Tensor) -> Tensor:
-    """Combine the rows of micro-batches or ranks, [N, S] -> [S], float64."""
+    """Combine the partial results of N micro-batches or ranks, [N, S] -> [S], float64."""
     split = len(ADDED)
     return torch.cat([rows[:, :split].sum(0), rows[:, split:].amax(0)])
 
@@ -268,7 +269,10 @@ def combine_rows(rows: Tensor) -> Tensor:
 def _reduced(
     values: Tensor | tuple[Tensor | None, Tensor] | None, part: Part, neutral: Tensor
 ) -> Tensor:
-    """Reduce values to a partial result; without values, return the neutral number of its kind."""
+    """Reduce values to a partial result.
+
+    If there are no values, return `neutral`, which changes nothing when results are combined.
+    """
     found, where = values if isinstance(values, tuple) else (values, None)
     if found is None or found.numel() == 0:
         return neutral

@@ -76,9 +76,9 @@ def reinforce(
 ) -> Tensor:
     """Compute the policy-gradient loss of each token, weighted by its ratio, at most ratio_cap.
 
-    loss = -sg[min(r, ratio_cap)] A log p.   Source: Williams 1992 (REINFORCE); the importance
-    weight that data of another policy needs, truncated: Ionides 2008, Espeholt et al. 2018
-    (IMPALA), section 4.1.
+    loss = -sg[min(r, ratio_cap)] A log p.   Source: Williams 1992 (REINFORCE).
+    The ratio corrects for tokens that another policy sampled; its truncation is from Ionides 2008
+    and Espeholt et al. 2018 (IMPALA), section 4.1.
 
     Args: [M] float32, all. ratio_cap: > 0.
     Returns: [M] float32; its gradient for log p is -min(r, ratio_cap) A.
@@ -105,12 +105,12 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative
 def dppo(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, keep: Tensor, ratio_cap: float
 ) -> Tensor:
-    """Compute a loss without gradient for the tokens outside a trust region of divergence.
+    """Compute a policy-gradient loss that is 0 for tokens outside a trust region.
 
     loss = -keep sg[min(r, ratio_cap)] A log p, keep from `divergence.outside_trust_region`.
-    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; the truncated, detached ratio times log p is
-    the form of its authors' code (sail-sg/Stable-RL, cap 20), which below the cap has the gradient
-    of the paper's surrogate keep r A.
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879. The paper's surrogate is keep r A. The loss has
+    the form of the authors' code (sail-sg/Stable-RL, cap 20); both have the same gradient if
+    r <= ratio_cap.
 
     Args: [M] float32; keep: [M] bool.    Returns: [M] float32.
     Example: ratio 2, advantage 1, log p ln .5, keep [1, 0], cap 20 -> [2 ln 2, 0]
@@ -122,9 +122,9 @@ def dppo(
 def scale_negative(advantages: Tensor, *, negative_weight: float) -> Tensor:
     """Multiply negative advantages by a weight.
 
-    A' = A if A > 0, otherwise negative_weight A.   Source: weight 0 learns only from positive
-    advantages (filtered policy gradient, RAFT, arXiv 2304.06767; deviation: the baseline is still
-    that of the whole group).
+    A' = A if A > 0, otherwise negative_weight A. With weight 0, only tokens of positive advantage
+    are trained.   Source: for weight 0, filtered policy gradient (RAFT, arXiv 2304.06767;
+    deviation: the baseline is computed from the whole group).
 
     Args: advantages: [M] float32. negative_weight: >= 0.    Returns: [M] float32.
     Example: advantages [2, -2], weight .25 -> [2, -.5]
