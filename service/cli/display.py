@@ -47,10 +47,10 @@ SHOWN_STEPS = 5
 MAX_REWARDS = 1024
 
 # No line is shown when a run returns from these phases to training.
-_INTERLUDES = frozenset({Phase.EVALUATING, Phase.CHECKPOINTING})
+_INTERLUDES: frozenset[Phase] = frozenset({"evaluating", "writing a checkpoint"})
 # The command itself says how a run ended.
-_ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
-_ENDINGS = _ENDED | {Phase.RECOVERING, Phase.STOPPING}
+_ENDED: frozenset[Phase] = frozenset({"finished", "failed", "without its lease"})
+_ENDINGS: frozenset[Phase] = _ENDED | {"recovering", "stopping"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class ProgressState:
 
         Return [] if the run was not starting.
         """
-        if previous is None or previous.phase is not Phase.STARTING:
+        if previous is None or previous.phase != "starting":
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]
 
@@ -206,10 +206,10 @@ def _phase_news(previous: RunStatus | None, status: RunStatus) -> str | None:
     if previous is not None:
         before = previous.exit_reason or previous.phase_detail
         is_same = (previous.phase, before) == (status.phase, detail)
-        is_return = status.phase is Phase.TRAINING and previous.phase in _INTERLUDES
+        is_return = status.phase == "training" and previous.phase in _INTERLUDES
         if is_same or is_return:
             return None
-    return f"{status.phase.value}: {detail}" if detail else status.phase.value
+    return f"{status.phase}: {detail}" if detail else status.phase
 
 
 MAX_LINES = 8
@@ -236,13 +236,13 @@ STAGE_STYLES = {
     "evaluate": "magenta",
 }
 
-PHASE_STYLES = {
-    Phase.PAUSED: "bold yellow",
-    Phase.RECOVERING: "bold yellow",
-    Phase.STOPPING: "bold yellow",
-    Phase.FINISHED: "bold green",
-    Phase.FAILED: "bold red",
-    Phase.TAKEN_OVER: "bold red",
+PHASE_STYLES: Mapping[Phase, str] = {
+    "paused": "bold yellow",
+    "recovering": "bold yellow",
+    "stopping": "bold yellow",
+    "finished": "bold green",
+    "failed": "bold red",
+    "without its lease": "bold red",
 }
 
 Clock = Callable[[], float]
@@ -341,7 +341,7 @@ def picture(
     if status is None:
         return Text("")
     parts: list[RenderableType] = [_header(state, status), _bar(status)]
-    if state.last is not None or status.phase is not Phase.STARTING:
+    if state.last is not None or status.phase != "starting":
         parts += [Text(""), _facts(state, status, width=width - 2)]
     shown = list(lines)[-num_lines:] if num_lines > 0 else []
     if shown:
@@ -383,7 +383,7 @@ def sparkline(
 
 def _header(state: ProgressState, status: RunStatus) -> RenderableType:
     left = Text(status.name, style="bold")
-    left.append(f"  {status.phase.value}", style=PHASE_STYLES.get(status.phase, "bold blue"))
+    left.append(f"  {status.phase}", style=PHASE_STYLES.get(status.phase, "bold blue"))
     if status.phase_detail:
         left.append(f"  {visible_text(status.phase_detail)}", style=DIM)
     time = f"{units.clock(state.elapsed_s)} elapsed"

@@ -33,7 +33,6 @@ from service.launch.run_dir import (
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals, stopped_in_order
 from service.remote_calls import reason_of
-from service.report.document import Phase
 from service.run.health import Ending, RunStatus
 from service.run.start import (
     POLL_S,
@@ -274,7 +273,7 @@ def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Pa
         return EXIT_INTERRUPTED
     # The run had ended; only its parts were not ended yet.
     reason = last.exit_reason or ""
-    if last.phase is Phase.FAILED:
+    if last.phase == "failed":
         return _report_failure(reason, run_dir, worker_logs=worker_logs)
     ending = Ending(reason=reason, has_report=run_dir.report_file.exists())
     return _report_ending(ending, run_dir, is_stopped=True, last=last)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from actors.statistics import BY_NAME, STATISTICS
 from actors.trajectory_queue.messages import QueueStats
@@ -260,22 +259,25 @@ DIGITS = 6
 Numbers = dict[str, list[float | int | None]]
 
 
-class Phase(StrEnum):
-    """The phase of a run; the values are shown to users."""
+Phase = Literal[
+    "refused",
+    "starting",
+    "training",
+    "paused",
+    "evaluating",
+    "writing a checkpoint",
+    "recovering",
+    "stopping",
+    "finished",
+    "failed",
+    "without its lease",
+]
+"""The phase of a run, as users see it.
 
-    REFUSED = "refused"
-    """The start was refused and is tried again."""
-    STARTING = "starting"
-    TRAINING = "training"
-    PAUSED = "paused"
-    """An operator has paused a part of the run; without the pause the run would train."""
-    EVALUATING = "evaluating"
-    CHECKPOINTING = "writing a checkpoint"
-    RECOVERING = "recovering"
-    STOPPING = "stopping"
-    FINISHED = "finished"
-    FAILED = "failed"
-    TAKEN_OVER = "without its lease"
+refused: the start was refused and is tried again. paused: an operator has paused a part of the run;
+without the pause the run would train. without its lease: another process has taken over the run.
+"""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

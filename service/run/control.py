@@ -60,7 +60,7 @@ PASSED_LIMIT_S = 10.0
 EVALUATION_SLOTS_SHARE = 0.25
 MAX_EVALUATED = 100_000
 _KEPT_BY = "run.keep_checkpoints, run.keep_best"
-OVER = frozenset({Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
+OVER: frozenset[Phase] = frozenset({"stopping", "finished", "failed", "without its lease"})
 
 Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
 """A function that carries out an operation and returns the operation with its result."""
@@ -148,7 +148,7 @@ class Control(ControlPort):
 
     async def view(self) -> ControlAnswer:
         return ControlAnswer(
-            phase=self._recorder.current_phase.value,
+            phase=self._recorder.current_phase,
             paused=list(self.pauses.paused),
             in_flight=await self._in_flight(),
         )
@@ -193,7 +193,7 @@ class Control(ControlPort):
         """Show the pauses in the report and the metrics; if `changed` is generation, also stop or
         resume generation in the running term."""
         recorder = self._recorder
-        if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
+        if recorder.current_phase in ("training", "paused"):
             recorder.training(str(self.pauses))
         recorder.paused(self.pauses.paused)
         if changed is Pausable.GENERATION and self.term is not None:
@@ -474,7 +474,7 @@ class Control(ControlPort):
         if phase in OVER:
             raise ControlRefused(
                 "conflict",
-                f"the run is {phase.value}, expected a running one; resume it with --resume, "
+                f"the run is {phase}, expected a running one; resume it with --resume, "
                 "which keeps its pauses",
             )
         if self._recorder.term == 0:
@@ -491,7 +491,7 @@ class Control(ControlPort):
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
                 "conflict",
-                f"the run is {self._recorder.current_phase.value}, and {what} needs its trainer "
+                f"the run is {self._recorder.current_phase}, and {what} needs its trainer "
                 "and its environment actors; wait until /readyz says 200",
             )
         return self.term

@@ -220,8 +220,8 @@ def readiness(
             f"the run's database has not answered for {store_away_s:.0f} s; check its server or "
             "its disk"
         )
-    if phase is not Phase.TRAINING:
-        reasons.append(f"the run is {phase.value}" + (f": {detail}" if detail else ""))
+    if phase != "training":
+        reasons.append(f"the run is {phase}" + (f": {detail}" if detail else ""))
     elif behind_s > publish_limit_s:
         reasons.append(
             f"{engines_ready} of {engines_expected} engines hold the current version; this has "
@@ -231,7 +231,7 @@ def readiness(
     return ReadyAnswer(
         ready=not reasons,
         reasons=reasons,
-        phase=phase.value,
+        phase=phase,
         policy_version=policy_version,
         engines={"ready": engines_ready, "total": engines_expected},
     )

@@ -23,7 +23,7 @@ from actors.weights.board import StartStages
 from service.backlog.queue import SubmissionQueue
 from service.intake.listing import FeedEntry
 from service.intake.submission import RolloutResult
-from service.report.document import Phase
+from service.report.document import PHASES, Phase
 from service.run.health import Tail
 from service.run.stored_metrics import StoredMetrics
 from service.run.traces import RolloutTraces
@@ -127,9 +127,10 @@ class RunRecorder:
         self.stages = Tail[str](limit=KEPT_NOTICES)
         """A line for each ended stage of a start, with its seconds."""
         self._started_engines: set[str] = set()
-        self.current_phase, self.phase_detail = Phase.STARTING, ""
+        self.current_phase: Phase = "starting"
+        self.phase_detail = ""
         metrics.run.phase_time.set(time.time())
-        self.phase(Phase.STARTING, "")
+        self.phase("starting", "")
         self.paused(())
         self.num_rollouts = 0
         self.num_sampled = 0
@@ -176,12 +177,12 @@ class RunRecorder:
 
     def phase(self, phase: Phase, detail: str) -> None:
         if (phase, detail) != (self.current_phase, self.phase_detail):
-            log.info("%s%s", phase.value, f": {detail}" if detail else "")
+            log.info("%s%s", phase, f": {detail}" if detail else "")
         metrics = self._metrics.run
         with self._metrics.together():
-            if phase is not self.current_phase:
+            if phase != self.current_phase:
                 metrics.phase_time.set(time.time())
-            metrics.phase.show({each.value: float(each is phase) for each in Phase})
+            metrics.phase.show({each: float(each == phase) for each in PHASES})
         self.current_phase, self.phase_detail = phase, detail
 
     def training(self, paused: str) -> None:
@@ -189,7 +190,7 @@ class RunRecorder:
 
         paused: the paused parts as text; empty if no part is paused.
         """
-        self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
+        self.phase("paused" if paused else "training", paused)
 
     def paused(self, pauses: Sequence[PauseAnswer]) -> None:
         """Set the metrics of the paused parts of the run."""
@@ -201,8 +202,8 @@ class RunRecorder:
 
         detail: a few words on the phase, such as "starting 2 engines".
         """
-        is_recovery = self.current_phase is Phase.RECOVERING
-        self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
+        is_recovery = self.current_phase == "recovering"
+        self.phase("recovering" if is_recovery else "starting", detail)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -30,7 +30,7 @@ from service.launch.placement import Role, resources_of, roles_of
 from service.launch.resume import check_not_taken_over
 from service.launch.run_dir import RunDir
 from service.remote_calls import NAMESPACE
-from service.report.document import Phase
+from service.report.document import PHASES, Phase
 from service.run.health import Cursor, Ending, FaultCount, RunStatus
 from service.run.supervisor import Supervisor, WhenHeld
 from service.store.errors import LeaseLost
@@ -82,7 +82,7 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
     """Return the metrics that show `phase`, for the time in which the run has no supervisor."""
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
-    metrics.phase.show({each.value: float(each is phase) for each in Phase})
+    metrics.phase.show({each: float(each == phase) for each in PHASES})
     metrics.phase_time.set(time.time())
     return tuple(family for family in registry.collect() if family.samples)
 
@@ -190,7 +190,7 @@ def start_supervisor(
     if lost is not None:
         # The endpoint shows this phase until the new supervisor shows its own. Not awaited, because
         # the run does not depend on the endpoint.
-        endpoint.amend.remote(SUPERVISOR, phase_values(Phase.RECOVERING))
+        endpoint.amend.remote(SUPERVISOR, phase_values("recovering"))
     return started
 
 

@@ -216,19 +216,19 @@ class Supervisor:
         except LeaseLost as loss:
             self._lost = loss
             log.error("%s", loss)
-            await self._end(Phase.TAKEN_OVER, str(loss))
+            await self._end("without its lease", str(loss))
             raise
         except _EXPLAINED as error:
             log.error("failed: %s", error)
-            await self._end(Phase.FAILED, str(error))
+            await self._end("failed", str(error))
             raise
         except Exception as error:
             # The outermost frame of a run: any error is recorded and raised again.
             log.exception("the run failed")
-            await self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
+            await self._end("failed", f"{type(error).__name__}: {error}")
             raise
         else:
-            has_report = await self._end(Phase.FINISHED, reason)
+            has_report = await self._end("finished", reason)
             return Ending(
                 reason=reason,
                 has_report=has_report,
@@ -270,7 +270,7 @@ class Supervisor:
         detail = "after the current step" if is_training else "during the start"
         if is_training and grace_s is not None:
             detail += f", or in {grace_s:g} s without it"
-        self._recorder.phase(Phase.STOPPING, detail)
+        self._recorder.phase("stopping", detail)
         if term is not None:
             term.request_stop(grace_s=grace_s)
 
@@ -401,7 +401,7 @@ class Supervisor:
                 return await self._run_one_term()
             except GoingBack as asked:
                 self._recorder.notice(str(asked))
-                self._recorder.phase(Phase.RECOVERING, str(asked))
+                self._recorder.phase("recovering", str(asked))
                 # Steps that are trained again are progress.
                 furthest_step = 0
             except ParentUnusable as error:
@@ -424,7 +424,7 @@ class Supervisor:
                 if self._is_stopping:
                     return f"{loss}; as a stop was requested, the run ends at its newest checkpoint"
                 self._recorder.replaced("term", f"{loss}; going back to the newest checkpoint")
-                self._recorder.phase(Phase.RECOVERING, str(loss))
+                self._recorder.phase("recovering", str(loss))
 
     async def _run_one_term(self) -> str:
         """Take a lease, and run the lease's term to its end; return why the run has ended.

@@ -127,7 +127,7 @@ class RunHost:
                 return
             except ConfigError as refusal:
                 why, pause_s = f"the start is refused: {refusal}", attempts.refused()
-                self._show(Phase.REFUSED)
+                self._show("refused")
             except (LeaseLost, RayError, StoreError, TimeoutError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 if isinstance(cause, LeaseLost):
@@ -137,7 +137,7 @@ class RunHost:
                 why, pause_s = f"the run failed: {cause}", attempts.failed(watcher)
                 if not isinstance(error, RayTaskError):
                     # No supervisor has reported the failure.
-                    self._show(Phase.FAILED)
+                    self._show("failed")
             if pause_s is None:
                 self._log(f"{why}; too often in a row, so it is not started again")
                 return

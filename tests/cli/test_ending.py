@@ -16,16 +16,13 @@ from service.cli.display import LineDisplay
 from service.cli.train import _show_until_done, report_interrupt
 from service.launch.run_dir import RunDir
 from service.launch.signals import stop_signals
-from service.report.document import Phase
 from service.run.health import Cursor, Ending, RunStatus
 from service.run.start import SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
 
-STOPPED = status_of(
-    2, phase=Phase.FINISHED, is_done=True, exit_reason="stopped after step 2 of 120"
-)
-COMPLETE = status_of(120, phase=Phase.FINISHED, is_done=True, exit_reason="all 120 steps are done")
-FAILED = status_of(2, phase=Phase.FAILED, is_done=True, exit_reason="the trainer died")
+STOPPED = status_of(2, phase="finished", is_done=True, exit_reason="stopped after step 2 of 120")
+COMPLETE = status_of(120, phase="finished", is_done=True, exit_reason="all 120 steps are done")
+FAILED = status_of(2, phase="failed", is_done=True, exit_reason="the trainer died")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +43,7 @@ def test_a_run_that_had_ended_already_says_how_it_ended(
     told = capsys.readouterr()
     text = told.out + told.err
     assert found == code and words in text
-    assert ("ended at once" in text) == (last.phase is Phase.TRAINING)
+    assert ("ended at once" in text) == (last.phase == "training")
     assert ("resume with --resume" in text) == (last is not COMPLETE)
     assert ("worker logs: /tmp/ray/s/logs" in text) == (last is FAILED)
 

@@ -31,7 +31,6 @@ from service.cli.display import (
     picture,
     sparkline,
 )
-from service.report.document import Phase
 from service.run.health import RunStatus
 from service.telemetry.records import StageSeconds, step_line
 
@@ -91,13 +90,13 @@ def test_plain_display_prints_one_line_a_step_phase_evaluation_and_notice() -> N
     # The command, not the display, says how the run ended.
     lines = lines_of(
         [
-            status_of(0, phase=Phase.STARTING, phase_detail="2 engines"),
-            status_of(0, phase=Phase.STARTING, phase_detail="2 engines"),
+            status_of(0, phase="starting", phase_detail="2 engines"),
+            status_of(0, phase="starting", phase_detail="2 engines"),
             status_of(1),
             status_of(2, evaluations=(evaluation_record(2),), notices=("engine 1 died",)),
-            status_of(2, phase=Phase.CHECKPOINTING, records=()),
+            status_of(2, phase="writing a checkpoint", records=()),
             status_of(2, records=()),
-            status_of(3, phase=Phase.FINISHED, is_done=True, exit_reason="all 3 steps are done"),
+            status_of(3, phase="finished", is_done=True, exit_reason="all 3 steps are done"),
         ]
     )
     assert [line.split("  ")[0] for line in lines] == [
@@ -213,7 +212,7 @@ def test_live_display_survives_unmeasured_steps_and_keeps_notices() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=80, height=24, force_terminal=True)
     display = LiveDisplay(console, clock=lambda: START + 5)
-    display.update(status_of(0, phase=Phase.STARTING, metrics_address=None, run_dir=""))
+    display.update(status_of(0, phase="starting", metrics_address=None, run_dir=""))
     display.update(status_of(1, records=(unmeasured_step(1),), notices=("rank 1 [died]",)))
     display.update(status_of(1, records=(), evaluations=(evaluation_record(1, reward=None),)))
     display.update(status_of(0, records=(), steps=0, ledger=LedgerCounts(admitted=1)))

@@ -26,7 +26,6 @@ from worlds.servers.promtool import run_test
 
 from deploy.dashboards.grafana import load_dashboards
 from deploy.rules.__main__ import PLACE_LABELS
-from service.report.document import Phase
 
 HOUR = 3600
 # Of a step's time, until the queue is full; then the environment actors are blocked.
@@ -523,7 +522,7 @@ def test_a_panel_shows_the_run_of_its_place_and_of_the_pod_that_there_is(tmp_pat
 
 def test_what_counts_the_time_since_a_step_is_empty_once_the_run_has_ended(tmp_path: Path) -> None:
     run = a_run(step_s=600.0, scrape_s=15, seconds=2 * HOUR)
-    run.enter(Phase.FINISHED, since=1.5 * HOUR)
+    run.enter("finished", since=1.5 * HOUR)
     query = PANELS["overview", "Since the newest step and checkpoint"]["step"]
     looks = [
         {

@@ -160,12 +160,12 @@ def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> N
     """One that has failed says so, and nothing else, for as long as it is there."""
     runs, looks = [], []
     for step_s in PACES:
-        for phase in (Phase.FINISHED, Phase.TAKEN_OVER, Phase.FAILED):
-            name = f"{phase.value} at {step_s:g} s"
+        for phase in ("finished", "without its lease", "failed"):
+            name = f"{phase} at {step_s:g} s"
             run = SyntheticRun(step_s=step_s, scrape_s=60, seconds=14 * HOUR, run=name)
             end(run, phase)
             runs.append(run)
-            told = ["RayloomRunFailed"] if phase is Phase.FAILED else []
+            told = ["RayloomRunFailed"] if phase == "failed" else []
             looks += [firing(run, hours * HOUR, *told) for hours in (4.1, 5, 8, 11)]
             looks += [firing(run, hours * HOUR) for hours in (12.1, 12.5, 13.5)]
     check(tmp_path, runs, looks)
@@ -188,9 +188,9 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
     stamp = "rayloom_train_newest_step_timestamp_seconds"
     began = 4.2 * HOUR
     run.change(stamp, since=4 * HOUR, until=began + 600, to=lambda t: 2 * HOUR)
-    run.enter(Phase.STARTING, since=4 * HOUR)
-    run.enter(Phase.TRAINING, since=began)
-    run.enter(Phase.FINISHED, since=5 * HOUR)
+    run.enter("starting", since=4 * HOUR)
+    run.enter("training", since=began)
+    run.enter("finished", since=5 * HOUR)
     # A probe a second while it starts, and when it has finished.
     for since, until in ((4 * HOUR, began), (5 * HOUR, 6 * HOUR)):
         run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
@@ -212,11 +212,11 @@ def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
     gone = 0.5 * HOUR
     first.vanish(since=gone, until=math.inf)
     second.vanish(since=0, until=gone + 300)
-    second.enter(Phase.FINISHED, since=gone + 600)
+    second.enter("finished", since=gone + 600)
     second.vanish(since=gone + 660, until=math.inf)
     lost.vanish(since=gone, until=math.inf)
     # Between two looks of the rules, which come each half minute.
-    quick.enter(Phase.FINISHED, since=gone + 615)
+    quick.enter("finished", since=gone + 615)
     quick.vanish(since=gone + 630, until=math.inf)
     query = 'count by (namespace) (ALERTS{alertstate="firing",alertname="RayloomTargetDown"})'
     looks = [
@@ -375,9 +375,9 @@ def keep_old_weights(run: SyntheticRun, since: float, until: float) -> None:
 
 def start_over_and_over(run: SyntheticRun, since: float, until: float) -> None:
     """Refused, then without an engine that comes up, then from a checkpoint."""
-    for minutes, phase in ((0, Phase.REFUSED), (20, Phase.STARTING), (40, Phase.RECOVERING)):
+    for minutes, phase in ((0, "refused"), (20, "starting"), (40, "recovering")):
         run.enter(phase, since=since + 60 * minutes)
-    run.enter(Phase.TRAINING, since=until)
+    run.enter("training", since=until)
     run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
 
 
@@ -386,8 +386,8 @@ def vanish(run: SyntheticRun, since: float, until: float) -> None:
 
 
 def fail(run: SyntheticRun, since: float, until: float) -> None:
-    run.enter(Phase.FAILED, since=since)
-    run.enter(Phase.TRAINING, since=until)
+    run.enter("failed", since=since)
+    run.enter("training", since=until)
 
 
 def lose_nodes(run: SyntheticRun, since: float, until: float) -> None:
@@ -499,7 +499,7 @@ def test_a_collapse_is_reported_with_its_first_step_while_the_run_trains(tmp_pat
     ]
     for run in runs[1:]:
         run.change("rayloom_reward_collapsed_since_step", since=1200, until=2400, to=lambda t: 17.0)
-    runs[2].enter(Phase.FINISHED, since=600)
+    runs[2].enter("finished", since=600)
     query = 'max by (run) (rayloom_reward_collapsed_since_step) and on (run) ALERTS{alertname="%s"}'
     found = query % "RayloomRewardCollapsed"
     looks = [
@@ -523,7 +523,7 @@ def test_copies_of_checkpoints_are_behind_by_the_time_that_a_copy_takes(tmp_path
             )
         run.change(waiting, since=since, until=7 * HOUR, to=lambda t: since)
         runs.append(run)
-    runs[-1].enter(Phase.FINISHED, since=since + 60)
+    runs[-1].enter("finished", since=since + 60)
     query = 'count by (run) (ALERTS{alertstate="firing",alertname="RayloomUploadsBehind"})'
     looks = [
         At(since + 60 * minutes, query, dict.fromkeys(told, 1.0))

@@ -23,7 +23,6 @@ from actors.types import Outcome, SampledText
 from service.page.packed import PACKED
 from service.report.document import (
     LiveState,
-    Phase,
     RunPicture,
     checks,
     ending,
@@ -215,7 +214,7 @@ def test_broken_promises_are_named() -> None:
 def test_a_live_run_may_have_rollouts_in_flight() -> None:
     summary = summary_of(history_of(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=5))
     live = LiveState(
-        phase=Phase.TRAINING, phase_detail="", started_at=0.0, checkpoint_step=0,
+        phase="training", phase_detail="", started_at=0.0, checkpoint_step=0,
         engines={"engine-1": 3}, engines_expected=2, max_items=20, max_bytes=1 << 30, max_lag=1,
         notices=("began",),
         queue=QueueStats(

@@ -6,7 +6,7 @@ import pytest
 
 from actors.weights.board import BoardStatus, ReplicaReport
 from service.api.schemas import ReadyAnswer
-from service.report.document import Phase
+from service.report.document import PHASES, Phase
 from service.run.health import FAULTS_COUNT_S, EngineWatch, FaultCount, readiness
 
 
@@ -78,7 +78,7 @@ def test_engines_that_were_asked_for_or_given_up_are_neither_back_nor_lost() -> 
 
 def check(
     *,
-    phase: Phase = Phase.TRAINING,
+    phase: Phase = "training",
     detail: str = "",
     behind_s: float = 0.0,
     ready: int = 2,
@@ -95,11 +95,11 @@ def test_a_run_that_trains_with_all_engines_current_is_ready() -> None:
     assert found.ready and found.policy_version == 7
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAINING])
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "training"])
 def test_any_other_phase_is_told_with_its_detail(phase: Phase) -> None:
     # No engine is there yet, which is no reason of its own.
     found = check(phase=phase, detail="rank 0 died", ready=0, behind_s=97.0)
-    assert found.reasons == [f"the run is {phase.value}: rank 0 died"]
+    assert found.reasons == [f"the run is {phase}: rank 0 died"]
 
 
 def test_a_database_that_does_not_answer_is_a_reason() -> None:

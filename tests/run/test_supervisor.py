@@ -23,7 +23,6 @@ from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.launch.run_dir import RunDir
-from service.report.document import Phase
 from service.run.health import Cursor
 from service.run.start import engine_settings, start_endpoint
 from service.run.supervisor import Supervisor
@@ -79,7 +78,7 @@ async def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(
     supervisor: Supervisor,
 ) -> None:
     # The report reads the configuration, which is not there.
-    assert await supervisor._end(Phase.FAILED, "is the disk full?") is False
+    assert await supervisor._end("failed", "is the disk full?") is False
     status = await supervisor.status(Cursor())
     assert status.exit_reason == "is the disk full?"
     assert "no report was written to" in status.notices[-1]
@@ -148,7 +147,7 @@ async def test_a_supervisor_that_has_lost_its_lease_learns_it_without_a_write_of
     with pytest.raises(LeaseLost, match="taken over by elsewhere:7"):
         await supervisor.run()
     status = await supervisor.status(Cursor())
-    assert status.phase is Phase.TAKEN_OVER
+    assert status.phase == "without its lease"
     assert "taken over by elsewhere:7" in str(status.exit_reason)
     [reason] = (await supervisor.readiness()).reasons
     assert "taken over by elsewhere:7" in reason
@@ -200,7 +199,7 @@ async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_c
     store.close()
     await supervisor._recorder.begin_term(await supervisor._take_lease())
     place.config_file.write_text("{}")
-    assert await supervisor._end(Phase.FINISHED, "stopped after step 1 of 4")
+    assert await supervisor._end("finished", "stopped after step 1 of 4")
     summary = json.loads(place.summary_file.read_text())
     assert summary["steps"] == 1
     assert (summary["ledger"]["admitted"], summary["ledger"]["trained"]) == (2, 2)

@@ -20,7 +20,7 @@ from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEv
 from actors.trajectory_queue.messages import Side
 from actors.types import BranchReason, LeftOutReason, Outcome, Timings
 from deploy.dashboards.grafana import load_dashboards
-from service.report.document import Phase
+from service.report.document import PHASES
 from service.store.tables import Pausable
 from service.telemetry.records import StageSeconds
 from service.telemetry.summary import History
@@ -38,7 +38,7 @@ LABEL_VALUES = {
     "side": {"before", "after"} | set(get_args(Side)),
     "stage": set(StageSeconds().by_name()),
     "kind": {kind.value for kind in LedgerEventKind} | {"sampled", "trained"},
-    "phase": {*(phase.value for phase in Phase), *get_args(PublishPhase)}
+    "phase": {*PHASES, *get_args(PublishPhase)}
     | Timings(reset_s=1.0, generate_s=1.0, step_s=1.0).by_phase().keys(),
     "rank": {"0"},
     "secret": {"api_key", "database"},

@@ -27,7 +27,6 @@ from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
 from actors.trajectory_queue.state import QueueState
 from actors.types import BranchReason, Outcome, Timings
-from service.report.document import Phase
 from service.run.health import WeightsMoved
 from service.run.recorder import RunRecorder
 from service.store import tables
@@ -206,12 +205,12 @@ async def test_a_phase_tells_since_when_it_lasts(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     name = "rayloom_run_phase_timestamp_seconds"
     begun = value(metrics, name)
-    recorder.phase(Phase.STARTING, "engines and trainer")
+    recorder.phase("starting", "engines and trainer")
     assert value(metrics, name) == begun
-    recorder.phase(Phase.TRAINING, "")
+    recorder.phase("training", "")
     since = value(metrics, name)
     assert begun is not None and since is not None and begun < since <= time.time()
-    recorder.phase(Phase.TRAINING, "again")
+    recorder.phase("training", "again")
     assert value(metrics, name) == since
 
 
@@ -412,20 +411,20 @@ async def test_what_a_dead_term_had_not_stored_is_void_in_the_next(tmp_path: Pat
 
 async def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
-    recorder.phase(Phase.STARTING, "engines and trainer")
+    recorder.phase("starting", "engines and trainer")
     assert (recorder.current_phase, recorder.phase_detail) == (
-        Phase.STARTING, "engines and trainer",
+        "starting", "engines and trainer",
     )  # fmt: skip
 
 
 async def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
     recorder.starting("engines and trainer")
-    assert recorder.current_phase is Phase.STARTING
-    recorder.phase(Phase.RECOVERING, "rank 0 died")
+    assert recorder.current_phase == "starting"
+    recorder.phase("recovering", "rank 0 died")
     recorder.starting("engines and trainer")
     assert (recorder.current_phase, recorder.phase_detail) == (
-        Phase.RECOVERING, "engines and trainer",
+        "recovering", "engines and trainer",
     )  # fmt: skip
 
 

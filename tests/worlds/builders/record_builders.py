@@ -10,7 +10,6 @@ from actors.statistics import BY_NAME, only_known
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts, TokenCounts
 from actors.types import LeftOutReason, Outcome
 from actors.user_code import LostCalls
-from service.report.document import Phase
 from service.run.health import RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.summary import History, RunSummary, summarize_run
@@ -160,7 +159,7 @@ def status_of(step: int, **changes: object) -> RunStatus:
     """A run that trains and stands at `step` of 120."""
     status = RunStatus(
         name="guessing",
-        phase=Phase.TRAINING,
+        phase="training",
         started_at=START,
         steps=120,
         step=step,

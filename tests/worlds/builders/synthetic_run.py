@@ -11,7 +11,7 @@ from typing import get_args
 
 from actors.metrics import Part
 from actors.trajectory_queue.ledger import EvictionReason
-from service.report.document import Phase
+from service.report.document import PHASES, Phase
 
 # What each step has; its stages are shares of its time.
 STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.3, "publish": 0.2, "checkpoint": 0.05}
@@ -126,8 +126,8 @@ class SyntheticRun:
 
     def enter(self, phase: Phase, *, since: float) -> None:
         """Be in a phase from then on."""
-        for each in Phase:
-            is_it = float(each is phase)
+        for each in PHASES:
+            is_it = float(each == phase)
             name = series("rayloom_run_phase", phase=each.value)
             self.change(name, since=since, until=math.inf, to=lambda t, is_it=is_it: is_it)
         name = "rayloom_run_phase_timestamp_seconds"
@@ -207,10 +207,10 @@ class SyntheticRun:
     def _of_parts(self) -> dict[str, Value]:
         a_second = (TRAINED + EVICTED) / self.step_s
         found: dict[str, Value] = {
-            series("rayloom_run_phase", phase=phase.value): (
-                lambda t, phase=phase: float(phase is Phase.TRAINING)
+            series("rayloom_run_phase", phase=phase): (
+                lambda t, phase=phase: float(phase == "training")
             )
-            for phase in Phase
+            for phase in PHASES
         }
         found |= {
             "rayloom_run_phase_timestamp_seconds": lambda t: 0,

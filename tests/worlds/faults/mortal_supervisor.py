@@ -7,7 +7,6 @@ import os
 
 import ray
 
-from service.report.document import Phase
 from service.run.health import Cursor, Ending, RunStatus
 
 
@@ -26,7 +25,7 @@ class Mortal:
     async def status(self, cursor: Cursor) -> RunStatus:
         self.was_asked.set()
         return RunStatus(
-            name="small", phase=Phase.TRAINING, started_at=0.0, steps=4, step=cursor.steps,
+            name="small", phase="training", started_at=0.0, steps=4, step=cursor.steps,
             supervisor=self.name, checkpoint_step=self.checkpoint_step,
         )  # fmt: skip
 

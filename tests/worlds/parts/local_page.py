@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from service.inspect.listing import Filters, JournalAnswer, Place, journal_page
 from service.inspect.view import trajectory_json
 from service.launch.run_dir import RunDir
-from service.report.document import LiveState, Phase, RunPicture
+from service.report.document import LiveState, RunPicture
 from service.store.lineage import read_history
 from service.telemetry.summary import summarize_run
 from worlds.parts.submission_service import Service
@@ -32,7 +32,7 @@ class LocalPage:
             config_text="run: {}",
             after=after,
             live=LiveState(
-                phase=Phase.TRAINING, phase_detail="", started_at=0.0, checkpoint_step=0,
+                phase="training", phase_detail="", started_at=0.0, checkpoint_step=0,
                 engines={"engine-1": 0}, engines_expected=1, queue=stats, max_items=8,
                 max_bytes=1 << 20, max_lag=1, notices=("it began",),
             ),

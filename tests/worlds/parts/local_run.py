@@ -29,7 +29,6 @@ from service.intake.listing import (
 )
 from service.intake.session import session_id
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.report.document import Phase
 from service.run.health import readiness
 from service.store.controls import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
@@ -102,7 +101,7 @@ class LocalRun:
         if self.is_gone:
             raise RunUnavailable("the run does not answer: the supervisor died")
         return readiness(
-            phase=Phase.TRAINING, detail="", policy_version=3, engines_ready=1,
+            phase="training", detail="", policy_version=3, engines_ready=1,
             engines_expected=2, behind_s=self.behind_s, publish_limit_s=30.0, store_away_s=0.0,
         )  # fmt: skip
 
