@@ -429,7 +429,7 @@ async def test_a_named_turn_is_the_judged_one(tmp_path: Path) -> None:
         rewarded = await after.sessions.give_reward(
             NAME, after.key("reward"), Finish(reward=1.0, turn_rewards={1: 0.25})
         )
-        assert rewarded.reward == 1.0
+        assert rewarded.end.reward == 1.0
         trajectory = await after.trajectory()
         after.sessions.close()
         after.store.close()
