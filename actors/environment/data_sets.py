@@ -149,7 +149,7 @@ def _values_of(
     environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the entries of the task's data for each row, after the row's name for error texts.
+    """Yield for each row the name that error texts give it, and the entries of its task's data.
 
     Log a warning for each column of bytes, which is left out, and for each sign of a wrong prompt
     (`_doubts`). The same warning is logged only once.

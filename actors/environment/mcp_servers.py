@@ -1,4 +1,5 @@
 """Call the tools of MCP servers, over stdio or HTTP, with the client of the package `mcp`.
+
 A server is opened once for each process and event loop, and all episodes there call its tools; with
 the option `per: episode`, it is opened for each episode. One asyncio task opens and closes the
 server's client, as the client requires. A call whose server is gone, or no longer answers, raises

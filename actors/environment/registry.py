@@ -86,7 +86,7 @@ def known_names() -> list[str]:
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Find an environment, bind its options, and make one to check its methods.
+    """Find an environment, bind its options, and make one instance to check its methods.
 
     Args: name: a registered name, an entry point's name or "module:Class". options: the fields of
     the environment's class of options, or keyword arguments.

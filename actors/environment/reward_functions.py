@@ -501,8 +501,9 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
 def load_group_functions(
     asked: str | Sequence[str] | Mapping[str, float],
 ) -> tuple[RewardFunction, ...]:
-    """Load functions, as `load_functions` does, that score all answers of a group in one call.
+    """Load group functions: each scores all answers of a group in one call.
 
+    asked: as for `load_functions`.
     Raises: BadRewardFunction, also if a function takes no lists or needs an argument of EXTRAS.
     """
     try:

@@ -1,8 +1,8 @@
 """Find a stop string, or the only group of a user's regular expression, in a model's text.
 
-The callers search the shown part of a reply, the score in a judge's reply, and the answer in a
-completion. The package `regex` is used because Python's `re` has no time limit: a pattern that does
-not end would block the process.
+Callers use it to cut a reply at a stop string, to find the score in a judge's reply, and to find
+the answer in a completion. The package `regex` is used because Python's `re` has no time limit: a
+search that takes too long would block the process.
 """
 
 from __future__ import annotations

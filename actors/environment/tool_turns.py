@@ -101,7 +101,7 @@ class ToolTurns(MalformedTurns):
             max_calls: Maximum number of calls in an episode; None for any number.
             no_calls_left: The answer to a call beyond `max_calls`.
             max_chars: Number of an answer's characters that the policy is shown; None for all.
-            name: The tool's name in answers to calls that cannot be parsed; None for no name.
+            name: The field `name` of a message that answers a call that cannot be parsed.
         """
         super().__init__(at_most=at_most, penalty=penalty)
         self._call = call

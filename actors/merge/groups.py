@@ -274,9 +274,9 @@ def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[
 def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDArray[np.float64]:
     """Clip a trajectory's return by changing the last turn's reward.
 
-    R' = min(max(R, low), high).   Source: Mnih et al. 2015, Methods (deviation, ours: they clip
-    each reward; groups compare returns, which do not depend on the distribution of rewards over
-    turns).
+    R' = min(max(R, low), high).
+    Source: Mnih et al. 2015, Methods. Deviation: they clip each reward. Here the return is clipped,
+        because a group compares returns, which do not depend on the turn that a reward belongs to.
 
     If the rewards are so large that the difference would be lost in rounding, the last turn gets
     the whole clipped return, and the other turns get 0.
@@ -346,9 +346,11 @@ def kl_rewards(
 ) -> NDArray[np.float64]:
     """Return the negated KL penalty of each sampled token, which is added to its reward.
 
-    -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d, d at most 20.   Source: Ziegler et
-    al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3;
-    deviation: the bound). In the reward, k1 gives the policy the gradient of the KL; k3 does not.
+    The result is -beta k. With d = log p_ref - log p, the estimate k is k1 = -d, or
+    k3 = exp(d) - 1 - d, in which d is at most 20. In the reward, k1 gives the policy the gradient
+    of the KL; k3 does not.
+    Source: Ziegler et al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL
+        divergence" (k3; deviation: the bound on d).
 
     Args: logprobs: [M] float32, nats, of the penalised policy (behaviour or current).
     reference_logprobs: [M] float32, nats, of the same tokens.

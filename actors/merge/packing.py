@@ -160,7 +160,7 @@ def unrouted(
 
 
 def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
-    """Lay samples out in one row; the logits at a token predict the next token on its path.
+    """Lay samples out in one row; the logits at a token predict the next token of its sample.
 
     Without samples the row is `padding_row`.
     Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],

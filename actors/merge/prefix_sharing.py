@@ -119,12 +119,12 @@ def row_experts(
 ) -> tuple[ExpertRecords | None, int]:
     """Put the samples' routing records at the positions of their tokens in the row.
 
-    A record has the experts of one token after certain earlier tokens (`actors.expert_records`). It
-    is valid in every sample that has this token after the same tokens: all these samples share one
-    position of the prefix forest. If several of them have a record of this position, the first
-    sample's record is used for all of them. Flat rows follow the same rule, so that sharing
-    prefixes changes no number. A token that is context in one sample thus gets the record of the
-    sample in which it was sampled.
+    The experts of a token depend on the token and on all tokens before it. A record of a token
+    (`actors.expert_records`) is therefore valid in every sample in which the same tokens precede
+    it: all these samples share one position of the prefix forest. If several of them have a record
+    of this position, the first sample's record is used for all of them. Flat rows follow the same
+    rule, so that sharing prefixes changes no number. A token that is context in one sample thus
+    gets the record of the sample in which it was sampled.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records that are not
@@ -199,9 +199,9 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring ones, in prefix order; arrays are [N].
 
-    `shared` has the length of the prefix that each pair of neighbours shares. Two items share as
-    many tokens as that pair of neighbours between them which shares fewest. So these numbers are
-    enough to compute the size of a row of any items.
+    `shared` has the length of the prefix that each item shares with the item before it. The prefix
+    that two items share is as long as the shortest of these prefixes from one item to the other. So
+    these lengths, with `inner` for bundles, are enough to compute the size of a row of any items.
     """
 
     order: list[int]

@@ -297,7 +297,7 @@ def trajectory_weights(
     prompt_mean: 1 / (G n_g); n_g tokens of group g, G groups (DAPO's mean within each prompt).
     constant: 1 / (N C); C is `constant_tokens` (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
     appendix A: the generation budget).
-    D, N and G are numbers over all ranks, and include groups without a signal.
+    D, N and G include the rows of all ranks, and the groups without a signal.
 
     Args: num_tokens: [N], the number of trained tokens in all samples of each trajectory, at least
         1. group_ids: [N]. without_signal: [3], the tokens, trajectories and groups without a
@@ -325,10 +325,10 @@ def trajectory_weights(
 
 
 def share_of(size: Float64s, *, part: Float64s, whole: Float64s) -> Float64s:
-    """Return one update's share of `size`, in proportion to the part of the whole step that the
-    update trains.
+    """Return the share of `size` that one update of a step gets, `size * part / whole`.
 
-    Args: [3] float64, all: numbers of tokens, trajectories and groups.
+    Args: [3] float64 each, numbers of tokens, trajectories and groups. size: what is divided among
+    the updates. part: what this update trains. whole: what the whole step trains.
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """
     return size * part / np.maximum(1, whole)

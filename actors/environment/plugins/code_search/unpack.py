@@ -41,12 +41,11 @@ _Entry = tuple[str, IO[bytes] | None]
 def unpack(archive: str, directory: str, *, max_bytes: int, max_entries: int) -> dict[str, int]:
     """Unpack an archive into an empty directory.
 
-    Returns: the number of `files`, of entries that were `left_out`, and of unpacked `bytes`.
-
     Args:
         max_bytes: Maximum size of all files together, unpacked.
         max_entries: Maximum number of files, directories and other entries.
 
+    Returns: the number of `files`, of entries that were `left_out`, and of unpacked `bytes`.
     Raises: Refused, OSError.
     """
     target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -224,7 +224,7 @@ _ASKED = {
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def generated_facts(count: int) -> Mapping[Document, RetrievalQaData]:
-    """Make `count` documents; each states one fact about one name, and has a question about it.
+    """Make `count` documents, each with one fact about one name, and a question about each fact.
 
     The documents depend only on `count`, so they are the same on every machine.
     Args: count: at most MAX_GENERATED.

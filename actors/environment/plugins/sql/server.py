@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request for a table of rows, or for the schema.
+    """Answer a request for the rows that a query finds, or for the schema of the database.
 
-    Args: request: has `script` or `path` of the database; `query`, or None to ask for the schema
-    with the first `sample_rows` rows of each table; the limits of the answer, `max_rows` and
-    `max_bytes`; and `limit_s`, the limit of the request in seconds.
-    Returns: `columns`, `rows`, `is_cut`; or `tables`; or `error`, with `is_database` true if the
-    database itself cannot be used.
+    Args: request: `script` or `path` is the database. `query` is the query; None asks for the
+    schema, with the first `sample_rows` rows of each table. `max_rows` and `max_bytes` limit the
+    answer, and `limit_s` limits the seconds that the request may take.
+    Returns: for a query `columns`, `rows` and `is_cut`; for the schema `tables`. If the request
+    fails, `error`, and `is_database`, which is true if the database itself cannot be used.
     """
     end = time.monotonic() + request["limit_s"]
     try:
