@@ -61,7 +61,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class ApiError(Exception):
-    """The API refused a request; the message has the reason and the remedy.
+    """The API refused a request; the message says why, and what to do.
 
     status: HTTP status. code: stable code of the error, for programs; empty if the answer is not a
     problem document (RFC 9457). problem: the whole problem document. retry_after_s: the answer's

@@ -118,9 +118,9 @@ class RemoteDirectory:
         return self._read(MARKER)
 
     def read_unfinished(self) -> Marker | None:
-        """Return the files sent so far and the note of an unfinished upload.
+        """Return what an unfinished upload has recorded: the files sent so far, and its note.
 
-        Returns: None if no upload is unfinished.
+        Return None if no upload is unfinished.
         """
         return self._read(_PROGRESS)
 

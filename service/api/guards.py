@@ -137,7 +137,8 @@ class Guards:
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
         """Check a request's headers, host and key; return the refusal, or None if all are accepted.
 
-        method: the request's own method, even if `door` asks about the request with OPTIONS.
+        method: the method of the client's request. If `door` asks about this request, `door` sends
+        OPTIONS, and the client's method is in a header.
         Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
@@ -254,8 +255,8 @@ class _Body:
     async def replay(self) -> Message:
         """Return the whole body as one ASGI message; later calls return the client's next messages.
 
-        The second call releases the body's reserved memory: the route that calls it has read the
-        body.
+        A route makes the second call after it has read the body. This call therefore releases the
+        memory that is reserved for the body.
         """
         if self._whole is None:
             self.drop()

@@ -167,8 +167,8 @@ class SubmissionTable:
         A submission is over if no return to a checkpoint can undo the end of its rollouts. If no
         step took any of them and all were evicted, it is over earlier: as soon as the newest
         checkpoint contains the evictions. Otherwise the number of such submissions would grow
-        without a limit while no step is trained. This exception needs a submission that was
-        admitted after `last_event_seq`, because the queue of an older checkpoint may have others.
+        without a limit while no step is trained. The earlier end applies only to submissions that
+        were admitted after `last_event_seq`: the queue of an older checkpoint may have the others.
         Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
         undo. newest_event_seq: number of the newest checkpoint's last event.
         """

@@ -57,8 +57,8 @@ PROMPTS_LIMIT_S = 20.0
 class ActorPool:
     """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The constructor starts the actors; they play rollouts while `watch` runs. There is a subclass
-    for each kind of actor. It sets the names of its actors in ids and messages.
+    The constructor starts the actors; they play rollouts while `watch` runs. Each kind of actor has
+    a subclass, which sets the words for this kind in ids and messages.
     """
 
     part: Part

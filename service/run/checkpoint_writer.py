@@ -41,8 +41,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: function that calls its argument, which uses the trainer. If ranks of the
-        trainer were restarted and now have other weights, it publishes these weights first.
+        call_trainer: calls the function that it is given, which uses the trainer. If ranks of the
+        trainer were restarted and now have other weights, `call_trainer` publishes them first.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent

@@ -190,7 +190,7 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses in the report and the metrics; if `changed` is generation, also stop or
+        """Show the pauses in the run's status and metrics; if `changed` is generation, also stop or
         resume generation in the running term."""
         recorder = self._recorder
         if recorder.current_phase in ("training", "paused"):

@@ -150,9 +150,10 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Tell all engines to freeze the turns that they sample; to continue if `is_held` is False.
+        """Tell all engines to freeze the turns that they sample.
 
-        Engines that start later do the same. Raises: ActorLost.
+        If `is_held` is False, tell them to continue. Engines that start later do the same. Raises:
+        ActorLost.
         """
         if self._board is not None:
             await self._board_handle().hold(is_held)
@@ -285,7 +286,7 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """Publishes the trainer's weights, and checks that trainer and engines compute the same.
+    """Publishes the trainer's weights, and compares the log-probabilities of trainer and engines.
 
     After a publication, the trainer and the engines compute log-probabilities of the same text, the
     check text. The term's first check is the full check (`check_start`). In it, the trainer scores
@@ -319,9 +320,9 @@ class Publisher:
         Args: quiet_limit_s: the term ends if no engine makes progress with its start or its load
         for so many seconds. measure: returns a context manager that measures a phase of a
         publication. text: text of the first check; None uses a fixed text of 17 tokens in all
-        checks. most_tokens: an engine's limit for prompt tokens. check_every: every so many
-        publications, the whole text is checked; 0: never. dtype, is_quantised: decide how large a
-        difference may be (see `LogprobCheck`). clock: returns seconds.
+        checks. most_tokens: an engine's limit for prompt tokens. check_every: each publication with
+        a multiple of this number checks the whole text; 0: none does. dtype, is_quantised: decide
+        how large a difference may be (see `LogprobCheck`). clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board

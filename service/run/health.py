@@ -1,9 +1,9 @@
 """The status and the readiness of a run, and the rules that decide whether it has failed. Pure.
 
 The supervisor and its loop use this module. The command line reads a RunStatus twice a second for
-its display. Records, evaluations, notices and stages are lists that only grow; a caller passes a
-cursor, the number of items that it has read, and a RunStatus has only later items. Items that are
-too old are no longer kept, and are missing.
+its display. Records, evaluations, notices and stages are lists that only grow. A caller passes a
+`Cursor` with the number of items of each list that it has read; the RunStatus that it gets has only
+the later items. Only the newest items of a list are kept, so a slow caller may miss some.
 """
 
 from __future__ import annotations

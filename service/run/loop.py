@@ -234,7 +234,7 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Return a step that the merge actor built, and the seconds that the trainer scored rows.
+        """Return a step built by the merge actor, and the seconds that the trainer's scoring took.
 
         Some algorithms need the trainer's scores before a step is built. For all others, nothing is
         scored and the seconds are 0. Raises: PayloadsLost.

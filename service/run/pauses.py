@@ -40,8 +40,8 @@ class Gate:
     def passing(self) -> Iterator[bool]:
         """Yield whether the gate is open.
 
-        If the gate is open, the code in the `with` block is passing it; `until_passed` waits for
-        the end of such blocks. If the gate is closed, the block must not do the work.
+        If the gate is open, the `with` block counts as passing the gate until the block ends, and
+        `until_passed` waits for this end. If the gate is closed, the block must not do its work.
         """
         if not self.is_open:
             yield False

@@ -339,8 +339,9 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def close_trackers(self, *, is_taken_over: bool) -> None:
-        """Let the experiment trackers write the stored records, then end them; has a time limit.
+        """End the experiment trackers; before that, let them write the stored records.
 
+        This method waits only for a limited time.
         is_taken_over: whether another process has taken over the run, and writes the records
         instead.
         """
@@ -353,8 +354,9 @@ class RunRecorder:
         return "" if self._uploads is None else self._uploads.uploading
 
     async def close_uploads(self, *, is_taken_over: bool) -> None:
-        """Let the uploads copy the newest checkpoints, then end their thread; has a time limit.
+        """End the thread of the uploads; before that, let it copy the newest checkpoints.
 
+        This method waits only for a limited time.
         is_taken_over: whether another process has taken over the run, and copies the checkpoints
         instead.
         """
@@ -367,7 +369,10 @@ class RunRecorder:
         return () if self._hacking is None else self._hacking.findings
 
     async def close_audit(self) -> None:
-        """Let the reward-hacking audit check the stored steps, then end it; has a time limit."""
+        """End the audit for reward hacking; before that, let it check the stored steps.
+
+        This method waits only for a limited time.
+        """
         if self._hacking is not None:
             await asyncio.to_thread(self._hacking.close)
 

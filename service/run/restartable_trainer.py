@@ -253,7 +253,7 @@ class RestartableTrainer:
         """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
 
         If the new ranks have other weights, these must be published first: the call raises
-        WeightsMoved. is_publish: whether the call is a part of publishing, and allowed even then.
+        WeightsMoved. is_publish: whether the call is part of a publication; it is then allowed.
         """
         while True:
             if self._must_publish and not is_publish:

@@ -1,11 +1,12 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
 Only the supervisor writes a trace, when the rollout leaves the ledger, trained or evicted. The
-supervisor uses events that it receives in any case, so actors pass no trace context. The times of a
-rollout are exact to one poll of the queue. The stages of the rollout's step follow each other
-without a gap, and the last stage ends when the rollout leaves the ledger. A thread sends the traces
-over OTLP; traces that a collector does not accept in time are dropped. If a supervisor dies, the
-traces of the rollouts in flight begin when its successor starts. `RunRecorder` calls this module.
+supervisor uses events that it receives in any case, so actors pass no trace context. It receives
+them when it polls the queue, so a time may be late by one poll. The stages of the rollout's step
+follow each other without a gap, and the last stage ends when the rollout leaves the ledger. A
+thread sends the traces over OTLP; traces that a collector does not accept in time are dropped. If a
+supervisor dies, the traces of the rollouts in flight begin when its successor starts. `RunRecorder`
+calls this module.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The deployment has one replica. It starts the run's supervisor, and a new one if the supervisor
 dies. If the replica dies, Serve restarts it, and the run resumes from its newest checkpoint, as
-with `--resume`. The replica and the run's metrics stay available if the run ends: a refused start
-is tried again, because the cause may be external; a failed run is started again, a limited number
-of times and with growing pauses; a run that finished, or that another process took over, is not
-started again.
+with `--resume`. The replica and the run's metrics stay available after the run has ended. A refused
+start is tried again, because its cause may be outside the run. A failed run is started again, a
+limited number of times and with growing pauses. A run that finished, or that another process took
+over, is not started again.
 """
 
 from __future__ import annotations

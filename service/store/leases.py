@@ -141,7 +141,7 @@ def _is_running(pid: int) -> bool:
 def _machine() -> str:
     """Return a text that differs between machines, boots of a machine, and containers.
 
-    Two processes with equal PIDs run at the same time only if this text differs.
+    Two processes that have the same text and the same PID never run at the same time.
     """
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"

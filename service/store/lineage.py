@@ -320,8 +320,8 @@ def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     The queue snapshot of such a checkpoint is still stored (`retention`). If a term continued from
     an older checkpoint, the checkpoints after the older one are left out. If an operator requested
     the return, they are left out at once. Otherwise the term continued from the older checkpoint
-    because the later ones could not be read. Then they are left out only when the term has
-    committed a checkpoint, because they may be readable again before that.
+    because the later ones could not be read. In this case they are left out as soon as the term has
+    committed a checkpoint. Until then they may still be used, if they can be read again.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:

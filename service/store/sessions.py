@@ -153,10 +153,10 @@ class SessionStore:
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
-        Returns: the indices of the changes that came too late and were not stored. These are: a
-        claim or a turn, if the session is unknown or has ended, or its submission is cancelled or
-        over; a turn, if another turn has its number; an end, if the session is unknown, or has
-        another end and waits for no reward.
+        Returns: the indices of the changes that came too late and were not stored. A claim or a
+        turn comes too late if the session is unknown or has ended, or if its submission is
+        cancelled or over. A turn also comes too late if another turn has its number. An end comes
+        too late if the session is unknown, or if it has another end and waits for no reward.
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
