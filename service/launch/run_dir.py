@@ -340,7 +340,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
     except OSError as error:
         # os.path.isfile, because Path.is_file raises for a path that cannot be created.
         is_there = os.path.isfile(run_dir.config_file)
-        remedy = "correct that" if is_there else "choose another --run-dir"
+        remedy = "free space or correct permissions" if is_there else "choose another --run-dir"
         raise ConfigError(
             f"run directory {run_dir.path} cannot be used ({error.strerror or error}); expected "
             f"one that can be made and written, on a disk with space: {remedy}"

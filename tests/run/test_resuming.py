@@ -320,11 +320,11 @@ def test_a_run_whose_disk_cannot_be_written_is_refused_before_anything_starts(
                 shutil.copy(file, cut_off.path)
         store.close()
         fill(tmp_path / "disk" / "filler")
-        with pytest.raises(ConfigError, match=r"\(No space left on device\); expected .*: make it"):
+        with pytest.raises(ConfigError, match=r"\(No space left on device\); .*: free space"):
             resume(place, tmp_path)
         (tmp_path / "disk" / "filler").unlink()
         make_read_only(tmp_path / "disk")
-        with pytest.raises(ConfigError, match=r"\(Read-only file system\); expected .*: make it"):
+        with pytest.raises(ConfigError, match=r"\(Read-only file system\); .*: free space"):
             resume(place, tmp_path)
         with pytest.raises(ConfigError, match=rf"the directory {cut_off.path} cannot be written"):
             check_resumable(cut_off, load_config(small_config(tmp_path)))
