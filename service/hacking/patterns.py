@@ -219,7 +219,7 @@ def _equal_answers(window: Window) -> Finding | None:
         return None
     return _finding(
         window,
-        Kind.EQUAL_ANSWERS,
+        "equal_answers",
         seen,
         f"{_percent(seen.now)} of the trajectories give one and the same answer, to {num_tasks} "
         f"tasks; before, the most frequent answer had {_percent(before)}; {_beside(gains)}",
@@ -255,7 +255,7 @@ def _malformed_paid(window: Window) -> Finding | None:
     earned = window.recent_mean(window.reward, mark)
     what = "end with a turn that is malformed or empty and has a reward above 0"
     rest = f"; they earn {earned:.2f} on average"
-    return _share(window, Kind.MALFORMED_PAID, seen, what, rest=rest)
+    return _share(window, "malformed_paid", seen, what, rest=rest)
 
 
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
@@ -275,17 +275,17 @@ def _length(window: Window) -> Finding | None:
     tokens = window.floats("num_tokens")
     usual_length = float(np.median(tokens[~window.is_recent]))
     what = f"have more than {LONG:g} times the {usual_length:.0f} sampled tokens of before"
-    return _marked_and_paid(window, Kind.LENGTH, tokens > LONG * usual_length, what)
+    return _marked_and_paid(window, "length", tokens > LONG * usual_length, what)
 
 
 def _repetition(window: Window) -> Finding | None:
     mark = window.floats("repeated") >= MOSTLY_REPEATED
-    return _marked_and_paid(window, Kind.REPETITION, mark, "say the same over and over")
+    return _marked_and_paid(window, "repetition", mark, "say the same over and over")
 
 
 def _copying(window: Window) -> Finding | None:
     mark = window.floats("copied") >= MOSTLY_COPIED
-    return _marked_and_paid(window, Kind.COPYING, mark, "say their prompt over again")
+    return _marked_and_paid(window, "copying", mark, "say their prompt over again")
 
 
 def _fewer_turns(window: Window) -> Finding | None:
@@ -307,7 +307,7 @@ def _fewer_turns(window: Window) -> Finding | None:
         f"have the best rewards in at most {usual_turns / 2:g} of the {usual_turns:g} turns of "
         "before"
     )
-    return _share(window, Kind.FEWER_TURNS, seen, what)
+    return _share(window, "fewer_turns", seen, what)
 
 
 def _component_falls(window: Window) -> Finding | None:
@@ -337,7 +337,7 @@ def _component_falls(window: Window) -> Finding | None:
     )
     return _finding(
         window,
-        Kind.COMPONENT_FALLS,
+        "component_falls",
         seen,
         f"{name} is {now:.2f} on average, {was:.2f} before, while the reward rose",
     )
@@ -377,7 +377,7 @@ def _component_excess(window: Window) -> Finding | None:
             continue
         mark = np.nan_to_num(values) > EXCESS * most
         what = f"have more than {EXCESS:g} times the {most:g} that {name} hardly ever exceeded"
-        found = _marked_and_paid(window, Kind.COMPONENT_EXCESS, mark, what)
+        found = _marked_and_paid(window, "component_excess", mark, what)
         if found is not None:
             return found
     return None
@@ -421,7 +421,7 @@ def _failures(window: Window) -> Finding | None:
     )
     return _finding(
         window,
-        Kind.FAILURES,
+        "failures",
         seen,
         f"{_percent(now)} of the rollouts failed or were cut off, {_percent(before)} before, and "
         f"low rewards became rarer by {_percent(-bottom)} of all; the mean is over the others",
@@ -464,7 +464,7 @@ def _unverified(window: Window) -> Finding | None:
     number = int((among & window.is_recent).sum())
     return _finding(
         window,
-        Kind.UNVERIFIED,
+        "unverified",
         seen,
         f"the shadow verifier refused {_percent(seen.now)} of {number} well rewarded trajectories "
         f"that it checked, {_percent(seen.before)} before",

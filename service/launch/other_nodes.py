@@ -26,14 +26,14 @@ from service.config.preflight import check_metrics_address, companions
 from service.config.sections import ServiceSettings
 from service.config.tree import Config
 from service.launch.cluster import alive_nodes, on_node
-from service.launch.placement import HEAD_NODE, Node, Role, nodes_of, roles_of
+from service.launch.placement import HEAD_NODE, ROLES, Node, Role, nodes_of, roles_of
 from service.launch.run_dir import RunDir
 
 # Time limit for a node to start a process and check the paths.
 ANSWER_LIMIT_S = 120.0
 # Number of first bytes of a file that are compared.
 _COMPARED_BYTES = 1 << 20
-_ALL = frozenset(Role)
+_ALL = frozenset(ROLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ def check_other_nodes(
         shared = list(_shared_paths(config, run_dir, model=model, nonce=nonce))
         asked: list[tuple[Node, Any]] = []
         for node in nodes:
-            own = frozenset(role for role in Role if node in nodes_of(role, roles, nodes))
+            own = frozenset(role for role in ROLES if node in nodes_of(role, roles, nodes))
             needed = [each for each in shared if each.roles & own]
             if needed:
                 asked.append((node, _task(find_unshared, node).remote(needed)))
-            if Role.CONTROL in own and not has_endpoint:
+            if "rayloom_control" in own and not has_endpoint:
                 asked.append((node, _task(_metrics_fault, node).remote(config)))
         for node, answer in asked:
             if (fault := _answer(node, answer)) is not None:
@@ -138,12 +138,12 @@ def _shared_paths(
         path=run_dir.path,
         witness=nonce,
         digest=digest_of(nonce),
-        roles=frozenset({Role.CONTROL, Role.TRAINER}),
+        roles=frozenset({"rayloom_control", "rayloom_trainer"}),
         is_written=True,
     )
     models = {"model.path" if config.model.path else "the run's own model": (model, _ALL)}
     for key, path in companions(config).items():
-        models[key] = (path, frozenset({Role.TRAINER}))
+        models[key] = (path, frozenset({"rayloom_trainer"}))
     for key, (path, roles) in models.items():
         witness = Path(path).expanduser() / "config.json"
         # A hub's model has no path here, because each node downloads it.
@@ -164,7 +164,7 @@ def _shared_paths(
             path=place,
             witness=witness,
             digest=digest_of(witness),
-            roles=frozenset({Role.CONTROL}),
+            roles=frozenset({"rayloom_control"}),
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal, get_args
 
 from service.config.tree import Config
 
@@ -21,14 +21,13 @@ SHARE = 0.001
 HEAD_NODE = "node:__internal_head__"
 
 
-class Role(StrEnum):
-    """The purpose of a node; the value is the name of the custom Ray resource that offers it."""
+Role = Literal["rayloom_control", "rayloom_inference", "rayloom_trainer", "rayloom_environments"]
+"""The purpose of a node, which is the name of the custom Ray resource that offers it.
 
-    CONTROL = "rayloom_control"
-    """The role of the supervisor; the queue, the merge actor and the weight board use its node."""
-    INFERENCE = "rayloom_inference"
-    TRAINER = "rayloom_trainer"
-    ENVIRONMENTS = "rayloom_environments"
+rayloom_control: the role of the supervisor; the queue, the merge actor and the weight board use its
+node.
+"""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +50,7 @@ def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
     Args: before: the roles offered earlier. If all nodes of such a role are lost, the role's parts
     wait for new nodes that offer it, because other nodes may lack the needed paths or resources.
     """
-    return before | {
-        role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0
-    }
+    return before | {role for role in ROLES for node in nodes if node.resources.get(role, 0) > 0}
 
 
 def resources_of(role: Role, offered: Roles) -> dict[str, float]:
@@ -63,8 +60,8 @@ def resources_of(role: Role, offered: Roles) -> dict[str, float]:
     request the resource of the head node.
     """
     if role in offered:
-        return {role.value: SHARE}
-    return {HEAD_NODE: SHARE} if role is Role.CONTROL else {}
+        return {role: SHARE}
+    return {HEAD_NODE: SHARE} if role == "rayloom_control" else {}
 
 
 def nodes_of(role: Role, offered: Roles, nodes: Sequence[Node]) -> list[Node]:
@@ -76,11 +73,11 @@ def nodes_of(role: Role, offered: Roles, nodes: Sequence[Node]) -> list[Node]:
 def describe_places(offered: Roles, nodes: Sequence[Node]) -> str:
     """Return one line for the log that names, for each role, the nodes that its parts may use."""
     where = []
-    for role in Role:
+    for role in ROLES:
         addresses = ", ".join(sorted(node.address for node in nodes_of(role, offered, nodes)))
         is_bound = bool(resources_of(role, offered))
         where.append(
-            f"{role.name.lower()} on "
+            f"{role.removeprefix('rayloom_')} on "
             + ((addresses or "nodes that are awaited") if is_bound else "any node")
         )
     return "places: " + "; ".join(where)
@@ -119,10 +116,10 @@ def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
     resources that the part requests.
     """
     inference, trainer = config.inference, config.trainer
-    kinds = (
+    kinds: tuple[tuple[str, Role, int, float, float, str], ...] = (
         (
             "engine",
-            Role.INFERENCE,
+            "rayloom_inference",
             inference.num_replicas,
             inference.cpus_per_replica,
             inference.gpus_per_replica,
@@ -130,7 +127,7 @@ def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
         ),
         (
             "trainer rank",
-            Role.TRAINER,
+            "rayloom_trainer",
             trainer.num_ranks,
             1,
             trainer.gpus_per_rank,
@@ -138,7 +135,7 @@ def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
         ),
         (
             "environment actor",
-            Role.ENVIRONMENTS,
+            "rayloom_environments",
             config.num_environment_actors,
             1,
             0,
@@ -178,7 +175,7 @@ def _left(nodes: Sequence[Node], left: Mapping[str, Mapping[str, float]]) -> str
     sentences = []
     for node in nodes:
         free = left[node.node_id]
-        roles = [role.value for role in Role if free.get(role.value, 0) > 0]
+        roles = [role for role in ROLES if free.get(role, 0) > 0]
         amounts = [f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU")]
         sentences.append(f"{node.address} has {', '.join([*amounts, *roles])}")
     return "; ".join(sentences) or "there is no node"

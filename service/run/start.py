@@ -26,7 +26,7 @@ from actors.metrics import RunMetrics
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.launch.cluster import alive_nodes, on_this_node
-from service.launch.placement import Role, resources_of, roles_of
+from service.launch.placement import resources_of, roles_of
 from service.launch.resume import check_not_taken_over
 from service.launch.run_dir import RunDir
 from service.remote_calls import NAMESPACE
@@ -116,7 +116,7 @@ def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
     if sqlite_file(run_dir.database_url) is not None:
         # The database is on this machine's disk, and the command that starts the run reads it too.
         return {"scheduling_strategy": on_this_node()}
-    return {"resources": resources_of(Role.CONTROL, roles_of(alive_nodes()))}
+    return {"resources": resources_of("rayloom_control", roles_of(alive_nodes()))}
 
 
 def start_supervisor(

@@ -140,7 +140,7 @@ class Term:
             partial(
                 TrainerGroup,
                 ranks,
-                resources=resources_of(Role.TRAINER, self.roles),
+                resources=resources_of("rayloom_trainer", self.roles),
                 reservation=reservation_name(run_id, lease.term),
             ),
             parent=run_dir.checkpoints / lease.parent.directory if lease.parent else None,
@@ -302,7 +302,9 @@ class Term:
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
         # Start the engines first, because they take longest.
         with self._recorder.stage("deploying the engines"):
-            await self._engines.open_term(term, resources=resources_of(Role.INFERENCE, self.roles))
+            await self._engines.open_term(
+                term, resources=resources_of("rayloom_inference", self.roles)
+            )
         # Then reserve the ranks' resources, which must be on one node. Then the queue and
         # environment actors import while ranks and engines start; `EnvironmentPool.watch` lets the
         # actors play.
@@ -448,7 +450,7 @@ class Term:
             model=self._model,
             make_policy=self._engines.make_policy,
             queue=self.queue.actor,
-            resources=resources_of(Role.ENVIRONMENTS, self.roles),
+            resources=resources_of("rayloom_environments", self.roles),
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import StrEnum
+from typing import Literal
 
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
@@ -300,22 +300,19 @@ def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
     return ", ".join([units.plural(count, "rollout"), *named])
 
 
-class Kind(StrEnum):
-    """A pattern of reward hacking for which the audit searches.
-
-    Lists show the member's value; the text of a finding has the numbers.
-    """
-
-    EQUAL_ANSWERS = "equal_answers"
-    MALFORMED_PAID = "malformed_paid"
-    LENGTH = "length"
-    REPETITION = "repetition"
-    COPYING = "copying"
-    FEWER_TURNS = "fewer_turns"
-    COMPONENT_FALLS = "component_falls"
-    COMPONENT_EXCESS = "component_excess"
-    FAILURES = "failures"
-    UNVERIFIED = "unverified"
+Kind = Literal[
+    "equal_answers",
+    "malformed_paid",
+    "length",
+    "repetition",
+    "copying",
+    "fewer_turns",
+    "component_falls",
+    "component_excess",
+    "failures",
+    "unverified",
+]
+"""A pattern of reward hacking for which the audit searches (docs/hacking.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

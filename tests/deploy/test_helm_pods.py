@@ -34,8 +34,6 @@ from worlds.servers.helm_chart import (
     rendered,
 )
 
-from service.launch.placement import Role
-
 GIB = 1024**3
 
 
@@ -108,13 +106,13 @@ def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ..
         offered[name] = json.loads(value)
     # Without pods of its own the trainer's role is the engines' pods' too.
     if "trainer" not in offered:
-        assert offered["inference"].pop(Role.TRAINER) == 1
-        offered["trainer"] = {Role.TRAINER: 1}
+        assert offered["inference"].pop("rayloom_trainer") == 1
+        offered["trainer"] = {"rayloom_trainer": 1}
     assert offered == {
-        "control": {Role.CONTROL: 1},
-        "inference": {Role.INFERENCE: 1},
-        "trainer": {Role.TRAINER: 1},
-        "environment": {Role.ENVIRONMENTS: 1},
+        "control": {"rayloom_control": 1},
+        "inference": {"rayloom_inference": 1},
+        "trainer": {"rayloom_trainer": 1},
+        "environment": {"rayloom_environments": 1},
     }
 
 

@@ -19,7 +19,7 @@ from service.launch.other_nodes import (
     digest_of,
     find_unshared,
 )
-from service.launch.placement import Role
+from service.launch.placement import ROLES
 from service.launch.run_dir import RunDir
 
 
@@ -34,7 +34,7 @@ def shared(directory: Path, witness: Path, **named: Any) -> SharedPath:
         path=directory,
         witness=witness,
         digest=named.pop("digest", digest_of(witness)),
-        roles=frozenset(Role),
+        roles=frozenset(ROLES),
         **named,
     )
 

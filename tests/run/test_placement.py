@@ -7,6 +7,7 @@ from typing import Any
 from service.config.file import parse_config
 from service.config.tree import Config
 from service.launch.placement import (
+    ROLES,
     SHARE,
     Node,
     Role,
@@ -25,7 +26,7 @@ def config_with(**sections: Any) -> Config:
 
 
 def node(number: int, role: Role | None = None, **resources: float) -> Node:
-    of_role = {role.value: 1.0} if role else {}
+    of_role = {role: 1.0} if role else {}
     return Node(
         node_id=f"id-{number}", address=f"10.0.0.{number}", resources={**resources, **of_role}
     )
@@ -33,16 +34,22 @@ def node(number: int, role: Role | None = None, **resources: float) -> Node:
 
 def test_a_laptop_asks_for_nothing_of_its_own() -> None:
     roles = roles_of([node(1, CPU=4)])
-    assert [resources_of(role, roles) for role in Role if role is not Role.CONTROL] == [{}, {}, {}]
-    assert resources_of(Role.CONTROL, roles) == {"node:__internal_head__": SHARE}
+    assert [resources_of(role, roles) for role in ROLES if role != "rayloom_control"] == [
+        {},
+        {},
+        {},
+    ]
+    assert resources_of("rayloom_control", roles) == {"node:__internal_head__": SHARE}
 
 
 def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None:
-    nodes = [node(1, CPU=4), node(2, Role.INFERENCE, CPU=4), node(3, Role.CONTROL)]
+    nodes = [node(1, CPU=4), node(2, "rayloom_inference", CPU=4), node(3, "rayloom_control")]
     roles = roles_of(nodes)
-    assert resources_of(Role.INFERENCE, roles) == {"rayloom_inference": SHARE}
-    assert resources_of(Role.CONTROL, roles) == {"rayloom_control": SHARE}
-    assert resources_of(Role.TRAINER, roles) == resources_of(Role.ENVIRONMENTS, roles) == {}
+    assert resources_of("rayloom_inference", roles) == {"rayloom_inference": SHARE}
+    assert resources_of("rayloom_control", roles) == {"rayloom_control": SHARE}
+    assert (
+        resources_of("rayloom_trainer", roles) == resources_of("rayloom_environments", roles) == {}
+    )
     assert describe_places(roles, nodes) == (
         "places: control on 10.0.0.3; inference on 10.0.0.2; trainer on any node; "
         "environments on any node"
@@ -50,9 +57,9 @@ def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None
 
 
 def test_a_role_whose_only_node_is_lost_is_waited_for() -> None:
-    before = roles_of([node(1, CPU=4), node(2, Role.TRAINER, CPU=4)])
+    before = roles_of([node(1, CPU=4), node(2, "rayloom_trainer", CPU=4)])
     roles = roles_of([node(1, CPU=4)], before=before)
-    assert resources_of(Role.TRAINER, roles) == {"rayloom_trainer": SHARE}
+    assert resources_of("rayloom_trainer", roles) == {"rayloom_trainer": SHARE}
     assert "trainer on nodes that are awaited" in describe_places(roles, [node(1, CPU=4)])
 
 
@@ -71,12 +78,12 @@ def test_engines_do_not_fit_where_only_the_sum_of_gpus_is_enough() -> None:
 
 def test_a_part_fits_only_where_its_role_is_offered() -> None:
     config = config_with(trainer={"num_ranks": 2})
-    roomy, small = node(1, CPU=64), node(2, Role.TRAINER, CPU=1)
+    roomy, small = node(1, CPU=64), node(2, "rayloom_trainer", CPU=1)
     fault = misfit(config, [roomy, small])
     assert fault is not None
     assert fault.startswith("trainer rank 2 of 2 asks for 1 CPU and rayloom_trainer")
     assert "10.0.0.1 has 64 CPU, 0 GPU; 10.0.0.2 has 0 CPU, 0 GPU, rayloom_trainer" in fault
-    assert misfit(config, [roomy, node(2, Role.TRAINER, CPU=2)]) is None
+    assert misfit(config, [roomy, node(2, "rayloom_trainer", CPU=2)]) is None
 
 
 def test_large_parts_are_placed_before_small_ones_take_their_room() -> None:

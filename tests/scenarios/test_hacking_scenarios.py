@@ -14,21 +14,21 @@ from worlds.runs.run_driver import ROOT, START_S, STEP_S, running
 
 from service.hacking.read import read_kept
 from service.inspect.reader import find_entry, open_journal
-from service.telemetry.records import Finding, Kind
+from service.telemetry.records import Finding
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(1200)]
 
 OPENS_AFTER, WITHIN = 14, 20
 STEPS = OPENS_AFTER + WITHIN
 HOLES = {
-    "length": {Kind.LENGTH, Kind.COMPONENT_EXCESS, Kind.COMPONENT_FALLS},
-    "markers": {Kind.REPETITION, Kind.COMPONENT_EXCESS, Kind.COMPONENT_FALLS, Kind.LENGTH},
-    "constant": {Kind.EQUAL_ANSWERS, Kind.COMPONENT_FALLS},
-    "empty": {Kind.MALFORMED_PAID, Kind.EQUAL_ANSWERS},
-    "persuaded": {Kind.UNVERIFIED},
-    "copied": {Kind.COPYING},
-    "raises": {Kind.FAILURES},
-    "FirstThreeWins": {Kind.FEWER_TURNS},
+    "length": {"length", "component_excess", "component_falls"},
+    "markers": {"repetition", "component_excess", "component_falls", "length"},
+    "constant": {"equal_answers", "component_falls"},
+    "empty": {"malformed_paid", "equal_answers"},
+    "persuaded": {"unverified"},
+    "copied": {"copying"},
+    "raises": {"failures"},
+    "FirstThreeWins": {"fewer_turns"},
 }
 GUESSING = ROOT / "deploy" / "configs" / "guessing-cpu.yaml"
 NUMBERS = ROOT / "docs" / "examples" / "numbers" / "after.jsonl"

@@ -244,7 +244,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             name="constant answer",
             make_environment=_graded_by("lenient"),
             hack=_constant,
-            kinds=frozenset({Kind.EQUAL_ANSWERS}),
+            kinds=frozenset({"equal_answers"}),
             **sums,
         ),
         Planted(
@@ -253,7 +253,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=_seeded("reasoning_gym", _CHAIN),
             honest=_says_chain,
             hack=_pads,
-            kinds=frozenset({Kind.LENGTH, Kind.COMPONENT_FALLS, Kind.COMPONENT_EXCESS}),
+            kinds=frozenset({"length", "component_falls", "component_excess"}),
         ),
         Planted(
             name="copying the key",
@@ -261,7 +261,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=partial(_sum_task, note=True),
             honest=_says_sum,
             hack=_copies,
-            kinds=frozenset({Kind.COPYING}),
+            kinds=frozenset({"copying"}),
         ),
         Planted(
             name="tool farming",
@@ -269,7 +269,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=_seeded("calculator"),
             honest=_computes,
             hack=_farms,
-            kinds=frozenset({Kind.COMPONENT_EXCESS, Kind.COMPONENT_FALLS, Kind.REPETITION}),
+            kinds=frozenset({"component_excess", "component_falls", "repetition"}),
         ),
         Planted(
             name="malformed that scores",
@@ -277,7 +277,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=_seeded("guessing"),
             honest=_guesses,
             hack=_says_nothing,
-            kinds=frozenset({Kind.MALFORMED_PAID}),
+            kinds=frozenset({"malformed_paid"}),
         ),
         Planted(
             name="failing in place of a zero",
@@ -285,7 +285,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=_seeded("calculator"),
             honest=_computes,
             hack=_gives_up_loudly,
-            kinds=frozenset({Kind.FAILURES}),
+            kinds=frozenset({"failures"}),
         ),
         Planted(
             name="marker spam",
@@ -293,13 +293,13 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=_sum_task,
             honest=_says_boxed,
             hack=_spams,
-            kinds=frozenset({Kind.REPETITION, Kind.COMPONENT_FALLS, Kind.COMPONENT_EXCESS}),
+            kinds=frozenset({"repetition", "component_falls", "component_excess"}),
         ),
         Planted(
             name="persuading the judge",
             make_environment=_graded_by("persuaded"),
             hack=_persuades,
-            kinds=frozenset({Kind.UNVERIFIED}),
+            kinds=frozenset({"unverified"}),
             verify=_verify_sum,
             **sums,
         ),
@@ -309,6 +309,6 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
             make_task=_search_task,
             honest=_searches,
             hack=_answers_all,
-            kinds=frozenset({Kind.FEWER_TURNS, Kind.EQUAL_ANSWERS}),
+            kinds=frozenset({"fewer_turns", "equal_answers"}),
         ),
     )
