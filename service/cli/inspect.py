@@ -250,12 +250,12 @@ def write_page(path: Path, view: TrajectoryView) -> None:
 # The colours are the terminal's own, and no information is shown by colour only: the table names
 # each class, and each segment counts its tokens by class.
 STYLES: dict[TokenClass, str] = {
-    TokenClass.TRAINED: "bold green underline",
-    TokenClass.MASKED: "yellow",
-    TokenClass.PROMPT: "",
-    TokenClass.OBSERVATION: "cyan",
-    TokenClass.INSERTED: "magenta",
-    TokenClass.TEMPLATE: "bright_black",
+    "trained": "bold green underline",
+    "masked": "yellow",
+    "prompt": "",
+    "observation": "cyan",
+    "inserted": "magenta",
+    "template": "bright_black",
 }
 FAULT = "bold white on red"
 BOUNDARY = "bold"
@@ -330,7 +330,7 @@ def _table(tokens: list[Token], *, title: str) -> Table:
             str(token.position),
             Text(token.text, style=style),
             str(token.token_id),
-            token.kind.value,
+            token.kind,
             _whole(token.turn),
             _nats(token),
             _whole(token.version),

@@ -7,8 +7,8 @@ Each token is therefore converted to its own bytes, independent of its neighbour
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -85,13 +85,16 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
-    """A converter of token ids to bytes for display, without a tokenizer: it shows the ids.
-
-    The subclass `TokenizerText` uses a tokenizer.
-    """
+    """A converter of token ids to bytes for display; without a tokenizer, it shows the ids."""
 
     note: str = ""
     """The reason why texts cannot be shown; empty if all texts can be shown."""
+    tokenizer: Any = None
+    """A Hugging Face tokenizer; None if there is none."""
+    renderer: ChatRenderer | None = None
+    """The renderer of the tokenizer's chat template."""
+    added: Mapping[int, str] = field(default_factory=dict)
+    is_byte_level: bool = False
     special_ids: frozenset[int] = frozenset()
     headers: tuple[bytes, ...] = ()
     """Texts of the chat template that open a message, including the generation prompt, longest
@@ -102,26 +105,12 @@ class TokenText:
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return the bytes with which to show each token."""
-        return [f"⟨{token}⟩".encode() for token in token_ids]
-
-    def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """Return how many tokens the renderer inserted after the reply `sampled` to close it."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerText(TokenText):
-    """A converter of token ids to bytes with a Hugging Face tokenizer and its chat template."""
-
-    tokenizer: Any
-    renderer: ChatRenderer
-    added: dict[int, str]
-    is_byte_level: bool
-
-    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         return [self._piece(int(token)) for token in token_ids]
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
+        """Return how many tokens the renderer inserted after the reply `sampled` to close it."""
+        if self.renderer is None:
+            return 0
         try:
             extension = self.renderer.extend(
                 prompt, sampled, history=(), new_messages=(_ANY_ANSWER,), tools=()
@@ -134,7 +123,8 @@ class TokenizerText(TokenText):
         if token in self.added:
             return self.added[token].encode()
         # Refuse a negative id, which would count from the end of the vocabulary.
-        name = self.tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
+        is_known = self.tokenizer is not None and token >= 0
+        name = self.tokenizer.convert_ids_to_tokens(token) if is_known else None
         if name is None:
             return f"⟨{token}⟩".encode()
         if self.is_byte_level and all(character in _BYTES for character in name):
@@ -172,10 +162,10 @@ def token_text(
     return text_by(tokenizer, template_options=template_options)
 
 
-def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerText:
+def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenText:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     headers, footers = _chat_marks(tokenizer, template_options)
-    return TokenizerText(
+    return TokenText(
         tokenizer=tokenizer,
         renderer=ChatRenderer(tokenizer, template_options=template_options),
         special_ids=frozenset(tokenizer.all_special_ids),

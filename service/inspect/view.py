@@ -16,8 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,24 +37,15 @@ from service.units import visible, visible_text
 REFUSED = "the step's update was not finite, and was refused"
 
 
-class TokenClass(StrEnum):
-    """The role of a token in training; `MEANINGS` explains each role."""
-
-    TRAINED = "trained"
-    MASKED = "masked"
-    PROMPT = "prompt"
-    OBSERVATION = "observation"
-    INSERTED = "inserted"
-    TEMPLATE = "template"
-
-
+TokenClass = Literal["trained", "masked", "prompt", "observation", "inserted", "template"]
+"""The role of a token in training."""
 MEANINGS: dict[TokenClass, str] = {
-    TokenClass.TRAINED: "sampled and trained",
-    TokenClass.MASKED: "sampled, not trained",
-    TokenClass.PROMPT: "first prompt",
-    TokenClass.OBSERVATION: "observation",
-    TokenClass.INSERTED: "inserted by us",
-    TokenClass.TEMPLATE: "template",
+    "trained": "sampled and trained",
+    "masked": "sampled, not trained",
+    "prompt": "first prompt",
+    "observation": "observation",
+    "inserted": "inserted by us",
+    "template": "template",
 }
 
 
@@ -139,7 +129,7 @@ class TrajectoryView:
     @property
     def counts(self) -> dict[TokenClass, int]:
         found = Counter(token.kind for sample in self.samples for token in sample.tokens)
-        return {kind: found[kind] for kind in TokenClass if found[kind]}
+        return {kind: found[kind] for kind in MEANINGS if found[kind]}
 
     @property
     def fault_counts(self) -> dict[str, int]:
@@ -332,15 +322,15 @@ class _SampleBuilder:
 
     def _kind(self, position: int, turn: TurnSpan | None, *, is_trained: bool) -> TokenClass:
         if is_trained:
-            return TokenClass.TRAINED
+            return "trained"
         if turn is not None:
-            return TokenClass.MASKED
+            return "masked"
         if position in self._inserted:
-            return TokenClass.INSERTED
+            return "inserted"
         if self._ids[position] in self._text.special_ids or position in self._marked:
-            return TokenClass.TEMPLATE
+            return "template"
         is_first = position < self._sample.prompt_length
-        return TokenClass.PROMPT if is_first else TokenClass.OBSERVATION
+        return "prompt" if is_first else "observation"
 
     def _faults_of(self, position: int, turn: TurnSpan | None, *, is_trained: bool) -> list[str]:
         found = []
@@ -396,12 +386,12 @@ DIGITS = 6
 
 # The meaning of each class for training, in the legend.
 EXPLANATIONS: dict[TokenClass, str] = {
-    TokenClass.TRAINED: "in the loss",
-    TokenClass.MASKED: "its trajectory is not in the loss, or it has no log-probability",
-    TokenClass.PROMPT: "the start of the sample",
-    TokenClass.OBSERVATION: "the environment's messages between two turns",
-    TokenClass.INSERTED: "closes a reply without an end token",
-    TokenClass.TEMPLATE: "role headers, footers and special tokens",
+    "trained": "in the loss",
+    "masked": "its trajectory is not in the loss, or it has no log-probability",
+    "prompt": "the start of the sample",
+    "observation": "the environment's messages between two turns",
+    "inserted": "closes a reply without an end token",
+    "template": "role headers, footers and special tokens",
 }
 _NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
 

@@ -37,7 +37,6 @@ from service.inspect.view import (
     NO_LOGPROB,
     NOT_SAMPLED,
     Token,
-    TokenClass,
     TrajectoryView,
     build_view,
     trajectory_document,
@@ -55,7 +54,7 @@ def tokens_of(view: TrajectoryView) -> list[Token]:
 
 
 def kinds(tokens: Sequence[Token]) -> list[tuple[str, str]]:
-    return [(token.text, token.kind.value) for token in tokens]
+    return [(token.text, token.kind) for token in tokens]
 
 
 def test_each_token_is_told_by_who_wrote_it() -> None:
@@ -114,7 +113,7 @@ def test_an_observation_behind_the_last_turn_is_shown() -> None:
 
 
 def test_the_columns_of_a_trained_token_are_what_was_recorded() -> None:
-    tokens = [token for token in tokens_of(view_of(0)) if token.kind is TokenClass.TRAINED]
+    tokens = [token for token in tokens_of(view_of(0)) if token.kind == "trained"]
     assert [token.turn for token in tokens] == [0, 0, 1, 1]
     assert [token.logprob for token in tokens] == pytest.approx([-0.1, -0.2, -0.1, -0.2])
     assert {token.version for token in tokens} == {0}
@@ -134,14 +133,14 @@ def test_a_branch_says_which_turn_began_it_and_where_it_parts() -> None:
 
 def test_a_masked_trajectory_has_no_trained_token() -> None:
     view = view_of(3)
-    assert view.counts.get(TokenClass.TRAINED) is None and view.counts[TokenClass.MASKED] == 12
+    assert view.counts.get("trained") is None and view.counts["masked"] == 12
     assert view.num_faulty == 0
 
 
 def test_an_observation_inside_a_trained_span_is_a_fault() -> None:
     view = view_of(0, with_trained(example_step(), 0, [22]))
     (token,) = [token for token in tokens_of(view) if token.faults]
-    assert (token.text, token.kind) == ("higher", TokenClass.TRAINED)
+    assert (token.text, token.kind) == ("higher", "trained")
     assert token.faults == (NOT_SAMPLED,) and view.fault_counts == {NOT_SAMPLED: 1}
 
 
@@ -164,7 +163,7 @@ def test_a_sampled_token_without_a_log_probability_is_a_fault() -> None:
     lost = game(1, [f"4{TURN_END}"], reward=1.0)
     step = step_of([one_group([make_trajectory([turn], rollout_id="g000003.0-0"), lost])])
     (token,) = [token for token in tokens_of(view_of(0, step)) if token.faults]
-    assert (token.text, token.kind, token.faults) == ("2", TokenClass.MASKED, (NO_LOGPROB,))
+    assert (token.text, token.kind, token.faults) == ("2", "masked", (NO_LOGPROB,))
 
 
 @settings(max_examples=40)
@@ -175,7 +174,7 @@ def test_any_trajectory_is_shown_with_each_sampled_token_once(seed: int) -> None
         view = build_view(step, entry, TokenText(note="none"))
         sampled = [token for token in tokens_of(view) if token.turn is not None]
         assert len(sampled) == entry.trajectory.num_sampled
-        assert sum(t.kind is TokenClass.TRAINED for t in sampled) == entry.num_trained
+        assert sum(t.kind == "trained" for t in sampled) == entry.num_trained
         assert {fault for token in sampled for fault in token.faults} <= {NO_LOGPROB}
         assert len(trajectory_document(view)["samples"]) == len(view.samples)
 
@@ -219,7 +218,7 @@ def test_the_document_has_each_token_with_all_its_columns() -> None:
     for sample, shown in zip(view.samples, document["samples"], strict=True):
         tokens = list(sample.tokens)
         assert shown["segments"][-1]["end"] == len(tokens) == len(shown["ids"])
-        assert [kinds[number] for number in shown["kinds"]] == [t.kind.value for t in tokens]
+        assert [kinds[number] for number in shown["kinds"]] == [t.kind for t in tokens]
         columns = ("texts", "turns", "versions")
         for column, name in zip(columns, ("text", "turn", "version"), strict=True):
             assert shown[column] == [getattr(token, name) for token in tokens]

@@ -13,7 +13,7 @@ from actors.environment.rendering import ChatRenderer
 from actors.journal.files import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import Outcome, Trajectory, Turn
-from service.inspect.token_text import TokenizerText, text_by
+from service.inspect.token_text import TokenText, text_by
 from worlds.builders.journal_builders import one_group, step_of
 from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
@@ -26,7 +26,7 @@ def tokenizer() -> Any:
 
 
 @lru_cache(1)
-def text() -> TokenizerText:
+def text() -> TokenText:
     return text_by(tokenizer(), template_options={})
 
 
