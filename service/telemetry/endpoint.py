@@ -274,32 +274,6 @@ class Pusher:
                 yield grown
 
 
-class NamedEndpoint:
-    """A client of a run's metrics endpoint that finds the endpoint's actor by name.
-
-    Processes that have no handle of the actor, such as the engines' replicas, use this class.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._name = endpoint_name(run_id)
-        self._actor: Any = None
-
-    async def push(self, push: Push) -> str:
-        """Send a push, and return the endpoint's URL.
-
-        Raises: ValueError if there is no endpoint; RayError; TimeoutError.
-        """
-        if self._actor is None:
-            self._actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
-        try:
-            address: str = await within(PUSH_LIMIT_S, self._actor.push.remote(push))
-        except RayError:
-            # Look the actor up again for the next push: the run may have been restarted.
-            self._actor = None
-            raise
-        return address
-
-
 def endpoint_name(run_id: str) -> str:
     return f"{run_id}-metrics"
 
@@ -309,8 +283,25 @@ async def push_forever(run_id: str, *, role: str, read: Callable[[], Reading]) -
 
     Errors are ignored, so the pushes continue when the run has an endpoint again.
     """
-    pusher = Pusher(NamedEndpoint(run_id).push, role=role, read=read)
+    actor: Any = None
+
+    async def send(push: Push) -> str:
+        """Send a push to the endpoint, whose actor is found by name, and return its URL."""
+        nonlocal actor
+        if actor is None:
+            name = endpoint_name(run_id)
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+        try:
+            address: str = await within(PUSH_LIMIT_S, actor.push.remote(push))
+        except RayError:
+            # Look the actor up again for the next push: the run may have been restarted.
+            actor = None
+            raise
+        return address
+
+    pusher = Pusher(send, role=role, read=read)
     while True:
+        # `ray.get_actor` raises ValueError if there is no endpoint.
         with suppress(ValueError, RayError, TimeoutError):
             await pusher.push()
         await asyncio.sleep(PUSH_EVERY_S)

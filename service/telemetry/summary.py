@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -79,14 +79,6 @@ class LogprobChecks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstAndLast:
-    """The mean of a number over the first five and over the last five steps; None if unknown."""
-
-    first: float | None
-    last: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
     """The evaluations of a run that summary.json contains.
 
@@ -135,7 +127,8 @@ class RunSummary:
     mismatch: MismatchTotals
     logprob_check_max: float | None
     logprob_check: LogprobChecks
-    malformed_share: FirstAndLast
+    malformed_share: Mapping[Literal["first", "last"], float | None]
+    """Share of malformed turns over the first and over the last five steps; None if unknown."""
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
     tokens: TokenCounts
@@ -232,10 +225,10 @@ def summarize_run(
             },
             share=_checked_share(totals),
         ),
-        malformed_share=FirstAndLast(
-            first=_malformed_share(steps[:AVERAGED_STEPS]),
-            last=_malformed_share(steps[-AVERAGED_STEPS:]),
-        ),
+        malformed_share={
+            "first": _malformed_share(steps[:AVERAGED_STEPS]),
+            "last": _malformed_share(steps[-AVERAGED_STEPS:]),
+        },
         malformed_rewarded=summed["num_malformed_rewarded"],
         outcomes=_ordered(totals.outcomes),
         tokens=replace(totals.tokens, untrained=_ordered(totals.tokens.untrained)),

@@ -109,7 +109,7 @@ def test_malformed_share_is_of_turns_not_of_steps() -> None:
             step_record(2, num_malformed_turns=0, num_turns=90),
         )
     )
-    assert summary_of(run).malformed_share.first == pytest.approx(0.1)
+    assert summary_of(run).malformed_share["first"] == pytest.approx(0.1)
 
 
 def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
