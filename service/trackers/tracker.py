@@ -44,23 +44,25 @@ class Completion:
     """The reason why the trajectory was not trained; empty if it was trained."""
 
 
-COMPLETION_COLUMNS = (
-    "task",
-    "rollout",
-    "prompt",
-    "completion",
-    "outcome",
-    "return",
-    "rewards",
-    "advantage",
-    "untrained",
-)
+# Names of columns that differ from the names of the fields.
+_COLUMNS = {"task_id": "task", "rollout_id": "rollout", "episode_return": "return"}
 
 
 def completion_row(completion: Completion) -> dict[str, str | float | Mapping[str, float] | None]:
-    """Return a completion's row for a tracker's table, by the names in `COMPLETION_COLUMNS`."""
-    values = [getattr(completion, each.name) for each in fields(Completion)]
-    return dict(zip(COMPLETION_COLUMNS, values, strict=True))
+    """Return the values of a completion by the names of a table's columns."""
+    names = [each.name for each in fields(Completion)]
+    return {_COLUMNS.get(name, name): getattr(completion, name) for name in names}
+
+
+def sample_row(sample: EvaluationSample) -> dict[str, str | float]:
+    """Return the values of an evaluation's sample by the names of a table's columns."""
+    return {
+        "task": sample.task_id,
+        "prompt": sample.text.prompt,
+        "answer": sample.text.answer,
+        "outcome": sample.outcome.value,
+        "return": sample.episode_return,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +158,7 @@ class JsonLines:
             **point.curves,
         }
         if point.samples:
-            line["samples"] = [
-                {
-                    "task": sample.task_id,
-                    "prompt": sample.text.prompt,
-                    "answer": sample.text.answer,
-                    "outcome": sample.outcome,
-                    "return": sample.episode_return,
-                }
-                for sample in point.samples
-            ]
+            line["samples"] = [sample_row(each) for each in point.samples]
         if point.completions:
             line["completions"] = [completion_row(each) for each in point.completions]
         content = json.dumps(line, ensure_ascii=False).encode() + b"\n"

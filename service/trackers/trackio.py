@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.sections import TrackioSettings
-from service.trackers.tracker import Point, completion_row
+from service.trackers.tracker import Point, completion_row, sample_row
 
 DIRECTORY_VARIABLE = "TRACKIO_DIR"
 
@@ -60,16 +60,7 @@ class Trackio:
         if point.samples:
             row[f"{point.kind}/samples"] = {
                 "_type": self._table.TYPE,
-                "_value": [
-                    {
-                        "task": sample.task_id,
-                        "prompt": sample.text.prompt,
-                        "answer": sample.text.answer,
-                        "outcome": sample.outcome.value,
-                        "return": sample.episode_return,
-                    }
-                    for sample in point.samples
-                ],
+                "_value": [sample_row(each) for each in point.samples],
             }
         if point.completions:
             row[f"{point.kind}/completions"] = {

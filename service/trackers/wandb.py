@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from service.config.sections import WandbSettings
-from service.trackers.tracker import COMPLETION_COLUMNS, Point, completion_row
+from service.trackers.tracker import Point, completion_row, sample_row
 
 # The wandb process buffers data before it writes its file; a kill -9 of our process ends it too.
 FLUSH_EVERY_S = 1.0
 FLUSHED_AFTER_S = 2.0
-_COLUMNS = ("step", "task", "prompt", "answer", "outcome", "return")
 
 
 class Wandb:
@@ -64,29 +64,13 @@ class Wandb:
     def write(self, point: Point) -> None:
         row: dict[str, Any] = {"step": point.step, "term": point.term, **point.curves}
         if point.samples:
-            row[f"{point.kind}/samples"] = self._wandb.Table(
-                columns=list(_COLUMNS),
-                data=[
-                    [
-                        point.step,
-                        sample.task_id,
-                        sample.text.prompt,
-                        sample.text.answer,
-                        sample.outcome.value,
-                        sample.episode_return,
-                    ]
-                    for sample in point.samples
-                ],
-            )
+            row[f"{point.kind}/samples"] = self._table(point, map(sample_row, point.samples))
         if point.completions:
-            rows = [
+            rows = (
                 {**completion_row(each), "rewards": json.dumps(each.rewards)}
                 for each in point.completions
-            ]
-            row[f"{point.kind}/completions"] = self._wandb.Table(
-                columns=["step", *COMPLETION_COLUMNS],
-                data=[[point.step, *each.values()] for each in rows],
             )
+            row[f"{point.kind}/completions"] = self._table(point, rows)
         self._run.log(row)
 
     def flush(self) -> None:
@@ -98,3 +82,8 @@ class Wandb:
         # process ends with this one.
         if is_ended:
             self._run.finish()
+
+    def _table(self, point: Point, rows: Iterable[Mapping[str, Any]]) -> Any:
+        """Return wandb's table of at least one row, with the point's step in front."""
+        table = [{"step": point.step, **row} for row in rows]
+        return self._wandb.Table(columns=list(table[0]), data=[list(row.values()) for row in table])
