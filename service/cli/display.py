@@ -11,7 +11,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 from rich.console import Console, Group, RenderableType
@@ -53,16 +52,6 @@ _ENDED: frozenset[Phase] = frozenset({"finished", "failed", "without its lease"}
 _ENDINGS: frozenset[Phase] = _ENDED | {"recovering", "stopping"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoryLine:
-    """One line that describes one event."""
-
-    text: str
-    is_notice: bool = False
-    """Whether the event is a fault or a warning; the live display keeps its line on the terminal.
-    """
-
-
 class ProgressState:
     """The state of a display; it must receive every status, in order.
 
@@ -83,30 +72,31 @@ class ProgressState:
         # Time, rollouts and tokens of the statuses within RATE_WINDOW_S.
         self._totals: deque[tuple[float, int, int]] = deque()
 
-    def absorb(self, status: RunStatus, *, now: float) -> list[StoryLine]:
-        """Add a status at `now` (seconds since 1970), and return the new lines."""
+    def absorb(self, status: RunStatus, *, now: float) -> list[tuple[str, bool]]:
+        """Add a status at `now` (seconds since 1970), and return the new lines.
+
+        Each line has whether it is a notice: a fault or a warning, which stays on the terminal.
+        """
         previous, self.status, self.now = self.status, status, now
-        lines: list[StoryLine] = []
+        lines: list[tuple[str, bool]] = []
         for record in status.records:
             self._add_step(record)
-            lines.append(
-                StoryLine(text=step_line(record, status.steps, left_s=self._left_s(record)))
-            )
+            lines.append((step_line(record, status.steps, left_s=self._left_s(record)), False))
         for evaluation in status.evaluations:
             if evaluation.is_charted:
                 self.first_evaluation = self.first_evaluation or evaluation
                 self.last_evaluation = evaluation
-            lines.append(StoryLine(text=evaluation_line(evaluation)))
-        lines += [StoryLine(text=visible_lines(text), is_notice=True) for text in status.notices]
+            lines.append((evaluation_line(evaluation), False))
+        lines += [(visible_lines(text), True) for text in status.notices]
         if news := _phase_news(previous, status):
             # An ending's line follows the last steps; any other line precedes its phase's steps.
             index = len(lines) if status.phase in _ENDINGS else 0
             texts = self._ended_stage(previous, now)
             if status.phase not in _ENDED:
                 texts.append(news)
-            lines[index:index] = [StoryLine(text=visible_lines(text)) for text in texts]
+            lines[index:index] = [(visible_lines(text), False) for text in texts]
             self._phase_since = now
-        lines[:0] = [StoryLine(text=visible_lines(text)) for text in status.stages]
+        lines[:0] = [(visible_lines(text), False) for text in status.stages]
         self._add_totals(status, now)
         return lines
 
@@ -279,9 +269,8 @@ class LineDisplay:
     def update(self, status: RunStatus) -> None:
         lines = self._state.absorb(status, now=self._clock())
         with outlet(self._console.file):
-            for line in lines:
-                text = f"warning: {line.text}" if line.is_notice else line.text
-                self._console.out(text, highlight=False)
+            for text, is_notice in lines:
+                self._console.out(f"warning: {text}" if is_notice else text, highlight=False)
                 self._console.file.flush()
 
     def leave(self) -> None:
@@ -301,7 +290,7 @@ class LiveDisplay:
         self._console = console
         self._clock = clock
         self._state = ProgressState()
-        self._lines: deque[StoryLine] = deque(maxlen=MAX_LINES)
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._has_started = False
         with outlet(console.file):
@@ -313,12 +302,12 @@ class LiveDisplay:
         with outlet(self._console.file):
             if not self._live.is_started:
                 self._live.start()
-            for line in lines:
-                if line.is_notice:
-                    text = f"! {line.text}"
-                    self._console.print(text, style="yellow", markup=False, highlight=False)
+            for text, is_notice in lines:
+                if is_notice:
+                    notice = f"! {text}"
+                    self._console.print(notice, style="yellow", markup=False, highlight=False)
                 else:
-                    self._lines.append(line)
+                    self._lines.append(text)
             width, height = self._console.size
             num_lines = min(MAX_LINES, height - ROWS_BESIDE_LINES)
             frame = picture(self._state, lines=self._lines, width=width, num_lines=num_lines)
@@ -334,7 +323,7 @@ class LiveDisplay:
 
 
 def picture(
-    state: ProgressState, *, lines: Sequence[StoryLine], width: int, num_lines: int
+    state: ProgressState, *, lines: Sequence[str], width: int, num_lines: int
 ) -> RenderableType:
     """Return the display for a terminal of `width` columns, with the last `num_lines` lines."""
     status = state.status
@@ -347,8 +336,7 @@ def picture(
     if shown:
         parts.append(Text(""))
     for line in shown:
-        mark, style = ("! ", "yellow") if line.is_notice else ("", DIM)
-        parts.append(Text(f"{mark}{line.text}", style=style, no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(line, style=DIM, no_wrap=True, overflow="ellipsis"))
     parts += [Text(""), _footer(status)]
     return Padding(Group(*parts), (0, 1))
 

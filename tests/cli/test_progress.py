@@ -176,7 +176,7 @@ def test_a_live_display_is_left_and_drawn_again() -> None:
 def test_live_display_fits_its_terminal(width: int, height: int) -> None:
     state, lines = ProgressState(), []
     for step in range(12):
-        lines += state.absorb(status_of(step), now=START + 2.0 * step)
+        lines += [text for text, _ in state.absorb(status_of(step), now=START + 2.0 * step)]
     console = Console(file=io.StringIO(), width=width, height=height, record=True)
     console.print(picture(state, lines=lines, width=width, num_lines=height - 15))
     text = console.export_text()
@@ -188,9 +188,10 @@ def test_live_display_fits_its_terminal(width: int, height: int) -> None:
 @pytest.mark.parametrize("width", [80, 140])
 def test_live_display_shows_what_a_run_is_about(width: int) -> None:
     state = ProgressState()
-    lines = state.absorb(status_of(1, evaluations=(evaluation_record(0),)), now=START + 65)
-    lines += state.absorb(status_of(2), now=START + 67)
+    shown = state.absorb(status_of(1, evaluations=(evaluation_record(0),)), now=START + 65)
+    shown += state.absorb(status_of(2), now=START + 67)
     console = Console(file=io.StringIO(), width=width, record=True)
+    lines = [text for text, _ in shown]
     console.print(picture(state, lines=lines, width=width, num_lines=4))
     text = console.export_text()
     for expected in (

@@ -128,7 +128,7 @@ class SyntheticRun:
         """Be in a phase from then on."""
         for each in PHASES:
             is_it = float(each == phase)
-            name = series("rayloom_run_phase", phase=each.value)
+            name = series("rayloom_run_phase", phase=each)
             self.change(name, since=since, until=math.inf, to=lambda t, is_it=is_it: is_it)
         name = "rayloom_run_phase_timestamp_seconds"
         self.change(name, since=since, until=math.inf, to=lambda t: since)
