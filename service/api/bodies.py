@@ -17,7 +17,8 @@ from starlette.datastructures import Headers
 
 # A body of more bytes is large: the key is then checked first, and memory is reserved for it.
 LARGE_BYTES = 64 << 10
-# Limit for the bytes of all large bodies in a process; a larger body is read if no other is.
+# Limit for the bytes of all large bodies in a process. A single body above the limit is read only
+# while no other large body is read.
 MAX_BODIES_BYTES = 256 << 20
 # After a body of this size, free memory is returned to the system.
 _TRIM_BYTES = 1 << 20

@@ -149,7 +149,8 @@ class Callers:
         except RunUnavailable:
             if self._read_at is None:
                 raise
-            # Counts as a reading: waiting requests continue, and a later one calls the run again.
+            # The failed call counts as a reading: requests that wait for it use the older keys.
+            # A later request calls the run again.
             self._read_at = loop.time()
         finally:
             self._reading = None

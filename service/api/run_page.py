@@ -22,7 +22,7 @@ from service.page.packed import empty_page
 from service.report.document import run_document
 
 _HEADERS = {
-    # A page of another origin cannot show it in a frame and have a user click there.
+    # A page of another origin cannot show this page in a frame, and trick a user into clicks there.
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

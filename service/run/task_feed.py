@@ -125,9 +125,9 @@ class ConfiguredTasks:
 
 # Choose which of several tasks a slot plays, by the policy's results on each: pure.
 #
-# A task that all samples of its last groups solved teaches nothing, nor does one that none solved:
-# the advantages are 0. Both rest: they are played with a small chance, to notice a task that was
-# forgotten, or has become solvable.
+# If all samples of a task's last groups solved it, or none did, the task teaches nothing:
+# its advantages are 0. Such a task rests. It is still played with a small chance, to notice that
+# the model has forgotten how to solve it, or can solve it now.
 _COIN_SIDES = 2**30
 
 
