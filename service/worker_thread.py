@@ -42,7 +42,7 @@ class WorkerThread:
         return task
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return the answer of work that calls the thread.
+        """Await `work`, a coroutine that makes calls of this thread, and return its answer.
 
         The work is completed even if the caller is cancelled.
         """

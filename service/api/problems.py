@@ -167,8 +167,9 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 
 def _problem_of(item: Mapping[str, Any]) -> str:
-    """Return a description of a pydantic error, with the value unless it is a list or an object.
+    """Return a text that says what a pydantic error got, and what it expected.
 
+    The text shows the value itself unless the value is a list or an object.
     Example: got 'eight', expected a valid integer
     """
     message, value = _message_of(item), item.get("input")

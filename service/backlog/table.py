@@ -224,8 +224,8 @@ class SubmissionTable:
     def _counts(self, result: RolloutResult) -> bool:
         """Return whether a result is the final one of its rollout.
 
-        The result of a dropped attempt is not: the attempt is repeated, or the rollout is evicted
-        at once.
+        The result of a dropped attempt is not final: the attempt is repeated, or the rollout is
+        evicted at once.
         """
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 

@@ -91,7 +91,7 @@ class FeedKind(StrEnum):
 class FeedEntry:
     """One entry of the feed, which reports one event to clients.
 
-    A field that entries of this kind do not use is None.
+    Each kind of entry uses some of the fields; its other fields are None.
     """
 
     number: int = 0

@@ -245,7 +245,7 @@ class EnvironmentPool(ActorPool):
     ) -> None:
         """Start the actors; `ActorPool.__init__` explains the other arguments.
 
-        evaluation_idle_s: seconds without an ended rollout after which an evaluation is abandoned.
+        evaluation_idle_s: an evaluation is abandoned if no rollout ends for so many seconds.
         files: stores the rollouts of evaluations.
         """
         super().__init__(
@@ -487,9 +487,10 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Return the seconds without an ended rollout after which an evaluation is abandoned.
+    """Return the seconds that an evaluation waits for the end of another rollout.
 
-    The time is enough for the longest episode and for the replacement of a frozen actor.
+    After this time the evaluation is abandoned. The time is enough for the longest episode and for
+    the replacement of a frozen actor.
     """
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

@@ -320,9 +320,9 @@ class Publisher:
         Args: quiet_limit_s: the term ends if no engine makes progress with its start or its load
         for so many seconds. measure: returns a context manager that measures a phase of a
         publication. text: text of the first check; None uses a fixed text of 17 tokens in all
-        checks. most_tokens: an engine's limit for prompt tokens. check_every: each publication with
-        a multiple of this number checks the whole text; 0: none does. dtype, is_quantised: decide
-        how large a difference may be (see `LogprobCheck`). clock: returns seconds.
+        checks. most_tokens: an engine's limit for prompt tokens. check_every: every publication
+        whose number is a multiple of this checks the whole text; 0: none does. dtype, is_quantised:
+        decide how large a difference may be (see `LogprobCheck`). clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -464,7 +464,7 @@ class Publisher:
     def _compared(self, scores: Sequence[EngineScores]) -> LogprobCheck | None:
         """Compare the engines' scores of the check text with the trainer's scores.
 
-        In the first check the trainer scores the text twice: by itself, and packed with other rows.
+        In the first check the trainer scores the text twice: alone, and in a row with other texts.
         Returns: None if no engine answered or nothing was checked.
         """
         if not scores or self._text is NO_TEXT:
@@ -513,9 +513,10 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Compare trainer and engines on the tokens that engines sampled, one sample at a time.
+    """Compare the trainer's log-probabilities of sampled tokens with those of the engines.
 
-    own: the trainer's log-probabilities of all samples, in the order of `samples`.
+    Returns: one comparison for each sample. own: the trainer's log-probabilities of all samples, in
+    the order of `samples`.
     """
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [

@@ -114,7 +114,7 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read the findings and the newest steps of earlier terms again.
+        """Read again the findings of earlier terms, and the newest steps that they have stored.
 
         Steps that a return to a checkpoint undid are left out.
         """

@@ -238,13 +238,13 @@ def readiness(
 
 
 class EngineWatch:
-    """A counter of engines that are lost and that come back.
+    """Counts the engines that are lost, and the engines that come back.
 
     It also measures for how long fewer engines than expected have had the current version. An
-    engine counts from the time at which it first has the current version. An engine is not lost
-    while it loads a newer version, or if it was stopped because fewer engines were requested. A
-    restarted engine has another name. num_expected: the expected number of engines, at first the
-    requested number; it rises when more engines appear, and falls when engines are stopped on
+    engine is counted once it has had the current version for the first time. It is not lost while
+    it loads a newer version, or if it was stopped because fewer engines were requested. An engine
+    that comes back has a new name. num_expected: the expected number of engines, at first the
+    requested number. It rises when more engines appear, and falls when engines are stopped on
     request. num_current: the number of engines that have the current version. num_lost: the number
     of engines that were lost at the last check.
     """
@@ -295,7 +295,7 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 class WeightsMoved(Exception):
-    """Raised if the trainer's ranks were restarted and their weights are not the earlier ones.
+    """Raised if the trainer's ranks were restarted and have other weights than before.
 
     Before any other call of the trainer, the caller must publish the weights as `version`.
     """

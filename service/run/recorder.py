@@ -140,9 +140,10 @@ class RunRecorder:
         """For each side of the queue, the seconds for which it was blocked, as read last."""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin to write under `lease`, with the submissions, traces, trackers, audit and uploads.
+        """Begin a term: from now on, write under `lease`.
 
-        What an older term has not stored yet is dropped. Raises: StoreError.
+        Begin the term also for submissions, traces, trackers, audit and uploads. What an older term
+        has not stored yet is dropped. Raises: StoreError.
         """
         self.term = lease.term
         self._pending, self._pending_results = [], []

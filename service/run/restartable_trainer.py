@@ -1,12 +1,12 @@
 """A trainer that outlives its ranks: it has the calls of `TrainerGroup`, but can replace the group.
 
 If a rank is lost, a new group loads the newest committed checkpoint, and trains the later steps
-again, in order, on their kept shards. Then the interrupted call is repeated. The caller waits
-during this time: nothing is published and no rollout is played again. Invariants: a step is
+again, in order; their shards are kept for this. Then the interrupted call is repeated. The caller
+waits during this time: nothing is published and no rollout is played again. Invariants: a step is
 finished when all ranks have answered with its statistics and a fingerprint of their state; the
-weights of a version never change once an engine may have the version. If the new ranks have another
-fingerprint (which can happen on CUDA, or with another number of threads), their weights become the
-next version, and every call except `publish` raises `WeightsMoved` until the weights are published.
+weights of a version never change once an engine may have the version. The new ranks may have
+another fingerprint, on CUDA or with another number of threads. Their weights then become the next
+version, and every call except `publish` raises `WeightsMoved` until these weights are published.
 Each term's loop uses one such trainer.
 """
 
@@ -235,7 +235,7 @@ class RestartableTrainer:
     async def committed(self, step: int, path: Path) -> None:
         """Drop the kept shards of step `step` and earlier steps, because a checkpoint is committed.
 
-        path: directory of the checkpoint of `step`, which a new group loads.
+        path: directory of this checkpoint. If a rank is lost later, the new group loads it.
         """
         async with self._lock:
             self._checkpoint = path
@@ -253,7 +253,7 @@ class RestartableTrainer:
         """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
 
         If the new ranks have other weights, these must be published first: the call raises
-        WeightsMoved. is_publish: whether the call is part of a publication; it is then allowed.
+        WeightsMoved. is_publish: whether the call is part of a publication; such a call is allowed.
         """
         while True:
             if self._must_publish and not is_publish:

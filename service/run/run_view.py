@@ -132,7 +132,7 @@ class RunView:
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read for how many seconds earlier supervisors ran the run, up to a checkpoint.
+        """Read how many seconds the run took under earlier supervisors, up to a checkpoint.
 
         parent: the checkpoint from which a lease continues; None for a new run. Raises: StoreError.
         """

@@ -509,7 +509,7 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take a lease that continues from the newest readable checkpoint; show its rollout counts.
+        """Take a lease from the newest readable checkpoint; show the checkpoint's rollout counts.
 
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """

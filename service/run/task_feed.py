@@ -55,7 +55,7 @@ class Curriculum:
 
     @property
     def results(self) -> dict[str, tuple[float, ...]]:
-        """Shares of passed samples, by task or environment: one share for each newest group.
+        """The share of passed samples in each of the newest groups of each task or environment.
 
         The oldest group is first. The key is the task's id, or the environment's name for tasks
         made from seeds.
@@ -158,7 +158,7 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Return whether a task rests: the last groups' mean of `passed` is too high or too low.
+    """Return whether a task rests, because its last groups passed too many or too few samples.
 
     passed: for each group, the share of samples that passed. The last `window` groups count; with
     fewer groups, the task does not rest. Example: with window 2 the task rests for [1, 1] or [0,

@@ -1,9 +1,9 @@
-"""One term of a run: start the actors, with or without a checkpoint, run the loop, end the actors.
+"""One term of a run: start the actors, run the loop, and end the actors.
 
 A term is the time under one lease of the run's database. It ends when the run ends, when it is
 stopped, or when an actor is lost that cannot be replaced in place; the supervisor then starts the
-next term from the newest committed checkpoint. A run that resumes and a run that recovers start in
-the same way.
+next term from the newest committed checkpoint. A run that is resumed by its user and a run that
+recovers from a fault start their terms in the same way.
 """
 
 from __future__ import annotations

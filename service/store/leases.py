@@ -60,9 +60,9 @@ class LeaseOwner:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Check that the requested kind of run is the kind of the stored run, if there is a stored run.
+    """Check that a stored run has the requested kind. Raises: StoreError if the kinds differ.
 
-    Raises: StoreError if the kinds differ.
+    stored: kind of the stored run; None if no run is stored, and every kind is allowed.
     """
     if stored is not None and stored is not asked:
         raise StoreError(

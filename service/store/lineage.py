@@ -173,9 +173,9 @@ def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> l
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Return a query for a span's records of one kind after a step and number.
+    """Return a query for a span's records of one kind that come after a step and a number.
 
-    Each row of the result has step, number and record.
+    Each row of the result has a record, the record's step, and its number (`Place`).
     """
     if kind is RecordKind.STEP:
         columns = tables.steps.c
@@ -396,7 +396,7 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """Return the policy version with which each term started, for the terms of all lineages.
+    """Return the policy version with which each term of the run started, even undone terms.
 
     The version is 0 if the term did not start from a checkpoint.
     """

@@ -1,9 +1,10 @@
 """Copy a run's rows to another SQLite or PostgreSQL database, and move a run there.
 
 Invariants: the copy is one transaction (in SQLite, one rename), so that a new database has all rows
-or does not exist; the old database refuses every write before the first row is read, so that the
-copy misses nothing; the record in the run's directory, which names its database, is replaced last.
-If a move is killed, the run therefore stays in the old database, and a second move completes it.
+or does not exist. The old database refuses every write before the first row is read, so that the
+copy misses nothing. A record in the run's directory says where the run's database is; it is
+replaced last. If a move is killed, the run therefore stays in the old database, and a second move
+completes it.
 The commands `move`, `backup` and `restore` call this module.
 """
 

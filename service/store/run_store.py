@@ -1,9 +1,8 @@
 """Store the durable state of a run in SQLite or in PostgreSQL, under a lease.
 
-Invariants: each new term has a greater number, and only the owner of the newest term writes. When a
-checkpoint is committed, the check of the lease, the checkpoint and its ledger are one transaction.
-When a supervisor takes the next lease, the check of the lease's earlier owner is in the same
-transaction.
+Invariants: each new term has a greater number, and only the owner of the newest term writes. One
+transaction commits a checkpoint: it checks the lease, and stores the checkpoint and its ledger. One
+transaction takes the next lease: it also checks the earlier owner.
 """
 
 from __future__ import annotations
@@ -167,9 +166,9 @@ class RunStore(ReadOnlyStore):
         self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Check that no live process owns the run, except `replaces` (see `acquire_lease`).
+        """Check that no live process owns the run. Raises: LeaseHeld.
 
-        Raises: LeaseHeld.
+        replaces: HOST:PID of an owner that is known to be dead; this owner does not count.
         """
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:

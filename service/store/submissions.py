@@ -1,7 +1,7 @@
 """The stored submissions of clients.
 
 A submission is stored before its request is answered, and bound to a group before it is played.
-Every write needs the term of the lease. Reads return only rows of the surviving lineage. When a
+Every write needs the term of the lease. Reads leave out the rows that a later term undid. When a
 submission is over, its task, bindings, results and sessions' turns are deleted. Its id, digest and
 end, and the rows of its sessions, are kept while it is among the newest ended submissions.
 """
