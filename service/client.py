@@ -376,8 +376,9 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object in an answer; an empty object if the body is not JSON (a proxy's
-    answer).
+    """Return the JSON object in an answer.
+
+    If the body is not JSON, as in a proxy's answer, return an empty object.
     """
     try:
         found = answer.json()

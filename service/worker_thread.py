@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class WorkerThread:
-    """A thread and background tasks, used by one event loop, which the calls do not block."""
+    """A thread and background tasks for one event loop. No call blocks the event loop."""
 
     def __init__(self, name: str, *, expected: type[Exception] | tuple[()] = ()) -> None:
         """Create the thread.

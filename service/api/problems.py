@@ -27,7 +27,7 @@ NEAR_PATHS = 3
 
 
 def shown(text: str) -> str:
-    """Return a client's text for a message, cut to MAX_ECHO_CHARACTERS."""
+    """Return a text that a client sent, cut to MAX_ECHO_CHARACTERS for use in a message."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 

@@ -282,7 +282,7 @@ class RolloutsAnswer(StrictBody):
 
 
 class EntryAnswer(StrictBody):
-    """An entry of the feed; fields that an entry of this kind does not have are null."""
+    """An entry of the feed. Each kind of entry uses some of the fields; the others are null."""
 
     number: int = Field(description="increases, with gaps")
     at: float = Field(description="when it was stored, in seconds since 1970")

@@ -164,7 +164,10 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the packed submissions to send in the next call, by the future of each reply."""
+        """Return the packed submissions to send in the next call.
+
+        The key of each is the future that gets its reply.
+        """
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:

@@ -572,7 +572,7 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the run's end, accept no more calls; return whether the report was written."""
+        """Show the run's end and refuse further calls; return whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:
