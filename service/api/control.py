@@ -1,6 +1,6 @@
 """The calls with which operators control a run, and the answers to them.
 
-`service.run.control` in the supervisor makes the answers. Ray transports them to the API, which
+The supervisor creates the answers (`service.run.control`). Ray carries them to the API, and the API
 sends them unchanged.
 """
 

@@ -257,8 +257,9 @@ class EngineWatch:
         self.num_current = self.num_lost = 0
 
     def check(self, status: BoardStatus | None, *, now: float) -> str:
-        """Return a sentence about the engines lost or back since the last check; "" if none is.
+        """Return a sentence that says how many engines were lost or came back since the last check.
 
+        Return an empty text if none was lost and none came back.
         status: the board's status; None while the board does not answer. now: monotonic seconds.
         """
         current = status.holders if status is not None else frozenset()

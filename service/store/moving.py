@@ -4,8 +4,7 @@ Invariants: the copy is one transaction (in SQLite, one rename), so that a new d
 or does not exist. The old database refuses every write before the first row is read, so that the
 copy misses nothing. A record in the run's directory says where the run's database is; it is
 replaced last. If a move is killed, the run therefore stays in the old database, and a second move
-completes it.
-The commands `move`, `backup` and `restore` call this module.
+completes it. The commands `move`, `backup` and `restore` call this module.
 """
 
 from __future__ import annotations
