@@ -77,9 +77,9 @@ def learning_rate_at(
     If n < W: rate = learning_rate (n + 1) / W. Otherwise rate = learning_rate (m + (1 - m) f), with
     m = min_ratio and f = 1 (constant), 1 - p (linear, wsd), (1 + cos(pi p)) / 2 (cosine).
 
-    Source: transformers' `get_scheduler`. Deviations: transformers' warm-up begins with an update
-    of rate 0, ours with learning_rate / W; with wsd transformers warms up from the minimum rate, we
-    from 0.
+    Source: transformers' `get_scheduler`. Deviations: the first update of transformers' warm-up has
+    rate 0, and ours has learning_rate / W. With wsd, transformers' warm-up rises from the minimum
+    rate, and ours from 0.
 
     Args: schedule: `updates` must be set unless the kind is constant.
     Examples: learning_rate 1.0 and warmup_updates 4: .25, .5, .75, 1, 1, …; also linear with

@@ -6,8 +6,8 @@ span of tokens changed. The span begins at the first token that differs. To find
 searches the rest of the prompt for the last few tokens of the sample. The reason is
 
 - history_rewritten, if these last tokens are not found, if the change only deletes tokens after the
-first prompt (a stripped thought, a rolled-back or compacted history), or if it covers several
-`regions`
+  first prompt (a stripped thought, a rolled-back or compacted history), or if it covers several
+  `regions`
 - tools_changed, if the change is within the first prompt, which has system text and tool schemas
 - template, if the change is only an insertion, or is in an observation
 - retokenised, if the change is in sampled tokens, which were encoded differently

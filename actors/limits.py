@@ -38,9 +38,9 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return STRICT with a further rule in the JSON schema; the rule does not apply to empty data.
+    """Return STRICT for a class of task data, with one more rule in the class's JSON schema.
 
-    For a class that declares the data of a task. `rule`: keywords of JSON schema.
+    The rule does not apply to empty data. rule: keywords of JSON schema.
 
     Example: strict_unless_empty(required=["question"])
     """

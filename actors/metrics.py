@@ -282,7 +282,7 @@ STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
 
 
 class StepMetrics:
-    """Progress, time and policy age of training steps, and counts of merged turns and samples."""
+    """Progress, time, tokens and policy age of training steps, and the effect of merging turns."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.newest = registry.gauge("rayloom_train_newest_step", "Number of the newest step.")
@@ -375,7 +375,10 @@ class StatisticMetrics:
 
 
 class PartMetrics:
-    """The parts of the run; counters begin at the start of this process."""
+    """The replacements, numbers and times of the run's parts, such as engines and trainer ranks.
+
+    The counters begin at 0 when this process starts.
+    """
 
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.replacements = gained.counter(

@@ -282,8 +282,7 @@ def _shown(bound: Any) -> Any:
 
 
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
-    """Return a hint that names the key to write instead of the unknown key at the end of
-    `location`.
+    """Return a hint for an unknown key, the last part of `location`: the key that was likely meant.
 
     Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
@@ -309,7 +308,10 @@ def _places_of(annotation: Any, name: str, depth: int = 3) -> Iterator[str]:
 
 
 def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
-    """Return the names of the fields at a location of pydantic's errors."""
+    """Return the names of the fields that the settings at a location have.
+
+    location: keys from the outermost settings inwards, as in pydantic's errors.
+    """
     found = sections_in(annotation)
     for part in location:
         # Of a union, the location has the name of the class too.
@@ -397,7 +399,7 @@ def data_paths(options: Any) -> list[Path]:
 
 
 def _marked(options: Any, mark: str) -> Iterator[str]:
-    """Yield the texts of the fields whose type has a mark."""
+    """Yield the values of the fields whose type is annotated with `mark`."""
     for name, hint in _hints(type(options)).items():
         # The arguments of a `__post_init__` are not kept.
         value = getattr(options, name, None)

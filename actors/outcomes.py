@@ -32,7 +32,7 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRule:
-    """The treatment of the trajectories of one outcome, which is a row of `rollouts.outcomes`."""
+    """The treatment of trajectories with one outcome: one row of `rollouts.outcomes`."""
 
     __pydantic_config__ = STRICT
 
@@ -51,7 +51,7 @@ class OutcomeRule:
     def baseline_return(
         self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
     ) -> float | None:
-        """Return the return with which a trajectory counts in its group's baseline.
+        """Return the value with which a trajectory counts in its group's baseline.
 
         train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
         mask: r, or None if it was not graded; drop: None. With None the trajectory does not count.

@@ -60,7 +60,7 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the last version that later terms have not undone, of the versions of a term.
+    """Return the last version of a term that no later term has undone.
 
     A later term undoes the versions after the version from which it continued. Return None if
     there is no later term.

@@ -218,8 +218,8 @@ def _check_progress(path: Path, progress: Progress) -> None:
             )
     if _NAME.fullmatch(path.name) and path.name != progress.directory_name:
         raise CheckpointError(
-            f"checkpoint {path}: it is a copy of {progress.directory_name}, by its {MANIFEST}, "
-            "expected the checkpoint of its name; use an older one, or restore this one"
+            f"checkpoint {path}: its {MANIFEST} is from {progress.directory_name}, expected the "
+            f"manifest of {path.name}; use an older one, or restore this one"
         )
 
 

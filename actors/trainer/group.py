@@ -169,7 +169,9 @@ class TrainerGroup:
             timeout_s,
         )
         if not await self._reserve(bundle, "PACK", timeout_s):
-            raise TrainerRankLost(0, "start", f"no {num_ranks} x {bundle} within {timeout_s} s")
+            raise TrainerRankLost(
+                0, "start", f"no room for {num_ranks} ranks of {bundle} within {timeout_s} s"
+            )
 
     async def start(self) -> None:
         """Start the ranks, connect them and load the model.
@@ -252,8 +254,8 @@ class TrainerGroup:
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
-        Return after the board has published the weights. The board then has its own copies of the
-        buffers, unless rank 0 broadcasts the buffers.
+        The call ends after the board has published the weights. The board then has its own copies
+        of the buffers, unless rank 0 broadcasts the buffers.
 
         Returns: the published groups; without buffers if rank 0 broadcasts them.
         Raises: ValueError if the ranks hold another version; TrainerRankLost; ActorLost if the
@@ -489,7 +491,7 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
     """Return the error of the rank to blame: one that died, else one that failed, else a late one.
 
-    limit: what a late rank did not give in time, for the error's text, as "answer within 60 s".
+    limit: the text that follows "no" in the error of a late rank, such as "answer within 60 s".
     """
     failed = [
         (rank, error)

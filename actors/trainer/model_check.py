@@ -1,4 +1,4 @@
-"""Check that a model gives samples in a packed row the results that transformers gives each alone.
+"""Check that a sample has the same results in a packed row as alone in transformers' own model.
 
 `check_architecture` checks the architecture in seconds, before anything starts. It makes a narrow
 copy of the model: the same configuration, but with few narrow layers, short windows and random
@@ -165,8 +165,8 @@ def longest_context(config: PreTrainedConfig) -> int:
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
     """Return a copy of a configuration with few, narrow layers, and the copy's longest context.
 
-    Windows, and the length at which longrope switches its table, are made short too. They are kept
-    if they are not below max_context_tokens, because the run never exceeds them.
+    Windows, and the length at which longrope switches its table, are made short too. Those of at
+    least max_context_tokens are kept, because the run never exceeds them.
     """
     narrow = copy.deepcopy(config)
     settings: dict[str, Any] = {}

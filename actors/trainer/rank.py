@@ -67,9 +67,9 @@ _LOG = logging.getLogger(__name__)
 
 
 ScoredRow = tuple[MicroBatch, Tensor | None, Tensor | None]
-"""A row of an update, and its targets' log-probabilities under the policy at the step's start and
-under the reference: [M], nats. They are None if the loss does not use them; the former also if the
-current policy is still the policy at the step's start.
+"""A row of an update, and two series of its targets' log-probabilities, [M], nats: under the policy
+at the step's start, and under the reference. A series is None if the loss does not use it; the
+first is also None if the current policy is still the policy at the step's start.
 """
 
 
@@ -207,7 +207,7 @@ class TrainerRank:
         """Measure each trajectory's share of the gradient in each of the step's updates.
 
         The trainer must have one rank. Every update but the last is applied, so that each gradient
-        is computed at the same weights as in the step; the step is not counted.
+        is computed at the weights that `train_step` would use. The version does not change.
 
         Args: shard: must have one trajectory in each row. group_ids: for each minibatch, the group
         of each row.

@@ -220,7 +220,7 @@ class TrajectoryQueue:
         return self._cut()
 
     async def release_actor(self, actor_id: str) -> int:
-        """Take back the rollouts of a dead actor. The actor's id must never be used again.
+        """Take back the rollouts of a dead actor, and hand out no more rollouts under its id.
 
         Returns: the number of rollouts that it held.
         """

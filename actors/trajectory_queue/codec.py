@@ -86,7 +86,7 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Return a branch with the tokens that it shares with its parent before its own tokens.
+    """Put the tokens that a branch shares with its parent before the branch's own tokens.
 
     The shared tokens are a part of the prompt, so they have log-probability 0 and no version.
     """

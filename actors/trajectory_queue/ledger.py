@@ -19,7 +19,10 @@ from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
-    """The reason why a rollout was not trained. It is about its group, its step or its outcome."""
+    """The reason why a rollout was evicted instead of trained.
+
+    The reason concerns the rollout's group, step or outcome.
+    """
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"

@@ -293,12 +293,12 @@ class QueueState:
         return taken[0], groups
 
     def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
-        """Finalise the next step, `step`: all its rollouts leave the ledger, or none on an error.
+        """Finalise `step`, which must be the next step: all its rollouts leave the ledger.
 
         Returns: the tokens of attempts that ended since the previous step was finalised and that no
             step took.
         Raises: ValueError if a rollout is missing or not in the step, if the step is not taken, or
-        after cancel_all.
+        after cancel_all; nothing is changed then.
         """
         if self._is_ended:
             raise ValueError(

@@ -119,7 +119,7 @@ def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> Non
 class Reception:
     """A worker's part in a broadcast, in a separate thread.
 
-    progress: a file, in which another process reads how far the thread has got. The thread appends
+    progress: a file that tells another process how far the thread has got. The thread appends
     RECEIVED for each group of weights, or FAILED and an error message. buffers: the received
     weights, complete after all groups have arrived.
     """

@@ -135,7 +135,7 @@ def _self_gradients(
     plan: AttentionPlan,
     scaling: float | None,
 ) -> list[Tensor]:
-    """Return the gradients of query, key and value through the attention of pieces to themselves.
+    """Return the gradients of query, key and value for the attention of each piece to itself.
 
     A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
     """

@@ -74,7 +74,7 @@ class MicroBatchTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the update's loss. All other fields are [M], for statistics."""
+    """A micro-batch's share of the update's loss. Its other fields, each [M], serve statistics."""
 
     loss: Tensor
     """Scalar float32, with gradient; no other field has a gradient."""
