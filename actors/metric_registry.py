@@ -52,9 +52,9 @@ class OptionalGauge(OptionalGauges):
 
 
 class StoredHistograms(Collector):
-    """A histogram metric that shows given counts, such as counts of stored rows.
+    """A histogram metric whose bucket counts are set from outside, such as from stored rows.
 
-    The library's own histograms cannot start from counts. The metric has one histogram for each
+    The library's own histograms can only count single values. The metric has one histogram for each
     value of its label. Without a label it has one, under the key "".
     """
 

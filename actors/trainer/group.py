@@ -220,7 +220,7 @@ class TrainerGroup:
         """Score rows before they are trained; each rank fetches only its own shard.
 
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
-        Returns: for each rank, a reference to its `RowScores`, one for each row.
+        Returns: for each rank, a reference to a tuple with the `RowScores` of each of its rows.
         Raises: ShardRefused, StepAbandoned; TrainerRankLost.
         """
         calls = [rank.score_rows.remote(ref) for rank, ref in self._dealt(shard_refs)]

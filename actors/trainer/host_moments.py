@@ -2,8 +2,8 @@
 
 An update processes one parameter after the other: the parameter's moments are copied to its device,
 AdamW is computed there, and the moments are copied back. So the device holds the moments of one
-parameter at a time. The result is bitwise equal to that of `torch.optim.AdamW`. On the CPU nothing
-is copied. Created by `sharded_model.build_optimizer`.
+parameter at a time. The result is bitwise equal to the result of `torch.optim.AdamW`. On the CPU
+nothing is copied. Created by `sharded_model.build_optimizer`.
 """
 
 from __future__ import annotations

@@ -226,10 +226,10 @@ def load_value_model(
 
 
 def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedModel:
-    """Load a model that computes the same in training, in scoring and in the engine, and check it.
+    """Load a model and check that it can be trained on packed rows.
 
-    The model is never in training mode, in which some layers apply dropout and some routers add
-    noise. Args: kind: the transformers class that loads the model.
+    The model is put into evaluation mode: in training mode some layers would apply dropout and some
+    routers would add noise, which the engine does not. kind: the transformers class that loads it.
     """
     config = AutoConfig.from_pretrained(name)
     check_architecture(config, max_context_tokens=max_context_tokens)
@@ -257,10 +257,10 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Compute each layer's activations again in the backward pass, in evaluation mode both times.
+    """Compute each layer's activations again in the backward pass, to save memory.
 
-    transformers checkpoints a layer only if the layer is in training mode. So each layer is put
-    into training mode, and its hooks turn the mode off while the layer computes.
+    transformers does so only for a layer in training mode. So each layer is put into training mode,
+    and hooks put it into evaluation mode whenever it computes.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():

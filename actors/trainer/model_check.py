@@ -65,7 +65,7 @@ def hidden_states(
 
 
 def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | None = None) -> None:
-    """Refuse an architecture if a packed row differs from transformers' own model on any path.
+    """Refuse an architecture whose results in a packed row differ from transformers' own results.
 
     The function reads no weights. A configuration that cannot be made narrow passes, because its
     loaded model is checked later.

@@ -497,7 +497,7 @@ def score_minibatches(
 
 
 class Reference:
-    """The frozen policy of KL terms, used only for scoring.
+    """The frozen policy with which KL terms compare the trained policy; used only for scoring.
 
     Recorded experts are not replayed in the reference, because another policy chose them. A KL term
     is measured against the reference with its own routing.

@@ -1,4 +1,4 @@
-"""Check that a model's weight files have the parameters of its configuration, in their shapes.
+"""Check that a model's weight files hold each parameter of its configuration, in the right shape.
 
 transformers fills a parameter that the files lack with random numbers, and ignores tensors for
 which the configuration has no parameter: a model with too few layers in config.json would train
@@ -64,7 +64,7 @@ def check_weights(
 def _loaded_empty(
     config: PreTrainedConfig, stored: dict[str, Any], *, has_head: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load tensors into a model on the device meta; return the model and the loading's report."""
+    """Load tensors into a model on the device meta; return it with transformers' report."""
     kind = AutoModelForCausalLM if has_head else AutoModel
     with _quietly():
         try:

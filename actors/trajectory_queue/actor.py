@@ -196,8 +196,8 @@ class TrajectoryQueue:
     async def finalise(self, step: int, outcomes: RolloutOutcomes) -> tuple[TokenCounts, QueueCut]:
         """Record the outcome with which each rollout of a step leaves the ledger.
 
-        Returns: the tokens of attempts that ended since the previous step was finalised and that no
-            step took.
+        Returns: the token counts of attempts that no step took and that ended since the previous
+            step was finalised.
         Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()

@@ -295,8 +295,8 @@ class QueueState:
     def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
         """Finalise `step`, which must be the next step: all its rollouts leave the ledger.
 
-        Returns: the tokens of attempts that ended since the previous step was finalised and that no
-            step took.
+        Returns: the token counts of attempts that no step took and that ended since the previous
+            step was finalised.
         Raises: ValueError if a rollout is missing or not in the step, if the step is not taken, or
         after cancel_all; nothing is changed then.
         """

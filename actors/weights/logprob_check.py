@@ -157,7 +157,7 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 
 
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
-    """Return the text of the check after a publication, which is `start` with a continuation.
+    """Return the text of the check after a publication: `start` and an engine's continuation.
 
     most: the largest number of tokens that an engine accepts as a prompt.
     """

@@ -1,10 +1,10 @@
 """The loss of one micro-batch, and the values for its statistics.
 
-loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
-rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
-H the entropy with coefficient e. The loss is not divided by anything, so the sum of the
-micro-batches' losses is the update's loss, for any merging, packing and distribution to ranks. A
-masked token keeps its weight w.
+loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w is the token's weight, computed from the
+aggregation; m the rejection mask; c the importance weight; L the objective's loss; k the KL term
+with coefficient b; H the entropy with coefficient e. The loss is not divided by anything, so the
+sum of the micro-batches' losses is the update's loss, for any merging, packing and distribution to
+ranks. A masked token keeps its weight w.
 
 Each micro-batch of each rank gives a vector of partial results, such as sums and maxima. These
 vectors are combined into one, from which the statistics of the loss are computed
