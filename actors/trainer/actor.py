@@ -150,7 +150,7 @@ class TrainerRankActor:
         return self._joined.finish_save()
 
     def score_rows(self, shard: RankShard) -> ObjectRef:
-        """Score rows; return a reference to the scores, [rows] RowScores."""
+        """Score rows; return a reference to a tuple with the `RowScores` of each row."""
         return ray.put(self._joined.score_rows(shard))
 
     def put_weights(self) -> tuple[WeightGroup, ...]:

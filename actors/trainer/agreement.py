@@ -136,7 +136,7 @@ class StepAbandoned(Exception):
 
 
 class Abandonment:
-    """A request to abandon the step. `check` is collective, over a separate gloo group."""
+    """A request to abandon the step. All ranks must call `check`, which uses its own gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

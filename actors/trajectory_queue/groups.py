@@ -351,7 +351,7 @@ def check_request(request: GroupRequest, *, free: Collection[int], min_group_siz
 
 
 def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy) -> Group:
-    """Create a group with all rollouts pending; their ids contain the group's: g000012.0-3."""
+    """Create a group whose rollouts are all pending; a rollout's id is such as g000012.0-3."""
     group = Group(
         number=request.group_number,
         replacement=replacement,

@@ -128,7 +128,7 @@ def untrained_tokens(attempt: Trajectory | TrajectorySummary, cause: EvictionRea
 
 
 class LedgerEventKind(StrEnum):
-    """The kind of a rollout's change in the ledger."""
+    """The change of a rollout's state that a ledger event records."""
 
     ADMITTED = "admitted"
     TRAINED = "trained"
@@ -136,7 +136,7 @@ class LedgerEventKind(StrEnum):
 
 
 class LedgerError(ValueError):
-    """A rollout was to be admitted twice, or to leave although it is not in flight."""
+    """Raised if a rollout is admitted twice, or leaves the ledger without being in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ None if it was trained. (`Outcome` is the end of a trajectory.)"""
 
 
 def check_outcomes(step: int, expected: set[str], outcomes: RolloutOutcomes) -> None:
-    """Raise ValueError if a rollout of the step is missing or not in the step."""
+    """Raise ValueError unless `outcomes` has exactly the rollouts of the step, `expected`."""
     if wrong := expected ^ outcomes.keys():
         raise ValueError(
             f"queue: step {step} has {len(expected)} rollouts, got {len(outcomes)} outcomes; "

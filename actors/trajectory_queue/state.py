@@ -297,8 +297,8 @@ class QueueState:
 
         Returns: the token counts of attempts that no step took and that ended since the previous
             step was finalised.
-        Raises: ValueError if a rollout is missing or not in the step, if the step is not taken, or
-        after cancel_all; nothing is changed then.
+        Raises: ValueError if outcomes does not have exactly the rollouts of the step, if the step
+        is not taken, or after cancel_all; nothing is changed then.
         """
         if self._is_ended:
             raise ValueError(

@@ -36,7 +36,7 @@ MAX_RETIRED = 256
 
 
 class WeightError(Exception):
-    """Base class of this package's errors, with the message as only argument for Ray's pickling."""
+    """Base class of this package's errors. The message is the only argument, for Ray's pickling."""
 
 
 class StaleTerm(WeightError):

@@ -190,7 +190,7 @@ def packed_row(text: CheckText) -> MicroBatch:
 
 
 def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
-    """Return a packed row of the text and its continuations, whose tokens are the targets."""
+    """Return a packed row of the text and its continuations; the continuations are the targets."""
     length = text.token_ids.size
     starts = list(accumulate((each.token_ids.size for each in samples), initial=length))
     positions = [

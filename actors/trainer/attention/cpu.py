@@ -114,7 +114,7 @@ class _ForestAttention(torch.autograd.Function):
 def _attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally within each piece; padded keys follow all real queries, so none sees them."""
+    """Attend causally within each piece. No real query sees a padded key: padding is at the end."""
     padded = [_pad(rows, plan) for rows in (query, key, value)]
     outs, normalizers = [], []
     for start, bucket in _slots(plan):
