@@ -220,9 +220,10 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of a setting that is itself a section; empty if it is a plain value.
+    """Return the JSON schema of a setting that is a section, or an empty schema if it is not.
 
-    If the setting is a map of sections, the schema has the map's keys as properties.
+    A setting may also map names to sections, as `mixture` does. Then return a schema with one
+    property for each of these names.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:

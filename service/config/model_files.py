@@ -1,12 +1,12 @@
 """Check the files of a model directory: its settings, its tokens and the headers of its weights.
 
-Without these checks, every rank and every engine would fail at once, minutes later. Of the weights,
-the checks read only the headers and some rows of a head. `service.config.preflight` calls this
-module.
+Without these checks, every rank and every engine would fail minutes after the start. The checks do
+not load the weights: they read only the headers of the weight files and some rows of the output
+head. `service.config.preflight` calls this module.
 
-Whether vLLM serves a model is read from vLLM's source: the architectures of its registry, and the
-head sizes for which its attention has a kernel on CPU. If vLLM is not installed, or its source has
-another form, nothing is refused here, and the engine's start reports the failure.
+The checks of what vLLM can serve parse vLLM's source. They read the architectures in its registry,
+and the head sizes that its attention supports on CPU. If vLLM is not installed, or its source has
+another form, these checks refuse nothing; the start of the engine then reports the failure.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def check_architecture(
     lora: LoraSettings | None = None,
     has_head: bool = True,
 ) -> None:
-    """Check that transformers, the trainer and the engines support a model, and that its files fit.
+    """Check that transformers, the trainer and the engines support a model.
 
-    The trainer's own check runs a copy of the model that has only a few narrow layers. Weights are
-    compared by the headers of their files.
+    To check the trainer, run a copy of the model that has only a few narrow layers. Check also that
+    the headers of the weight files agree with the parameters of the architecture.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
         inference: the engines' settings, or None for a model that only the trainer holds.
@@ -261,9 +261,10 @@ def check_architecture_once(
 
 
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
-    """Return the names, times of change and headers of the files of weights, and their index.
+    """Return the name, modification time and header of each weight file.
 
-    Raises: ConfigError if an indexed file is missing.
+    If there is an index file, also return its name, 0 as its time, and its content.
+    Raises: ConfigError if a file that the index names is missing.
     """
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
     for file in _weight_files(directory, key=key):
@@ -296,7 +297,10 @@ def _versions() -> dict[str, str]:
 
 
 def _weight_files(directory: Path, *, key: str) -> list[Path]:
-    """Return the safetensors files to load. Raises: ConfigError if an indexed file is missing."""
+    """Return the safetensors files to load.
+
+    Raises: ConfigError if a file that the index names is missing.
+    """
     index = directory / INDEX
     whole = directory / "model.safetensors"
     if not index.is_file():
@@ -363,9 +367,9 @@ _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
 def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str]:
-    """Return the names of the text architectures in vLLM's registry; empty if it cannot be read.
+    """Return the architectures in vLLM's registry; an empty set if the registry cannot be read.
 
-    Args: tables: names of the registry's tables.
+    Args: tables: the registry's dictionaries to read; by default those of text models.
     """
     return frozenset(
         key.value
@@ -467,10 +471,10 @@ def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Return whether vLLM can run transformers' implementation of a model that it lacks itself.
+    """Return whether vLLM can run a model through the implementation in transformers.
 
-    Return False for a mixture of experts, because vLLM would combine its own experts with a router
-    that it does not know.
+    The question arises for models that vLLM does not implement. Return False for a mixture of
+    experts: vLLM would replace the experts by its own, but it does not know the model's router.
     """
     kind = _causal_kind(config)
     if any(getattr(config, name, None) for name in _EXPERTS):

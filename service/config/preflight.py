@@ -102,9 +102,10 @@ def check_with_model(
 ) -> None:
     """Run the checks that need the model's files.
 
-    Args: model_path: directory of the model's files, after the tiny model was built. was_loaded:
-        whether the resumed run has loaded this model before. tell: called with each warning about
-        the tasks, which a run reports itself.
+    Args: model_path: directory of the model's files; a tiny model must have been built there.
+        was_loaded: whether the resumed run has loaded this model before. tell: called with each
+        warning about the tasks. A run need not pass `tell`, because it reports these warnings
+        itself.
     Raises: ConfigError if a check fails.
     """
     check_model(config, model_path, was_loaded=was_loaded)
@@ -506,7 +507,7 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
 
 
 def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
-    """Return a method bound to an object, to check its signature.
+    """Return a method of a class without its parameter `self`, to check the signature.
 
     Raises: ConfigError if the class has no such method.
     """

@@ -301,7 +301,7 @@ def _first_messages(
 ) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
     """Return the function that builds a task's prompt from its data.
 
-    Return None if the environment has no such function, so that only a reset shows the prompt.
+    Return None if the environment has no such function. Then only its `reset` yields the prompt.
     """
     if not config.has_environment:
         return None
@@ -346,9 +346,10 @@ def check_prompt(
 ) -> None:
     """Check that the first prompt can be rendered and leaves room for an answer.
 
-    If prompts are known in advance, it is enough that one prompt fits. observation: the first
-    observation of the environment; `config` must not be a mixture. tell: called with each warning.
-    Raises: ConfigError if the prompt cannot be rendered or does not fit.
+    If the environment builds its prompts from data, check all prompts instead; it is enough if the
+    prompt of one task fits.
+    Args: config: not a mixture. observation: the first observation of the environment. tell: called
+    with each warning. Raises: ConfigError if the prompt cannot be rendered or does not fit.
     """
     if _first_messages(config) is not None:
         tasks = open_tasks(config, model_path=model_path, tell=tell)

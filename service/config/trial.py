@@ -1,9 +1,9 @@
 """Try a user's own functions before a run starts, in a child process.
 
-If a call ends the child (`trial_child`) or does not return, another child makes the remaining
-calls. A function that can never work is refused; every other finding is a warning
-(`docs/reward-functions.md`, "Tried before the start"). `service.config.preflight` calls this
-module.
+The child runs `trial_child`. If a call ends the child's process or does not return, a new child
+makes the remaining calls. A function that can never work is refused. Every other problem is a
+warning (`docs/reward-functions.md`, "Tried before the start"). `service.config.preflight` calls
+this module.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _REMEDY_OF_METHOD = "return what docs/environments.md describes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of a user's function, with its result once it was made."""
+    """A planned or finished call of a user's function; a finished call has its result."""
 
     environment: str
     function: str
@@ -120,7 +120,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The input of the child process: configuration, limits, and the calls made before."""
+    """The input of a child process: the configuration, time limits, and the calls to leave out."""
 
     config: Config
     trial: Trial
@@ -146,11 +146,11 @@ def is_own(settings: TasksSettings) -> bool:
 
 
 def load_shadow(name: str, *, key: str, scores_groups: bool = False) -> RewardFunction:
-    """Return a reward function that scores answers a second time, such as that of audit.shadow.
+    """Load a reward function that scores stored answers again, such as the one in audit.shadow.
 
     key: the setting or option that names the function, for messages. scores_groups: whether the
-    function has to score the answers of a group together. Raises: ConfigError if it cannot be
-    loaded.
+    function must score the answers of a group together. Raises: ConfigError if the function cannot
+    be loaded.
     """
     try:
         found = (load_group_functions if scores_groups else load_functions)(name)[0]
@@ -305,10 +305,10 @@ class _Trials:
                 self.is_done = True
 
     def _late(self, place: str) -> None:
-        """Handle a child that took too long: if it was calling a function, record that this hung.
+        """Handle a child that took too long. If it was calling a function, record "hung".
 
         place: the line that the child executes, for the error. Raises: ConfigError if the child was
-        still importing a module or beginning the first task.
+        importing a module or beginning the first task.
         """
         if self._call is None:
             raise ConfigError(
@@ -320,7 +320,10 @@ class _Trials:
         self._lost(self._call, "hung", f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Record that the child ended. Raises: ConfigError if it was not calling a function."""
+        """Record the current call as "ended", because the child's process ended during the call.
+
+        code: the exit code. Raises: ConfigError if the child was not calling a function.
+        """
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]
@@ -355,10 +358,10 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 
 
 def _own_last(path: Sequence[str]) -> list[str]:
-    """Return an import path with the working directory last.
+    """Return an import path with the working directory moved to the end.
 
-    A user's file may have the name of a module that the child imports. With this path the child
-    imports its own module, and refuses the user's file later with a message.
+    A file in the working directory may have the same name as a module that the child needs. With
+    this path the child imports the module, not the user's file. A later check refuses the file.
     """
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)

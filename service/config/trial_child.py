@@ -205,8 +205,10 @@ async def _call_all(
 def _misspelt(
     function: RewardFunction | Judge, columns: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield arguments whose default is used, each with a column whose name is almost the same.
+    """Yield pairs of an argument and a column that the user probably meant by it.
 
+    No column has the argument's name, so that the argument keeps its default, but the column's name
+    is almost the same.
     Example: `def score(completion, anwser=None)` and a column answer yield ("anwser", "answer").
     """
     if not isinstance(function, RewardFunction) or function.named is None:
@@ -264,9 +266,10 @@ async def _stepped(
 ) -> tuple[Observation | None, tuple[Fate, str, float]]:
     """Take a task's first step with the answer `text`.
 
-    is_copied: whether a run copies the step's result from a worker process to the actor.
-    Returns: the result of `reset`, or None if it raised; and a tuple of the step's fate, a
-    description of the problem, and 0.0 in place of a score.
+    is_copied: whether the result must be picklable, because a run's worker process sends it to the
+    actor.
+    Returns: the observation of `reset`, or None if `reset` raised; and a tuple that describes the
+    step: how it ended, the problem in words, and 0.0, because a step has no score here.
     """
     begun = None
     try:
@@ -294,9 +297,9 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Score a group of two equal answers by an environment.
+    """Call the environment's `score_group` with two equal answers.
 
-    Returns: how the call ended, a description of the problem, and 0.0 in place of a score.
+    Returns: how the call ended, the problem in words, and 0.0, because the score is not used.
     """
     try:
         async with closing(environment.close):

@@ -49,9 +49,9 @@ def links_of(
 ) -> list[Link]:
     """Return one link for each message of a conversation, or of the later part of a conversation.
 
-    Args: after: key of the messages before `messages`. num_calls: number of tool calls in the
-    messages before. call_before: maps the id of a call to the index of the newest call with this
-    id in the messages before, or to None if they have no such call.
+    Args: after: key of the earlier messages, which precede `messages`. num_calls: number of tool
+    calls in the earlier messages. call_before: takes a call's id; returns the index of the newest
+    call with this id in the earlier messages, or None if they have no such call.
     """
     key, links = after, []
     numbers: dict[str, int] = {}
@@ -79,7 +79,7 @@ def tools_key(
 
 
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
-    """Return a hexadecimal digest that is equal if a request is sent again.
+    """Return a hexadecimal digest of a request, by which the same request is recognised later.
 
     Unlike the keys of conversations, the digest depends on the ids and reasoning that a client
     sends, because they may show which of two replies with equal text the request continues.

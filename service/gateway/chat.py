@@ -188,9 +188,9 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the error for a body that has the id of an item that no answer of the session has.
+    """Return the error for an item's id in a body if no answer of the session has such an item.
 
-    where: position of the item's id in the body.
+    where: position of the id in the body.
     """
     return Refused(
         RefusalCode.INVALID_REQUEST,

@@ -1,9 +1,9 @@
 """Store the changes of all sessions together: all changes within 5 ms share one transaction.
 
-Invariants: there is one transaction at a time, and changes are stored in their order of arrival; a
-turn is durable before `GroupCommit.commit` returns; if `commit` raises, the turn is not stored, or
-it is stored as unseen: it is then trained only if a retry of the request gets it as answer. Each
-gateway has one `GroupCommit`, which is used in one event loop.
+Invariants: There is one transaction at a time. Changes are stored in their order of arrival. A turn
+is durable before `GroupCommit.commit` returns. If `commit` raises, the turn is either not stored or
+stored as unseen. An unseen turn is trained only if the client repeats the request and receives the
+turn. Each gateway has one `GroupCommit`, which is used in one event loop.
 
 A transaction begins at once if the previous one ended at least 5 ms ago, so that a single turn
 waits only for the disk. Otherwise it begins 5 ms after the end of the previous one. Changes that
@@ -36,18 +36,17 @@ class StoreAway(Exception):
 
 
 class TooLate(Exception):
-    """A change was not stored: its session has ended, or its submission is cancelled or over."""
+    """A change was not stored, because its session or its submission has ended."""
 
 
 class GroupCommit:
     """Writes the changes of all sessions of a gateway; nothing else in the gateway writes sessions.
 
-    If the database does not answer, `commit` gives up after `hold_s`, but the writer retries for as
-    long as the `RunStore` does, to find out whether a transaction was committed before its
-    connection broke. After that time, or if the lease is lost, the writer has failed: it writes
-    nothing more, and the gateway ends. The next gateway continues from the stored changes. If the
-    last transaction was committed without a confirmation, the next gateway finds turns that no
-    client received, as if this gateway had been killed between commit and answer.
+    If the database does not answer, `commit` gives up after `hold_s`. The writer retries for
+    longer, until the `RunStore` gives up, because a transaction may have been committed before its
+    connection broke. Then, or if the lease is lost, the writer has failed: it writes nothing more,
+    and the gateway ends. The next gateway continues from the stored changes. They may include
+    turns that no client received, if the last transaction was committed without a confirmation.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:
@@ -91,9 +90,9 @@ class GroupCommit:
 
         If this method raises, or its caller is cancelled, the client does not receive the turn that
         the change adds. If such a turn is still in the queue, it is stored as unseen.
-        Raises: StoreAway after `hold_s`, and the change stays in the queue; TooLate if the change
-            came too late, and it is not stored; LeaseLost, StoreError if writing has failed;
-            RuntimeError after `close`.
+        Raises: StoreAway if the database does not answer within `hold_s`; the change then stays in
+            the queue. TooLate if the change came too late; it is then not stored. LeaseLost,
+            StoreError if writing has failed. RuntimeError after `close`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.add(change, done)

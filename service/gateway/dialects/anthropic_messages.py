@@ -177,9 +177,9 @@ def _continued(value: object) -> str:
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """Yield the chat messages of one message in the body.
+    """Convert one message in the body to chat messages.
 
-    Each tool result in it becomes a chat message.
+    A user's message may contain tool results. Each of them becomes a chat message of its own.
     """
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
@@ -300,7 +300,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Return a content block without its content, and the stream's deltas that add the content."""
+    """Return an empty copy of a content block, and the deltas that fill it in a stream."""
     if block["type"] == "tool_use":
         arguments = json.dumps(block["input"], ensure_ascii=False)
         parts = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(arguments)]
