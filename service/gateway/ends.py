@@ -1,9 +1,9 @@
 """The rules by which sessions end, and by which an ended session becomes a trajectory.
 
 The rules decide the outcome, which turns are trained, and which of them gets the session's reward.
-Calls that only make a title for a conversation, and conversations that quote an earlier reply, are
-found by their text. All functions are pure. Used by `service.gateway.session`, and by
-`service.gateway.sessions` for the trajectory.
+By comparing texts, the rules find turns that only make a title for a conversation, and
+conversations that quote an earlier reply. All functions are pure. Used by
+`service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
 """
 
 from __future__ import annotations
@@ -191,8 +191,9 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the error for a request to end or reward a session that has already ended, or is being
-    ended, in another way.
+    """Return the error for a request to end or reward a session that another request has ended.
+
+    The other request had a different content. It may still be in progress.
     """
     end = stored.end
     how = (

@@ -40,7 +40,10 @@ class ReplyText:
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
-        """Return whether the reply's prompt has a text, which then cannot identify the reply."""
+        """Return whether a text was already in the reply's prompt.
+
+        Such a text does not show that a later prompt quotes the reply.
+        """
         return any(_has_words(each, text) for each in _texts(self._history()))
 
 

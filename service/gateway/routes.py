@@ -1,8 +1,8 @@
 """The routes of sessions: creation and end, and the dialects that agents speak.
 
-A request for a turn is answered whole, or as the dialect's stream of events, made after the turn
-has been sampled. Until then a stream carries heartbeats, from the first second on; an error within
-the first second has its own HTTP status.
+A request for a turn is answered whole or as a stream of the dialect's events. The events are made
+after the turn has been sampled. A stream begins after one second, and carries heartbeats until the
+turn is sampled. An error within the first second is answered with its own HTTP status instead.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
     async def show(
         request: Request, response: Response, name: SessionName, prefer: Prefer = None
     ) -> SessionAnswer:
-        """Return the state of a session. With `Prefer: wait=N`, wait until a queued session is open
-        or has ended, or an open one has ended."""
+        """Return the state of a session. With `Prefer: wait=N`, first wait at most N seconds until
+        the session's status changes, such as from open to finished."""
         caller = caller_of(request)
         whole = caller.whole(name)
         before = await answer_or_problem(port.view(whole, caller.sees))

@@ -345,9 +345,10 @@ class Prompt:
 def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = False) -> Prompt:
     """Make the prompt of a request; may run in a thread.
 
-    Args: place: the request's position in the session's tree. merges_system: whether all system
-    texts are put into one message at the front if the chat template refuses the chat or leaves a
-    part out. Raises: RenderError if the template still refuses the chat or leaves a part out.
+    If the chat template refuses the chat or leaves a part of it out, and `merges_system` is set,
+    try again with all system texts in one message at the front.
+    Args: place: the request's position in the session's tree.
+    Raises: RenderError if the template still refuses the chat or leaves a part out.
     """
     renderer = renderer.under(place.template_options)
     try:

@@ -3,8 +3,9 @@
 Invariants: only this file writes a session's fields. Everything that happens to a session is a
 `Change`: `Session.apply` does in memory what `service.store.sessions` does in the database, so that
 loading a session replays its changes. A turn is stored before a client receives it. A session ends
-once; a repeated request to end it waits for the first. The newest request for a turn decides
-whether a client has seen the turn. `service.gateway.sessions` makes and calls sessions.
+once; a repeated request to end it waits for the first. If a client repeats its request for a turn,
+the turn is unseen only if the client also leaves before the answer to the newest of these requests.
+`service.gateway.sessions` makes and calls sessions.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether the session has ended, and its reward is known or will never be."""
+        """Whether the session has ended and no reward is pending."""
         return self._over.is_set()
 
     @property
@@ -514,7 +515,7 @@ class Session:
         self._admitted.set()
 
     async def until_over(self) -> None:
-        """Wait until the session has ended, and its reward is known or will never be."""
+        """Wait until the session has ended and no reward is pending."""
         await self._over.wait()
 
     def learn(self, end: SessionEnd) -> None:
@@ -568,7 +569,7 @@ class Session:
         """Run the work that stores an end or a late reward, or wait if equal work is in progress.
 
         digest: digest of the client's `Finish`; empty for a discard or a time limit. Work with the
-        same digest is equal. Raises: Refused if other work is in progress, or by the work itself.
+        same digest is equal. Raises: Refused if different work is in progress; errors of `work`.
         """
         ending = self._ending
         if ending is not None:

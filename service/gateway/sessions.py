@@ -121,7 +121,7 @@ class Sessions:
         return await session.num_prompt_tokens(call.request)
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Check that a key belongs to a session. Raises: Refused if it is none of its two keys."""
+        """Check that a key is one of a session's two keys. Raises: Refused if it is not."""
         try:
             await self._of_key(session_id, key_digest, wanted="agent")
         except Refused as refused:
@@ -373,8 +373,8 @@ class Sessions:
     async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> Session:
         """Return a session after checking that the caller may end and reward it.
 
-        client: the caller, if it sent a named key; None: `key_digest` must be that of the session's
-        reward key. Raises: Refused.
+        client: the caller, if it sent a named key. If None, `key_digest` must be the digest of the
+        session's reward key. Raises: Refused.
         """
         if client is None:
             return await self._of_key(name, key_digest, wanted="reward")

@@ -1,11 +1,11 @@
-"""A session's turns as a tree, in which the turn that a new request continues is found.
+"""A session's turns as a tree: find the turn that a new request continues.
 
-Turns are matched to a request by digests ("keys") of its conversation (`canonical`). The prompt
+The tree finds this turn by digests ("keys") of the request's conversation (`canonical`). The prompt
 consists of the token ids of the turn that the request continues and the ids of the request's new
-messages. It contains the tree's own copies of earlier messages, not the client's. The tree keeps
-only the messages and ids that each turn added, so that its memory does not grow with the number of
-turns times their length. The tree can be rebuilt by adding the stored turns in their order.
-`service.gateway.ends` makes the training samples from the tree.
+messages. It contains the tree's own copies of earlier messages, not the client's. To save memory,
+the tree keeps for each turn only the messages and ids that the turn added. The tree can be rebuilt
+by adding the stored turns in their order. `service.gateway.ends` makes the training samples from
+the tree.
 """
 
 from __future__ import annotations
@@ -329,7 +329,8 @@ class SessionTree:
     def note_request(self, digest: str) -> None:
         """Record the digest of the newest request.
 
-        Call `answered` for this request before, because it needs the digest of the previous one.
+        Call `answered` for this request first, because `answered` compares the request with the
+        digest of the previous request.
         """
         self._newest_digest, self._has_noted_requests = digest, True
 
@@ -338,9 +339,10 @@ class SessionTree:
     ) -> SessionTurn | None:
         """Return the turn that already answers this request; None if a turn must be sampled.
 
-        A request that is marked as a retry gets the turn of the newest request if both requests are
-        equal, unless they have different idempotency keys or a client has already sent the turn's
-        reply back. Raises: Refused if a different request had the same idempotency key.
+        This is the turn of an earlier request with the same id or the same idempotency key. If
+        there is none, and the request is marked as a retry and equals the newest request, it is the
+        turn of the newest request, with the exceptions in `_is_another`.
+        Raises: Refused if a different request had the same idempotency key.
         """
         number = self._by_request.get(request_id)
         if number is None and idempotency_key in self._by_idempotency_key:
@@ -359,9 +361,10 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a request that is marked as a retry repeats another request than `node`'s.
+        """Return whether the turn `node` cannot answer a request that is marked as a retry.
 
-        This is so if a client has sent the reply of `node` back, or if the idempotency keys differ.
+        This is so if a client has already sent the turn's reply back, or if the request has another
+        idempotency key than the turn.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
@@ -389,12 +392,12 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Return the turns whose reply is the last sampled reply in a conversation.
+        """Find the last message of a conversation that a turn has sampled, and return the turn.
 
-        Several turns are returned if their conversations have equal texts, none if the conversation
-        has no sampled reply.
-        Args: links: the links of the conversation's messages. tools: key of the tools that a turn
-        must have; None accepts any tools.
+        Return several turns if their conversations have equal texts. Return no turn if none of the
+        messages was sampled.
+        Args: links: the links of the conversation's messages. tools: if given, ignore turns whose
+        tools have another key.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -495,8 +498,8 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a conversation that a request begins has instructions as its first message.
 
-    named: the turn that the request names as its previous turn, or None. The request begins a
-    conversation nevertheless, because its instructions or tools are new.
+    named: the turn that the request names as its previous turn, or None. Even with such a turn, a
+    request with new instructions or new tools begins a conversation.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

@@ -121,8 +121,8 @@ def _check_order(samples: Sequence[Sample]) -> None:
 def _check_duplicates(samples: Sequence[Sample]) -> None:
     """Check that no token would be trained twice.
 
-    Raises: Violation if two samples have the same whole turn after the same prompt, and both train
-    tokens of it with the same log-probabilities.
+    Raises: Violation if two samples have the same turn after the same prompt, and the turn's tokens
+    that both samples train have equal log-probabilities.
     """
     ends = sorted({turn.end for each in samples for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
@@ -267,10 +267,11 @@ def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
 
 
 def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
-    """Return a sample with the earlier sample from which it branches, and the reason.
+    """Return a copy of a sample with the fields of its branch: `parent` and the reason.
 
-    This is the sample with the longest prefix in common (the newest of several). Only tokens that
-    existed when the new sample's first prompt was sent are compared. `SampleBuilder` does the same.
+    The parent is the earlier sample that shares the longest prefix with the sample's first prompt;
+    of several, the newest. Of the earlier sample, only tokens that existed when that prompt was
+    sent are compared. `SampleBuilder` does the same.
     stated: the client's reason, which takes precedence over the one that the token ids show.
     """
     if not earlier:

@@ -359,9 +359,10 @@ def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Proble
 
 
 async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Call `work`, in a thread if the body is large, because it would delay other requests.
+    """Call `work` and return its result. Use a thread if the body is large.
 
-    raw: the body, only for its length.
+    In the event loop a large body would delay other requests. raw: the body; only its length is
+    used.
     """
     if len(raw) > THREAD_BYTES:
         return await asyncio.to_thread(work, *arguments)

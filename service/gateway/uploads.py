@@ -72,7 +72,8 @@ class Uploads:
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Sample the tokens that follow a prompt. Raises: Refused.
 
-        Args: key_name: name of the client's key; empty for the first admin key or without a key.
+        Args: key_name: name of the client's key; empty if the client has the first admin key or no
+        key.
         """
         self._count_turn(key_name)
         _, reply = await self._engine.sample(request, param="token_ids")

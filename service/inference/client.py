@@ -5,12 +5,11 @@
     # Send the trajectory's next turn to the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
-A Serve call costs about a millisecond in the client and in the replica, which is more than a small
-model's turn. So requests to the same replica within a few milliseconds share a call, and the
-replica streams the answers back as they finish. Some turns have no replica: the first turn of a
-trajectory, and a turn whose replica was lost. They are sent in small calls, which Serve distributes
-by load. A client belongs to one event loop; pickling a client keeps only the name of its
-application.
+A Serve call takes about a millisecond in the client and in the replica; a turn of a small model
+takes less. So requests to the same replica within a few milliseconds share a call, and the replica
+streams the answers back as they finish. Some turns have no replica: the first turn of a trajectory,
+and a turn whose replica was lost. They are sent in small calls, which Serve distributes by load. A
+client belongs to one event loop; pickling a client keeps only the name of its application.
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ class ReplicaAffinityRouter(RequestRouter):
     So the trajectories of a lost replica are distributed by load; each then stays with the replica
     that answered it (`GenerateRequest.replica`).
 
-    Serve imports a router by its name in each process that uses a handle. A chosen replica gets the
-    request for which it was chosen, not the oldest waiting request.
+    Serve imports a router by its name in each process that uses a handle. Serve's default router
+    may give a chosen replica the oldest waiting request; this router gives the replica exactly the
+    request for which it was chosen.
     """
 
     async def choose_replicas(
@@ -130,8 +130,10 @@ class LostReplicas:
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record whether the replica `asked` is lost, as the answer to a request shows.
+        """Read from the answer to a request which replica is lost, and which one lives.
 
+        The replica `asked` is lost if another replica answered, or if the answer is
+        PolicyUnavailable.
         Args: asked: the replica to which the request was sent; empty if any replica could answer.
         """
         if isinstance(answer, GenerateReply):
@@ -289,11 +291,11 @@ async def until_available(
     Repeating is safe: a dead engine has returned none of the tokens that it sampled, and each
     attempt sends the same token ids. The pauses between attempts avoid a busy loop while there is
     no engine.
-    Args: margin_s: seconds after deadline_s for which to wait for an attempt that raises
-        PolicyDeadlineExceeded itself.
-    Raises: PolicyUnavailable if there was no engine until the deadline, or if an engine was lost
-        and the remaining time was too short; PolicyDeadlineExceeded if there was an engine all the
-        time; any other error of an attempt, at once.
+    Args: margin_s: seconds to wait after deadline_s, so that an attempt can report the missed
+        deadline itself.
+    Raises: PolicyUnavailable if the deadline passed, and any attempt had found no engine or lost
+        its engine; PolicyDeadlineExceeded if the deadline passed and no attempt had failed; any
+        other error of an attempt, at once.
     """
     lost: PolicyUnavailable | None = None
 

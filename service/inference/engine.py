@@ -1,8 +1,8 @@
 """One vLLM engine, which samples token ids with their log-probabilities and policy versions.
 
-The module does not use Ray. Invariants: nothing is sampled before a policy version is loaded;
-requests in flight survive an update, and their replies name the version of each token; a trajectory
-never begins during an update, so that its cache salt names the version that computes its prompt.
+The module does not use Ray. Invariants: Nothing is sampled before a policy version is loaded.
+Requests in flight survive an update, and their replies name the version of each token. No
+trajectory begins during an update: its cache salt is the version that computes its first prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 class BroadcastFailed(Exception):
-    """A weight broadcast failed before this engine had all groups; its weights are unchanged."""
+    """A weight broadcast failed before the engine received all weight groups; none was loaded."""
 
 
 class PolicyEngine:
@@ -343,9 +343,9 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no others; or resume all turns.
+        """Pause all turns if `is_held`, otherwise resume them. A paused engine begins no turns.
 
-        Deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
+        Turns keep their cache and their deadlines. Raises: PolicyUnavailable if the engine is dead.
         """
         async with self._update_lock, self._failure_ends_engine("holding the turns"):
             if is_held == self.is_held:
@@ -419,7 +419,7 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for these settings, except for weight transfer and expert records."""
+    """Return vLLM's options for these settings, except those in `_engine_args`."""
     inference = settings.inference
     return {
         "model": settings.model,
@@ -446,8 +446,8 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's options for the policy's LoRA adapter; empty if the policy has no adapter.
 
-    The options name the adapted layers, so that vLLM leaves the other layers unchanged. The output
-    head above all must not have LoRA, with which it cannot score a prompt while other requests run.
+    The options name the adapted layers, so that vLLM gives LoRA to no other layer. If the output
+    head had LoRA, vLLM could not score a prompt while other requests run.
     """
     if settings.lora is None:
         return {}
@@ -476,7 +476,7 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the stages of an engine's start that took time; an eager engine does not compile.
+    """Return the stages of an engine's start with their durations, without stages that took none.
 
     Args: began, ended: times in seconds since 1970. workers: the result of `start_marks` of each
     worker; the slowest worker counts.

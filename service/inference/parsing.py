@@ -5,8 +5,9 @@ content. vLLM's parsers do not report failures, so a turn counts as malformed if
 start of a call and the parser found no call; the turn loop checks the calls that were found
 (`actors.environment.tool_calls.check_calls`).
 
-The engine's replica imports this module after it has imported vLLM; in a process without vLLM the
-import takes eleven seconds. The tokenizer is loaded with the first request that needs it.
+The engine's replica imports this module after it has imported vLLM. In a process that has not yet
+imported vLLM, the import takes eleven seconds. The tokenizer is loaded with the first request that
+needs it.
 """
 
 from __future__ import annotations

@@ -452,8 +452,8 @@ class InferenceReplica:
 class _StartReports:
     """A context manager that reports the progress of an engine's start to the weight board.
 
-    A thread sends the reports, because the start blocks the event loop. If a start hangs, the
-    reports show no more work; a frozen process sends no reports.
+    A thread sends the reports, because the start blocks the event loop. Each report has the number
+    `_work_so_far`, which stops growing if the start hangs. A frozen process sends no reports.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:

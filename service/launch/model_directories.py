@@ -332,8 +332,8 @@ def _downloaded_smollm2(scratch: Path) -> Path:
 def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
     """Return the local copy of a model directory at a URL; download it if the cache lacks it.
 
-    Whether the content has changed is seen from the files' digests if Rayloom uploaded the
-    directory, such as an export; otherwise only from the files' sizes.
+    Download it again if its content has changed. If Rayloom uploaded the directory, such as an
+    export, a change is found by the files' digests, otherwise only by the files' sizes.
     Args: key: the setting that names the URL, for messages. tell: called with a sentence before a
         download. Raises: ConfigError.
     """

@@ -155,9 +155,9 @@ def fetch_run(
 def _local_copy(
     remote: RemoteDirectory, run_dir: RunDir, *, tell: Callable[[str], None]
 ) -> Iterator[RunDir]:
-    """Download the newest copy that is not damaged for the `with` block.
+    """Download the newest undamaged copy into a temporary directory next to the run's directory.
 
-    Yields: a temporary directory with the copy, next to the run's directory.
+    Yields: the temporary directory, which is removed after the `with` block.
     """
     copies = [remote] if remote.read() is not None else _newest_first(remote)
     if not copies:
@@ -209,7 +209,7 @@ def _check_own(
 ) -> None:
     """Check that this run has made all copies at the address.
 
-    Args: leases: digest of the lease of each of the run's terms, by term.
+    Args: leases: for each term of the run, the digest of the term's lease.
     Raises: NotThisRun if another run has made a copy.
     """
     for name, marker in copies.items():
@@ -242,7 +242,10 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether the address has a checkpoint already, or this machine lacks it."""
+    """Return whether a checkpoint need not be uploaded.
+
+    This is so if the address has the checkpoint already, or if this machine lacks it.
+    """
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

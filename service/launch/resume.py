@@ -150,13 +150,13 @@ def kept_commits(
 ) -> list[Checkpoint]:
     """Return the committed checkpoints to keep, newest first; the caller may remove the others.
 
-    They are the newest and the best checkpoints, and the `milestones`.
-    Args: term: the caller's term, which must own the run. keep: number of newest checkpoints to
-        keep. keep_best: number of checkpoints with the highest mean return (`mean_returns`) to
-        keep; of two with equal returns, the newer is kept. collapsed_since: the first step of a
-        suspected collapse of the reward; None without one.
-    Returns: an empty list, with which nothing may be removed, if this term has not committed a
-        checkpoint or none of the checkpoints to keep exists.
+    Keep the newest checkpoints, the checkpoints with the highest mean return (`mean_returns`), and
+    the checkpoints that `milestones` chooses. Return an empty list if this term has not committed a
+    checkpoint, or if none of the checkpoints to keep exists. The caller must then remove nothing.
+    Args: term: the caller's term, which must own the run. keep: how many of the newest checkpoints
+        to keep. keep_best: how many of the best to keep; of two with equal returns, the newer is
+        better. collapsed_since: the first step of a suspected collapse of the reward, for
+        `milestones`; None if no collapse is suspected.
     Raises: LeaseLost if another term owns the run.
     """
     store.check_lease(term)
@@ -188,11 +188,12 @@ def chosen_commits(
 def prune_directories(
     checkpoints: Path, kept: Sequence[Checkpoint], *, uploading: str = ""
 ) -> None:
-    """Remove the checkpoints that are not in `kept`, and old stored inputs of skipped updates.
+    """Remove the directories of checkpoints that are not in `kept`.
 
-    An interrupted write or removal leaves a directory without a commit, which is removed too.
-    Newer directories than the newest in `kept` stay: they may still be committed, or a later term
-    may have written them.
+    Also remove directories without a commit, which an interrupted write or removal leaves. Do not
+    remove directories that are newer than the newest in `kept`: they may still be committed, or a
+    later term may have written them. Of the stored inputs of skipped updates, keep the newest
+    KEPT_SKIPPED.
     Args: kept: the commits to keep, newest first. uploading: name of one more directory to keep,
         whose upload has not ended; empty for none.
     """

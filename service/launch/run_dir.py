@@ -71,7 +71,10 @@ class RunDir:
 
     @property
     def store_file(self) -> Path:
-        """File with the location of the run's database; absent if that is in this directory."""
+        """File with the location of the run's database.
+
+        The file is missing if the database is in the run's directory.
+        """
         return self.path / "store.json"
 
     @property
@@ -103,7 +106,7 @@ class RunDir:
         return has_run(url, patience_s=self.patience_s)
 
     def may_have_run(self) -> bool:
-        """Return False only if there is certainly no run: `has_run`, but True if it raises."""
+        """Return the result of `has_run`, or True if the database does not answer."""
         try:
             return self.has_run()
         except StoreError:
@@ -207,7 +210,7 @@ def check_new(run_dir: RunDir) -> None:
 
 
 def check_no_sft(run_dir: RunDir, *, what: str) -> None:
-    """Raise ConfigError if the directory is one of `rayloom sft` (supervised fine-tuning).
+    """Raise ConfigError if `rayloom sft` (supervised fine-tuning) has made the directory.
 
     Such a directory has no database, and commands for runs cannot use it.
     Args: what: the option or command that names the directory, for the message; may be empty.

@@ -51,7 +51,8 @@ def sources_of(config: Config) -> Sources:
 def user_modules(config: Config) -> list[str]:
     """Return the names of the user's own modules that a configuration uses.
 
-    They have environments, functions in the environments' options, a shadow verifier or a tracker.
+    These modules define environments, functions that the environments' options name, a shadow
+    verifier, or a tracker.
     """
     shadow, tracker = config.audit.shadow, config.trackers.own
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
@@ -98,7 +99,7 @@ def _modules(tasks: TasksSettings) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Write the sources to `sources.json`, without modules and scripts that may move (`_is_own`).
+    """Write the tasks, and the modules and scripts that are the user's own, to `sources.json`.
 
     Raises: OSError.
     """

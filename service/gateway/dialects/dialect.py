@@ -8,10 +8,10 @@
     except Refused as refused:
         answer, status = dialect.error(refused), refused.code.status
 
-A dialect has no state and does no I/O, so that the ingress's routes are the same for all. It
-accepts any JSON; a parameter that it does not support is refused by its name, never dropped. Tables
-of parameters have the effect of each: read, without effect, or refused; null counts as not given.
-The documentation is made from these tables too.
+A dialect has no state and does no I/O, so that all dialects can share the ingress's routes. A body
+may be any JSON. An unsupported parameter is never dropped silently: the error names it. A dialect's
+tables of parameters say which parameters are read, which have no effect, and which are refused. A
+parameter that is null counts as absent. The documentation is made from these tables too.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ class Reads(Protocol):
     ) -> tuple[ChatRequest, AnswerStyle]:
         """Make a request, and the form of its answer, from a parsed body. Raises: only Refused.
 
-        Args: headers: their names may have any case. ignores: whether an unsupported parameter is
-        listed in `ChatRequest.ignored` instead of refused, if the answer has the same form without
-        it.
+        Args: headers: their names may have any case. ignores: whether to accept an unsupported
+        parameter without which the answer has the same form. `ChatRequest.ignored` then lists it.
         """
         ...
 

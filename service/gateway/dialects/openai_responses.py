@@ -388,7 +388,10 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Map each namespaced function's full name to the fields `namespace` and `name` of a call."""
+    """Return the fields `namespace` and `name` that a call has in the answer, by full name.
+
+    The full name is the name by which the policy calls a function of a namespace.
+    """
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
         for group in style.repeated.get("tools", ())
@@ -526,10 +529,10 @@ def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
 
 
 def error_event(refusal: Refused) -> bytes:
-    """Return the event of an error that ends a stream (`Dialect.error_event`).
+    """Return the two events of an error that ends a stream (`Dialect.error_event`).
 
-    OpenAI's SDK raises the value of `error`, other clients read the event's own fields, and Codex
-    waits for a failed response.
+    The first event has the error twice: OpenAI's SDK reads the field `error`, other clients read
+    the event's own fields. The second event is a failed response, for which Codex waits.
     """
     found = error(refusal)["error"]
     first = {**found, "type": "error", "sequence_number": 0, "error": found}

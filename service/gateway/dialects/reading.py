@@ -130,7 +130,7 @@ def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
 
 
 def read_stop(value: object, where: str) -> tuple[str, ...]:
-    """Read stop strings, one or a list; an answer's text ends before the first that occurs."""
+    """Read a stop string or a list of them. An answer's text is cut before a stop string."""
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list):
         raise invalid(where, f"got {kind(value)}, expected text or a list of texts")
@@ -326,7 +326,7 @@ def check_tool_choice(
     """Return whether the policy may call tools.
 
     auto, none: the dialect's words for "may call" and "must not call". Any other choice, such as a
-    forced call, is refused, or added to `ignored` unless that is None.
+    forced call, is added to the list `ignored`. If the list is None, the choice is refused.
     """
     if value is None or value == auto:
         return True
