@@ -34,9 +34,9 @@ from service.store.tables import FORMAT
 def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = False) -> str:
     """Write a checkpoint as a Hugging Face model directory, and return a sentence about it.
 
-    source: a checkpoint, or a run, whose newest committed checkpoint is then written.
-    only_adapter: write the checkpoint's adapters in PEFT's format. Raises: ConfigError if the
-    export fails.
+    source: directory of a checkpoint or of a run. If it is a run, its newest committed checkpoint
+    is written. only_adapter: write only the LoRA adapters, in PEFT's format.
+    Raises: ConfigError if the export fails.
     """
     checkpoint = checkpoint_of(source, command="export")
     manifest = export_to(checkpoint, directory, command="export", only_adapter=only_adapter)
@@ -149,9 +149,9 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
-    """Return the run's checkpoints; None if a database of another format stores them differently.
+    """Return the run's checkpoints; None if they cannot be read because of the database's format.
 
-    Raises: StoreError if the database of this format cannot be read.
+    Raises: StoreError if the database has this version's format and still cannot be read.
     """
     number = store.format_number()
     try:

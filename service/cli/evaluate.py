@@ -90,7 +90,7 @@ def run_evaluate(
 ) -> int:
     """Play the tasks, print the results and write the rollouts. Returns: the exit code.
 
-    Args: stages: display of the start's progress; its current stage is the loading of packages.
+    Args: stages: display of the start's progress; the caller has begun its first stage.
     run: the run's directory; None if a configuration was given instead. checkpoint: name of a
     checkpoint in the run, or a directory; None uses the run's newest checkpoint, or without a run
     the model itself. uses_model: whether the configured model plays instead of a checkpoint.
@@ -98,7 +98,8 @@ def run_evaluate(
     of tasks to play, from the beginning of the set; None plays all. out: file for the rollouts;
     None uses the default name.
 
-    Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
+    Raises: ConfigError if the arguments are refused; KeyboardInterrupt if a signal arrives. Both
+    are raised only before Ray starts.
     """
     signals.check()
     name, config = config.run.name, _without_trainer(config)
@@ -156,7 +157,7 @@ def _chosen_set(
 ) -> EvaluationSet:
     """Return the set of tasks to play. model_path: see `open_tasks`.
 
-    Raises: ConfigError if there is no such set, or the set has fewer tasks.
+    Raises: ConfigError if there is no such set, or it has fewer than `num_tasks` tasks.
     """
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
@@ -215,8 +216,9 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Return the model that plays, after writing the checkpoint as a model if one is given.
+    """Return the model that plays.
 
+    If a checkpoint is given, first write it as a model directory at model.path.
     Raises: ConfigError if the model cannot be made.
     """
     if checkpoint is None:
@@ -348,7 +350,7 @@ async def _play(
 
 
 def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
-    """Return a model's weights in a trainer's packed form, with the buffers in the object store."""
+    """Load a model, pack its weights as a trainer does, and put the buffers in the object store."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     packed = pack_weights(causal_lm, dtype=dtype, is_kept=True)
     return [replace(group, buffer=ray.put(group.buffer)) for group in packed]

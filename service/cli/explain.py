@@ -49,10 +49,12 @@ def run_explain(
     replays: bool = False,
     is_json: bool = False,
 ) -> None:
-    """Recompute the gradients of a step and print them. Raises: ConfigError.
+    """Recompute the gradients of a step and print them.
 
-    Args: top: number of trajectories to show; None: 10 in the table, or all in a JSON document.
-    replays: first train again on the steps between the checkpoint and the step.
+    Args: by: number by which the rows are ordered. top: number of trajectories to show; None shows
+    10 in the table, or all in a JSON document. replays: start from the newest checkpoint before the
+    step, and first train the steps between the two again. Raises: ConfigError if the step cannot
+    be explained.
     """
     source = find_source(run, step)
     # torch warns that a single process reads the checkpoint, which is intended here.
@@ -66,9 +68,10 @@ def run_explain(
 
 
 def ranked(rows: Sequence[Contribution], by: Order) -> list[Contribution]:
-    """Sort rows by the number `by`, largest first; rows whose number is not finite come before all.
+    """Return the rows in descending order of the number that `by` selects.
 
-    One row that is not finite makes the whole update not finite.
+    Rows whose number is not finite come first, because a single such row makes the whole update
+    not finite.
     """
 
     def key(row: Contribution) -> float:
@@ -81,7 +84,11 @@ def ranked(rows: Sequence[Contribution], by: Order) -> list[Contribution]:
 
 
 def describe(found: Explanation, *, by: Order, top: int) -> str:
-    """Return lines for people: the weights, both norms, and the first groups and trajectories."""
+    """Return the text for a terminal: the notes, a table of groups and a table of trajectories.
+
+    The tables show the rows that are largest by the number that `by` selects. top: maximum number
+    of trajectories.
+    """
     step = found.source.step.step
     shown = ranked(found.trajectories, by)[:top]
     lines = [
@@ -106,7 +113,11 @@ def describe(found: Explanation, *, by: Order, top: int) -> str:
 
 
 def notes(found: Explanation) -> list[str]:
-    """Return notes: the weights used, whether the norm agrees, and what the numbers leave out."""
+    """Return notes about the numbers, one in each line.
+
+    They say which weights were used, whether the recomputed gradient norm agrees with the recorded
+    one, and what the numbers leave out.
+    """
     source = found.source
     name = "the model that training started from"
     if source.checkpoint is not None:

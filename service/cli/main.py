@@ -1,7 +1,7 @@
 """The command line `rayloom`, with the commands of `service.cli.commands`.
 
-If possible, errors are found before packages that take seconds to import; the functions of the
-commands import these packages.
+Some packages take seconds to import. Only the functions of the commands import them, so that most
+wrong arguments are refused before these imports.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """A command that refuses an option if the option takes one value and is given twice.
+    """A command that refuses two values for an option that takes one.
 
-    Otherwise the last value would count, and of two data sets only one would be trained.
+    typer alone would use only the last value: of two data sets, the first would be ignored.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """Write to a terminal so that the loss of the terminal never ends a run.
 
-The terminal or pipe may be closed, or the disk of a redirection full. After the first failed write
-the stream is redirected to /dev/null, so that neither later writes nor the interpreter's flush at
-exit fail again. The run's log keeps everything. A character that the stream's encoding
-lacks is written as an escape, which is not a failure.
+A write fails if the terminal or pipe is closed, or if the output goes to a file whose disk is full.
+After the first failed write the stream is redirected to /dev/null, so that neither later writes nor
+the interpreter's flush at exit fail. The run's log keeps everything. A character that the
+stream's encoding lacks is written as an escape, which is not a failure.
 
 The progress of a start is plain lines, so that terminals, notebooks and CI logs show the same text.
 This module imports no large package, so that the first line is printed before any slow import.
@@ -50,9 +50,9 @@ def warn(text: str) -> None:
 
 
 def escape_unencodable(stream: IO[str] | None) -> None:
-    """Make a stream write characters that its encoding lacks as escapes.
+    """Make a stream write an escape for each character that its encoding lacks.
 
-    Example: on a Latin-1 stdout print("…") writes \u2026.
+    Example: on a Latin-1 stdout, an ellipsis becomes a backslash and u2026.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors != ESCAPED:
         with suppress(*LOST):

@@ -96,7 +96,10 @@ def run_rescore(
 def _warn_of_missing_tasks(
     config: Config, found: Sequence[Rescored], verifier: ShadowVerifier
 ) -> None:
-    """Warn of tasks that are no longer in the data; functions got only these tasks' prompts."""
+    """Warn if tasks are no longer in the run's data.
+
+    For such a task, the functions received only the prompt and no other column.
+    """
     with_data = {
         name
         for name, each in config.members.items()
@@ -132,10 +135,10 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether to call, for this trajectory, the functions that score a single answer.
+    """Return whether the functions that score a single answer are called for a trajectory.
 
-    In the environments single_turn and tools, a run calls such functions unless the episode ended
-    without a reply to score. In other environments, return True.
+    In the environments single_turn and tools, a run does not call them if the episode ended
+    without a reply to score. In all other environments they are called.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):

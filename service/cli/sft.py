@@ -60,7 +60,8 @@ def run_sft(
 
     resumed: directory of the training to resume; None starts a new one, in `new_run`.
 
-    Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
+    Raises: ConfigError if the training is refused; KeyboardInterrupt if a signal arrives. Both are
+    raised only before anything starts.
     """
     signals.check()
     run = with_converted_models(given.as_run(num_steps=1), tell=partial(say, err=True))
@@ -188,8 +189,9 @@ def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
 
 
 def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[tuple[Sample, ...]]:
-    """Return the samples of each chat, after a check of the model's files.
+    """Check the model's files, read the chats, and return the samples of each chat.
 
+    was_loaded: whether an earlier start has already loaded the model, as in a resumed training.
     Raises: ConfigError if the model or a chat cannot be used.
     """
     check_model(config.as_run(num_steps=1), model, was_loaded=was_loaded)

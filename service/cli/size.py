@@ -147,10 +147,10 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 
 
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
-    """Return the additional size of the database of a run that `rayloom serve` starts.
+    """Return how much larger the database is if `rayloom serve` starts the run.
 
-    num_turns_kept: number of sessions since the oldest kept checkpoint. of_experts: bytes of a
-    token's recorded experts; None if they are not recorded.
+    num_turns_kept: number of sessions that are kept since the oldest checkpoint. of_experts: bytes
+    that record which experts one token used; None if the architecture is not known.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES
@@ -233,7 +233,10 @@ def _experts(of_token: float, of_experts: int | None) -> str:
 
 
 def _evaluated(config: Config) -> tuple[int, str]:
-    """Return the samples of the largest evaluation, and a note on sets whose size is unknown."""
+    """Return the number of rollouts of the largest evaluation set.
+
+    Also return a note that names the sets whose size is unknown; empty if there are none.
+    """
     own = sum(
         member.tasks.evaluation_tasks * member.evaluation.samples
         for member in config.members.values()
@@ -325,7 +328,10 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return the bytes of a token's recorded experts; None if the architecture is not known."""
+    """Return the bytes that record which experts one token used.
+
+    Return 0 for a model without experts, and None if the architecture is not known.
+    """
     if config.model.path is None:
         return 0
     architecture = _architecture(config)

@@ -1,4 +1,6 @@
-"""`rayloom stop`: stop the runs of a cluster in order, and wait until they have ended.
+"""`rayloom stop`: stop the runs of a cluster, and wait until they have ended.
+
+Without --grace, each run first trains its current step to the end.
 
 People use this command, and so does the hook that Kubernetes calls before it ends the head's pod.
 """

@@ -66,7 +66,7 @@ def run_training(
 ) -> int:
     """Train until the run ends or a signal arrives, and return the exit code.
 
-    Args: stages: display of the start's progress; its current stage is the loading of packages.
+    Args: stages: display of the start's progress; the caller has begun its first stage.
     address: address of the Ray cluster to join; None starts a local cluster. new_run: directory of
     a new run; None chooses one. resume: directory of the run to resume; None starts a new run. The
     caller has checked both (`check_new`, `check_resumable`). checkpoint: with `resume`, the
@@ -74,7 +74,8 @@ def run_training(
     resume a run even if another process holds the run's lease. api: settings for accepting tasks
     over HTTP; None plays the configuration's own tasks. store: location of a new run's database.
     trial: selects which of the user's functions are called before the start. Raises: ConfigError
-    before anything starts; KeyboardInterrupt if a signal arrives before that.
+    if the run is refused; KeyboardInterrupt if a signal arrives. Both are raised only before
+    anything starts.
     """
     signals.check()
     if resume is not None:

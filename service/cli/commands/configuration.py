@@ -1,4 +1,4 @@
-"""The options that several commands have, and the configuration that they name."""
+"""The options that several commands share, and functions that make a configuration from them."""
 
 from __future__ import annotations
 
@@ -105,9 +105,10 @@ def run_configuration(
     overrides: list[str],
     group_rewards: Sequence[str] = (),
 ) -> Config:
-    """Return the file's configuration, or a configuration for a data set and rewards.
+    """Return the configuration of `file`, or without a file a new one for the data set and rewards.
 
-    Raises: ConfigError if the arguments name neither, or if the configuration is refused.
+    Raises: ConfigError if there is neither a file nor a data set with rewards, or if the
+    configuration is refused.
     """
     tasks = tasks_of(dataset, rewards, tools, group_rewards)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
@@ -132,9 +133,10 @@ def run_configuration(
 def sft_configuration(
     file: Path | None, *, dataset: str | None, model: str | None, overrides: list[str]
 ) -> SftConfig:
-    """Return the file's configuration, or a configuration for a data set of chats.
+    """Return the configuration of `file`, or without a file a new one for a data set of chats.
 
-    Raises: ConfigError if the arguments name neither, or if the configuration is refused.
+    Raises: ConfigError if there is neither a file nor a data set, or if the configuration is
+    refused.
     """
     given = [] if dataset is None else [f"sft.dataset={json.dumps(dataset)}"]
     if file is not None:
@@ -151,8 +153,8 @@ def sft_configuration(
 def own_config(run: Path, *, option: str = "--resume ", is_sft: bool = False) -> Path:
     """Return the configuration file in a run's directory. Raises: ConfigError if there is none.
 
-    option: the option that named the directory, for messages. is_sft: whether the directory of a
-    supervised training is accepted.
+    option: the command-line option with which the user named the directory; errors quote it.
+    is_sft: accept the directory of a supervised training; otherwise such a directory is refused.
     """
     from service.launch.run_dir import RunDir, check_no_sft
 
@@ -167,7 +169,10 @@ def own_config(run: Path, *, option: str = "--resume ", is_sft: bool = False) ->
 
 
 def with_model(overrides: list[str], model: str | None) -> list[str]:
-    """Return the overrides with one for --model, quoted because a name may look like a number."""
+    """Return the overrides, with overrides added that select the model of the option --model.
+
+    The model's name is quoted as JSON, because YAML would read some names as numbers.
+    """
     if model is None:
         return list(overrides)
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
@@ -184,7 +189,11 @@ def converted(config: Config) -> Config:
 
 
 def use_functions(run: Path | None) -> None:
-    """Make the functions importable that `rayloom.train` stored in a run's directory, if any."""
+    """Put a run's stored functions on the import path of this process and its child processes.
+
+    `rayloom.train` stores the user's functions in the run's directory. Without a run, or if it has
+    no stored functions, nothing changes.
+    """
     from service.launch.run_dir import RunDir
 
     if run is None or not (functions := RunDir(path=run).functions).is_dir():
@@ -196,7 +205,10 @@ def use_functions(run: Path | None) -> None:
 
 
 def trial_of(call: bool | None, answer: str | None) -> Trial:
-    """Return the selection of the user's functions that are called before the start."""
+    """Return which of the user's functions are called before the start.
+
+    call: the value of --call; None if the option was not given. answer: the value of --answer.
+    """
     from service.config.trial import Trial
 
     return Trial(functions=call is not False, judges=call is True, answer=answer)

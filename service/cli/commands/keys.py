@@ -66,7 +66,7 @@ def keys_create(
 ) -> None:
     """Create a key for the API of a run, and print it; it cannot be printed again.
 
-    The command also works while the run is running. The default of each limit is that of
+    The command also works while the run is running. A limit that is not given is taken from
     service.key_limits.
     """
     place, name = _run_and_name(run_and_name, run)
@@ -161,9 +161,10 @@ def _day(moment: float) -> str:
 
 @contextmanager
 def _opened(run: Path) -> Iterator[RunStore]:
-    """Open a run's database in the block; update an older format if no process holds the run.
+    """Open a run's database for the `with` block. If its format is older, migrate it first.
 
-    Raises: ConfigError if there is no run, or the database cannot be opened.
+    Raises: ConfigError if there is no run, if the database cannot be opened, or if it must be
+    migrated while a process holds the run.
     """
     from service.launch.run_dir import RunDir
 

@@ -1,4 +1,4 @@
-"""The commands that read, copy or move a run, and those that play with its checkpoints."""
+"""The commands for an existing run: `rescore`, `export`, `move`, `backup` and others."""
 
 from __future__ import annotations
 
@@ -235,9 +235,10 @@ def evaluate(
 
 
 def _evaluation_section(config: Config, name: str) -> str:
-    """Return the key of the section with a set's sampling.
+    """Return the dotted key of the section that has the sampling settings of an evaluation set.
 
-    name: name of the set; empty for the run's own. Raises: ConfigError if there is no such set.
+    name: name of the set; empty for the run's own held-out tasks.
+    Raises: ConfigError if there is no such set.
     """
     sections = {"": "evaluation"}
     sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}
