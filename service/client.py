@@ -7,7 +7,7 @@
         client.submit("guessing", [TaskBody(id="task-1")])
         print(client.wait("task-1").reward)
 
-Every request may be repeated, because the service recognizes its ids and does the work only once.
+Every request may be repeated: the service recognizes the ids in it and does the work only once.
 The client therefore repeats a request that got no answer, after growing pauses with jitter.
 `rayloom submit` uses this module, and so may any program.
 """

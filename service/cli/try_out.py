@@ -303,7 +303,10 @@ def _step(environment: Environment, action: Action) -> Callable[[], Awaitable[St
 
 
 async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """Return a call's result. Raises: _Unplayed if the call raises or exceeds its time limit."""
+    """Make the call and return its result. method: name of the called method, for errors.
+
+    Raises: _Unplayed if the call raises an error or exceeds its time limit.
+    """
     try:
         return await bounded(call, limit_s=limit_s)
     except CallTimedOut as error:
@@ -359,9 +362,9 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
 
 
 async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
-    """Return the reply that the user types, up to an empty line, and its source.
+    """Read a reply that the user types and ends with an empty line.
 
-    Raises: EOFError if the input has ended.
+    Returns: the reply, and "typed" as its source. Raises: EOFError if the input has ended.
     """
     how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
     say(f"\nyour reply, ended by an empty line.{how}")
@@ -377,7 +380,10 @@ async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[
 async def _sampled(
     request: TryRequest, chat: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> tuple[Action, str]:
-    """Return a reply of the model and its source. Raises: _Unplayed if the request fails."""
+    """Request a reply from the model behind the API.
+
+    Returns: the reply, and the model's name as its source. Raises: _Unplayed if the request fails.
+    """
     assert request.base_url is not None
     body = {
         "model": request.model,

@@ -1,9 +1,9 @@
 """Recompute a step's gradient from the journal and a checkpoint, split by trajectory. Uses no Ray.
 
-The journal has the trained samples and advantages, the functions of the merge actor compute the
-loss weights of the rows, and one rank of the trainer computes the gradients with the trainer's loss
-in this process. The sources are the step's journal file, its record and an earlier checkpoint.
-Reads only. Called by `rayloom explain`.
+The journal has the trained samples and their advantages. The functions of the merge actor compute
+the loss weights of the rows. One rank of the trainer, in this process, computes the gradients with
+the trainer's loss. The inputs are the step's journal file, the step's record and an earlier
+checkpoint. This module only reads files. It is called by `rayloom explain`.
 """
 
 from __future__ import annotations
@@ -323,7 +323,10 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """Return the mean norm of the finite updates, as a step records; infinity if none is finite."""
+    """Return the gradient norm of a step in the same way as the step's record states it.
+
+    It is the mean norm of the updates whose norm is finite; infinity if there is no such update.
+    """
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -334,7 +337,10 @@ def _trajectories(
     *,
     own: Mapping[str, float],
 ) -> tuple[Contribution, ...]:
-    """Describe the trajectories. own: `own_shares` by trajectory; a missing value counts as 1."""
+    """Return the contribution of each trajectory to the step's updates.
+
+    own: each trajectory's own share (see `own_shares`) by trajectory id; a missing one counts as 1.
+    """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
         for entry, part in zip(entries, update.rows, strict=True):
@@ -425,9 +431,11 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return the share of each advantage that remains at least when one other member is left out.
+    """Return the share of each member's advantage that does not depend on any other single member.
 
-    f_i = min(1, min_{j != i} |A_i without j| / |A_i|); 1 for A_i = 0 and in groups of two.
+    Leave out each other member j in turn, and compute the advantage A_i of member i again. The
+    share f_i = min(1, min_{j != i} |A_i without j| / |A_i|) is the least part that remains of A_i.
+    It is 1 for A_i = 0 and in groups of two.
 
     Args: returns: [G] float, returns of the baseline's members. Returns: [G] float, in [0, 1].
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded

@@ -4,9 +4,9 @@ No tokenizer is needed: lengths, repetition and copying are counted in tokens. T
 small, because the audit keeps those of the newest hundred steps. Called by the recorder of a run,
 through `hacking_watch`, and by `rayloom inspect --hacking`.
 
-A pattern is a mark on some trajectories. A `Window` compares its share in the newest steps with its
-share in the earlier steps, and the reward of marked trajectories with the reward of others in their
-group.
+A pattern marks the trajectories that show it. A `Window` compares the share of marked trajectories
+in the newest steps with their share in the earlier steps. It also compares the reward of marked
+trajectories with the reward of unmarked trajectories of the same group.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFeatures:
-    """N trajectories of one environment in one step; every column is [N]."""
+    """N trajectories of one environment in one step; every column has N values."""
 
     step: int
     environment: str
@@ -109,7 +109,11 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return whole groups, with at most MAX_TRAJECTORIES together, chosen by the groups' ids."""
+    """Return a sample of whole groups that has at most MAX_TRAJECTORIES trajectories.
+
+    A hash of the group ids orders the groups, so that the sample is the same each time. One group
+    is always returned, even if it is larger.
+    """
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
     groups: dict[str, list[Trajectory]] = {}
@@ -180,17 +184,20 @@ def _codes(names: Sequence[str]) -> Ints:
 
 
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
-    """Return a code of the environment's answer, or of the last turn's tokens without an answer."""
+    """Return a code that is equal for equal answers.
+
+    If the environment reported no answer, the code is of the last turn's tokens.
+    """
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
     return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """Return the token with which most answers end; -1 if no answer ends with a stop.
+    """Return the token with which most answers end; -1 if no answer was ended by a stop.
 
-    Answers of a single token count only if there are no longer ones, because that token may be text
-    that a stop string ended.
+    If any of these answers has several tokens, answers of a single token are ignored: their token
+    may be text that a stop string ended, and no stop token.
     """
     ended = [
         parts[-1]
@@ -246,7 +253,10 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Return each component's [N] sums over the turns, by its name in the step's record."""
+    """Return the reward components by the names that the step's record gives them.
+
+    Each array has N values: for each trajectory, the component's sum over the turns.
+    """
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
@@ -261,9 +271,9 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
     """Return the number of missing members of all groups.
 
-    A group should have as many members as its highest member number implies, or as most groups have
-    if that is more. Example: 2 for members 0, 1 and 4; 3 for members 0 and 1 if most groups have
-    five.
+    The full size of a group follows from the highest number among its members. If more than half
+    of the groups have a larger size, that size counts. Example: a group with the members 0, 1 and 4
+    misses 2; if most groups have five members, a group with the members 0 and 1 misses 3.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:
@@ -412,9 +422,10 @@ class Window:
         return marked_mean - unmarked_mean
 
     def onset(self, values: Floats, *, before: float, now: float) -> int:
-        """Return the step number from which all values are nearer to `now` than to `before`.
+        """Return the number of the step at which the values changed from `before` to `now`.
 
-        values: [number of steps]. Single steps may be exceptions.
+        From this step on, the values are nearer to `now` than to `before`; single exceptions are
+        allowed. values: [number of steps].
         """
         is_new = (values - before) / (now - before) >= 0.5
         first = len(values) - 1

@@ -2,7 +2,7 @@
 
 A pattern is reported if it is new in the run (its share in the newest steps exceeds its earlier
 share) and pays (its trajectories get more reward than others of their group). Each pattern has a
-threshold. The thresholds were set on runs with other seeds than those counted in `docs/hacking.md`.
+threshold. `docs/hacking.md` counts the findings in runs that were not used to set the thresholds.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A rise of the share of trajectories that show a pattern (marked trajectories).
+    """A rise of the share of marked trajectories, which are those that show a pattern.
 
-    mark: [N], the marked trajectories that count. before, now: the share in the earlier and in the
-    newest steps. onset: the step in which the rise began.
+    mark: [N], whether each trajectory is marked and belongs to those among which the share was
+    computed. before: the share in the earlier steps. now: the share in the newest steps. onset: the
+    step in which the rise began.
     """
 
     mark: Bools
@@ -104,10 +105,11 @@ def _rise(
     min_rise: float = MIN_RISE,
     before: float | None = None,
 ) -> _Seen | None:
-    """Return the rise of the share of marked trajectories in the newest steps, or None.
+    """Return the rise of the share of marked trajectories in the newest steps; None if too small.
 
-    among: the trajectories of which the share is taken. before: the share with which the newest
-    share is compared; None uses the median share of the earlier steps.
+    among: the trajectories among which the share is computed. before: the share with which the
+    newest share is compared; None uses the median share of the earlier steps. min_share: smallest
+    newest share that counts. min_rise: smallest difference of the two shares that counts.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)
@@ -127,7 +129,11 @@ def _rise(
 
 
 def _pays(window: Window, gains: Floats | None) -> bool:
-    """Return whether the mean gain is large for the range of returns and for its standard error."""
+    """Return whether marked trajectories clearly earn more than unmarked ones.
+
+    The mean gain must be large compared with the range of returns, and compared with the standard
+    error of the mean. gains: see `Window.gains`.
+    """
     if gains is None:
         return False
     mean, error = float(gains.mean()), float(gains.std(ddof=1)) / len(gains) ** 0.5
@@ -137,8 +143,8 @@ def _pays(window: Window, gains: Floats | None) -> bool:
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
     """Return whether marked trajectories of the newest steps earn more than earlier trajectories.
 
-    Use this only for a mark that no honest trajectory has, if too few unmarked trajectories remain
-    for `_pays`.
+    This replaces `_pays` if nearly all newest trajectories are marked, so that too few unmarked
+    ones remain for a comparison. Use it only for a pattern that no honest trajectory shows.
     """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
@@ -151,13 +157,17 @@ def _reward_before_and_now(window: Window) -> tuple[float, float]:
 
 
 def _share(window: Window, kind: Kind, seen: _Seen, what: str, *, rest: str = "") -> Finding:
-    """Make a finding about a share. what: the end of a sentence "the trajectories …"."""
+    """Return a finding whose text states the share of trajectories that show a pattern.
+
+    what: the predicate of the sentence, such as "say the same over and over". rest: more text for
+    the end of the sentence.
+    """
     text = f"{_percent(seen.now)} of the trajectories {what}, {_percent(seen.before)} before{rest}"
     return _finding(window, kind, seen, text)
 
 
 def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
-    """Make a finding. text: the end of a sentence that begins "in steps 31 to 40, …"."""
+    """Return a finding about a rise. text: continues the sentence "in steps 31 to 40, …"."""
     last = int(window.step_numbers[-1])
     before, now = _reward_before_and_now(window)
     since = f"in steps {seen.onset} to {last}" if seen.onset < last else f"in step {last}"
@@ -177,7 +187,10 @@ def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
 
 
 def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
-    """Return examples from the newest steps: the highest rewards first, each from another group."""
+    """Return ids of marked trajectories of the newest steps, at most one of each group.
+
+    The trajectories with the highest rewards come first.
+    """
     chosen = np.flatnonzero(mark & window.is_recent)
     ids = [name for each in window.steps for name in each.ids]
     found: dict[int, str] = {}
@@ -227,9 +240,10 @@ def _equal_answers(window: Window) -> Finding | None:
 
 
 def _most_frequent(answers: Ints, tasks: Ints, among: Bools) -> tuple[int | None, int, float]:
-    """Return the answer of the most tasks, the number of these tasks, and the answer's share.
+    """Find the answer that was given to the largest number of different tasks.
 
-    The share is taken of the trajectories in `among`. Without trajectories, return None, 0 and 0.
+    Only the trajectories in `among` count. Returns: the answer's code, the number of tasks to which
+    it was given, and the share of trajectories that gave it; without trajectories None, 0 and 0.
     """
     if not among.any():
         return None, 0, 0.0
@@ -344,18 +358,22 @@ def _component_falls(window: Window) -> Finding | None:
 
 
 def _range(window: Window, name: str) -> float:
-    """Return the range of the earlier steps' values without a few extremes."""
+    """Return the range of a reward component's values in the earlier steps.
+
+    The least and the greatest 1 % of the values are ignored.
+    """
     values = window.component(name)
     known = values[~np.isnan(values) & ~window.is_recent & window.is_graded]
     return float(np.ptp(np.percentile(known, (1, 99)))) if known.size else 0.0
 
 
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
-    """Return a component's fall as a share of `width`, and its earlier value; None without a fall.
+    """Return by how much a component's mean fell, and its earlier value; None if it did not fall.
 
-    Compare the newest value with all earlier steps, and then with only the last LATELY_STEPS: a
-    component that rose while the policy learnt has a wide spread over all steps. A fall within the
-    earlier noise does not count. width: the component's range.
+    The fall is a share of `width`, the component's range. A fall within the earlier noise does not
+    count. The newest mean is first compared with all earlier steps. A component that rose while the
+    policy learnt has a wide spread over all these steps and would hide a fall. The newest mean is
+    therefore also compared with only the last LATELY_STEPS earlier steps.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -431,8 +449,9 @@ def _failures(window: Window) -> Finding | None:
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
     """Return whether low rewards became rarer, as if failed rollouts had replaced them.
 
-    The decrease must be greater than chance, and about as large as if all additional failed
-    rollouts would have had low rewards. is_low: [N]. failed: rise of the share of failed rollouts.
+    The decrease must be larger than chance explains. It must also be about as large as expected if
+    each additional failed rollout replaced one with a low reward. is_low: [N], whether a
+    trajectory's reward is low. failed: rise of the share of failed rollouts.
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])
@@ -498,7 +517,7 @@ class Detector:
         self._last_seen: dict[tuple[str, Kind], int] = {}
 
     def see(self, features: Sequence[StepFeatures]) -> list[Finding]:
-        """Add a step, with a part for each environment. Returns: the new findings."""
+        """Add a step, and return the new findings. features: one part for each environment."""
         new = []
         for part in features:
             steps = self._steps.setdefault(part.environment, deque(maxlen=KEPT_STEPS))

@@ -1,4 +1,4 @@
-"""Audit a run's journal for reward hacking, during or after the run, and describe it.
+"""Audit a run's journal for reward hacking, during or after the run, and describe the findings.
 
 Called by `rayloom inspect --hacking`, and by the recorder for the steps of an earlier process.
 
@@ -35,7 +35,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The record of a step with findings or verdicts."""
+    """A record of the audit: a finding, or the shadow verifier's verdicts on one step."""
 
     step: int
     term: int
@@ -68,10 +68,10 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> list[Line]:
-    """Read the records of the steps that the run has not undone; omit an incomplete line.
+    """Read the records of the steps that the run has not undone; ignore a line that is incomplete.
 
-    surviving: the steps of the journal with their terms. Lines of older steps always count.
-    Raises: OSError.
+    surviving: the journal's steps that were not undone, each with its term. Records of steps that
+    are older than the journal's first step are always read. Raises: OSError.
     """
     file = run_dir / FILE
     if not file.is_file():

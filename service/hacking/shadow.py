@@ -2,7 +2,7 @@
 
 It is a reward function and is called like one (`actors.environment.reward_functions`), with the
 task's columns and the last reply. The sample depends only on the trajectories' ids. A missing score
-is not an error. In a run it has a separate process, because it is the user's code.
+is not an error. In a run the verifier has a separate process, because it is the user's code.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ class ShadowVerifier:
         }
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
-        """Return whether the score is at least VERIFIED; if there is no score, as `score`."""
+        """Return whether the score is at least VERIFIED.
+
+        If there is no score, return what `score` returned: a reason or None.
+        """
         score = await self.score(trajectory)
         return score >= VERIFIED if isinstance(score, float) else score
 
@@ -117,8 +120,8 @@ class ShadowVerifier:
     async def score_group(self, group: Sequence[Trajectory]) -> Sequence[float | None] | str:
         """Score the last replies of a group's trajectories together with the function.
 
-        Returns: the score of each trajectory, None if the function returned None for it; a text
-        with the reason if there are no scores.
+        Returns: a score for each trajectory, or None for a trajectory that the function did not
+        score. If the call failed, return the reason as a text.
         """
         columns = self._columns(group[0])
         replies = [self._last_reply(each) for each in group]
@@ -137,10 +140,10 @@ class ShadowVerifier:
         *,
         extras: frozenset[str] = frozenset(),
     ) -> _Found | str:
-        """Call the function by `ask`, with the run's settings for the trajectory's environment.
+        """Set the run's settings for the trajectory's environment, and then call the function.
 
-        extras: see `RewardFunction.check`. Returns: the answer of `ask`; a text with the reason if
-        the call failed.
+        ask: makes the call. columns, extras: checked by `RewardFunction.check`. Returns: what `ask`
+        returned; a text with the reason if the call failed.
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.

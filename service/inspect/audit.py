@@ -78,10 +78,10 @@ MAX_UNRECORDED = 2
 class Audit:
     """The result of an audit.
 
-    unchecked: why a check could not be made, by check. missing_steps: steps that the run recorded
-    and whose file should still be kept, but that have no file. unrecorded_steps: steps that have a
-    file, but are unfinished or were interrupted. refused_steps: steps that trained nothing because
-    the trainer refused their updates.
+    unchecked: for each check that could not be made, the reason. missing_steps: recorded steps
+    whose journal file should still exist but does not. unrecorded_steps: steps that have a file,
+    but are unfinished or were interrupted. refused_steps: steps that trained nothing because the
+    trainer refused their updates.
     """
 
     num_steps: int
@@ -141,7 +141,7 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """A checker of a journal's steps, given the database's steps and ledger events."""
+    """Checks steps of a journal against the steps and the ledger events in the run's database."""
 
     def __init__(
         self, journal: OpenJournal, recorded: Iterable[int], events: Sequence[LedgerEvent] | None
@@ -315,9 +315,9 @@ _WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 def check_groups(
     step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
 ) -> Iterator[Offence]:
-    """Yield the violations of the invariants that concern a group, for all groups of a step.
+    """Check the groups of a step, and yield each violation of an invariant that concerns a group.
 
-    Args: admitted: newest ledger event by group and rollout; None if the ledger is not known.
+    admitted: by group id, the newest event of each rollout; None if the ledger is not known.
     """
     groups: dict[str, list[TrajectoryEntry]] = {}
     for entry in step.entries:
@@ -408,10 +408,10 @@ def _check_member(
 def _check_sum(
     members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
 ) -> Iterator[tuple[Check, str]]:
-    """Yield a problem if the advantages of a group do not add up to 0, although they must.
+    """Yield a problem if the advantages of a group should add up to 0 but do not.
 
-    With the baselines mean and leave-one-out they must, whatever the scale. An untrained member
-    counts with the advantage that the group's returns give it.
+    They should with the baselines mean and leave-one-out, whatever the scale. For a member that
+    was not trained, the advantage is used that follows from the group's returns.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
@@ -461,7 +461,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return ledger events by group id and rollout id, given those by rollout id in `newest`."""
+    """Sort events into groups: return them by group id and rollout id. newest: by rollout id."""
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
@@ -519,7 +519,7 @@ def missing_steps(
 ) -> tuple[int, ...]:
     """Return the recorded steps that should have a journal file but have none.
 
-    Args: recorded: steps in the database. plan: has the number of kept steps; None if unknown.
+    recorded: steps in the database. plan: says how many journal files are kept; None if unknown.
     Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
     """
     first, last = min(present), max(present)
@@ -533,7 +533,7 @@ def missing_steps(
 def steps_beyond(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> Iterator[Offence]:
-    """Yield a violation for each step that has a file (`present`), but that cannot have begun."""
+    """Yield a violation for each step in `present` that the run cannot have begun."""
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED
     if plan is not None:

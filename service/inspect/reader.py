@@ -44,9 +44,9 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
     """Return the parts of the run's terms that were not undone, as the run's database records them.
 
-    Each part (`Span`) maps to the ids of its refused rollouts: the trainer refused their update
-    because it was not finite, but the journal, written before, records them as trained. Return None
-    if a journal was copied without the database.
+    Each part (`Span`) maps to the ids of its refused rollouts. A rollout is refused if the trainer
+    refused its update, which was not finite. The journal records such a rollout as trained, because
+    it was written before the update. Return None if the journal was copied without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:
@@ -105,10 +105,10 @@ def surviving_files(
 ) -> list[JournalFile]:
     """Return one journal file for each step, without the files of steps that were undone.
 
-    Args: spans: the terms that were not undone entirely, each with the last step that counts; if
-    None, the newest term of each step counts.
-    Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. The files are
-    those of steps 1 and 2 of term 1, and of step 3 of term 2.
+    Args: spans: each term of which at least one step was not undone, with the last such step. If
+    None, each step's file of the newest term is returned.
+    Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. Returned are
+    term 1's files of steps 1 and 2, and term 2's file of step 3.
     """
     if spans is None:
         return list({file.step: file for file in files}.values())
@@ -254,10 +254,10 @@ def load_step(path: Path) -> JournalStep:
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
-    """Return the trajectory with a name, and its step; the newest if there were several attempts.
+    """Return the step and the entry of the trajectory that a name denotes.
 
-    Args: name: the trajectory's id, its rollout's id, or TASK-MEMBER, which is the task's id and
-    the member's number in the group, and also the id of a session.
+    If a rollout had several attempts, the newest is returned. Args: name: a trajectory's id, a
+    rollout's id, a session's id, or TASK-MEMBER (a task's id, and a member's number in the group).
     Raises: UnknownTrajectory if no trajectory has the name; ConfigError if a file cannot be read.
     """
     known: list[str] = []

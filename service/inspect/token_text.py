@@ -147,8 +147,8 @@ def token_text(
 ) -> TokenText:
     """Return a converter with the tokenizer of a model, or one that shows ids if there is none.
 
-    Args: model: directory or hub name; None if the model is not known. why_not: the note if `model`
-    is None.
+    Args: model: directory or hub name; None if the model is not known. why_not: the reason why the
+    model is not known, which becomes the converter's note.
     """
     if model is None:
         return TokenText(note=why_not)

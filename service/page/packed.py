@@ -1,9 +1,9 @@
-"""The web page on runs, packed into one HTML file with its program, its styles and maybe its data.
+"""The web page about runs, packed into one HTML file with its program and its styles.
 
-The data is a JSON document, such as a trajectory. Without a document, the page requests its data
-from the API that served it. `make page` builds `packed.html` from `src/`; only this command needs
-npm. The page contains no address and requests only the run's own API; its content security policy
-enforces that.
+The file may also contain the page's data, a JSON document. Without a document, the page requests
+its data from the API that served it. `make page` builds `packed.html` from `src/`; only this
+command needs npm. The page contains no address and requests only the run's own API; its content
+security policy enforces that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data of a run's page: one JSON tree with the same form for a finished and a live run.
 
-This module and `tables` make all texts, also the explanations of the numbers; the page draws the
-columns of the steps. report.html contains this tree, and the API serves it for the page at `/`.
-Only `write_report` has side effects.
+This module and `tables` make all texts of the page, including the explanations of the numbers. The
+page draws charts from the numbers of the steps. report.html contains this tree, and the API serves
+it for the page at `/`. Only `write_report` has side effects.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def ending(summary: RunSummary) -> str:
 
 
 def checks(summary: RunSummary, totals: RunTotals) -> list[dict[str, str | bool]]:
-    """Return the guarantees of the run: each one's name, whether it is kept, and its violation."""
+    """Return the guarantees of a run.
+
+    Each has a name, whether the run kept it, and a text that describes the violation if it did not.
+    """
     num_breaks = totals.num_version_breaks
     found = [
         ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
@@ -177,7 +180,7 @@ def _resumes_and_memory(summary: RunSummary) -> str:
 
 
 def _statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Return the values that the known statistics measure, each value with its explanation."""
+    """Return (name, explanation) pairs for the quantities that the run's statistics measure."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS
@@ -250,7 +253,7 @@ def _definitions() -> tuple[tuple[str, str], ...]:
 
 
 def help_of(name: str) -> str:
-    """Return the explanation of a statistic, worded to follow its name on the page."""
+    """Return a statistic's explanation, without a capital: the page shows it after the name."""
     text = BY_NAME[name].help.replace("`", "")
     return text[0].lower() + text[1:]
 

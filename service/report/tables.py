@@ -178,10 +178,10 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Return the texts without the first and last lines that all texts share, and without a shared
-    end marker.
+    """Return the texts without the first and last lines that all texts share.
 
-    Example: _differing_lines(["to\n1 + 1?<|end|>", "to\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
+    An end marker that all texts share is removed too. Example: two prompts that differ only in
+    their last lines, "1 + 1?<|end|>" and "1 + 2?<|end|>" -> ["1 + 1?", "1 + 2?"]
     """
     texts = [text.rstrip() for text in texts]
     bare = [re.sub(r"(<[^<>\s]+>)+$", "", text) for text in texts]
@@ -352,8 +352,9 @@ def _rest(in_flight: int, queue: QueueStats) -> int:
 
 
 def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
-    """Return a table of the rollouts that wait for a step, and of the time that each side of the
-    queue has waited.
+    """Return a table on the queue: its waiting trajectories, its counts and its waiting times.
+
+    It has a waiting time for each side of the queue: the producer and the consumer of trajectories.
     """
     if queue is None:
         return Table(caption="Queue", header=(), rows=())
