@@ -1,10 +1,10 @@
 """Generate the parts of the chart that come from other sources: `python -m deploy.chart_schema`.
 
-helm/values.schema.json is written by hand except for two parts: `properties.config`, which is the
-schema of the configuration tree, so that helm refuses a key that Rayloom does not know; and the
-definitions `io.k8s.…`, which are Kubernetes' strict definitions, so that helm refuses a typo inside
-an affinity or a volume. helm/files/config-defaults.yaml has the defaults of the tree that the
-templates read. Tests compare each file with its source. This module needs the development tools.
+helm/values.schema.json is written by hand except for two parts. `properties.config` is the schema
+of the configuration tree; with it, helm refuses a key that Rayloom does not know. The definitions
+`io.k8s.…` are Kubernetes' own strict ones; with them, helm refuses a typo inside an affinity or a
+volume. helm/files/config-defaults.yaml has those defaults of the configuration that the templates
+read. Tests compare each file with its source. This module needs the development tools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
 def schema_text(written: str) -> str:
-    """Return the chart's schema with new versions of its generated parts."""
+    """Return the chart's schema with its generated parts replaced by new ones.
+
+    written: text of the current helm/values.schema.json.
+    """
     schema = json.loads(written)
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}

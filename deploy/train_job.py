@@ -28,7 +28,10 @@ LAST_SCRAPES_S = 120.0
 
 
 class RunArguments(BaseModel):
-    """The configuration and directories of a run, as the chart passes them also to `serve_app`."""
+    """The configuration and the directories of a run.
+
+    The chart passes them to this module, or as the arguments of the application to `serve_app`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

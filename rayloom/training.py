@@ -337,9 +337,9 @@ def _new_directory(
 
 @contextmanager
 def _removed_if_refused(directory: Path) -> Iterator[Path]:
-    """Yield the directory for a run's functions.
+    """Yield the directory in which a run's functions are stored.
 
-    If the block raises ConfigError, remove the directories that did not exist before it.
+    If the block raises ConfigError, remove the directories that were created during the block.
     """
     store = RunDir(path=directory).functions
     made = [path for path in (store, *store.parents) if not path.exists()]
@@ -401,9 +401,10 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
 
 
 def _name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which a run imports a function; store a function that has no such name.
+    """Return the name by which a run imports a function.
 
-    store: directory of the run's functions. what: the argument, for an error's text.
+    A function that cannot be imported by name is first stored in `store`, the directory of the
+    run's functions. what: name of the argument that contains the function, for errors.
     """
     if isinstance(function, str):
         return function

@@ -238,8 +238,8 @@ def _mend(tree: dict[str, Any]) -> None:
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
     """Return the tree without nulls, which the SDK writes for unset fields and Grafana refuses.
 
-    keeps: whether to keep the nulls directly in `node`, as in a threshold's step, where null is the
-    smallest number.
+    keeps: keep the nulls directly in `node`. In a threshold's steps, null means minus infinity and
+    must stay.
     """
     if isinstance(node, list):
         return [_without_null(item, keeps=keeps) for item in node]
@@ -372,7 +372,7 @@ P = TypeVar("P", stat.Panel, timeseries.Panel, heatmap.Panel)
 
 
 def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
-    """Return the builder with the options that panels of every look have."""
+    """Set the options that all panels have, whatever their look, and return the builder."""
     builder = (
         builder.id(number)
         .grid_pos(place)

@@ -1,9 +1,10 @@
 """Convert rules.yaml to Prometheus' rules: `python -m deploy.rules` writes helm/files/rules/.
 
-RUN_LABELS in rules.yaml is replaced by the labels that distinguish runs, and PLACE_LABELS by those
-that distinguish releases. The chart's PodMonitor adds `release` to every series, and Prometheus'
-operator adds `namespace`; `cluster` is needed if Thanos or Mimir evaluates the rules for several
-clusters. A series without one of these labels, as on a laptop, is grouped with an empty value.
+RUN_LABELS in rules.yaml is replaced by the labels that distinguish runs, and PLACE_LABELS by the
+labels that distinguish releases. The chart's PodMonitor adds `release` to every series, and
+Prometheus' operator adds `namespace`; `cluster` is needed if Thanos or Mimir evaluates the rules
+for several clusters. A series without one of these labels, as on a laptop, is grouped with an empty
+value.
 
 Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
 `{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
@@ -26,7 +27,10 @@ _DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
 
 
 def rules_text(*, scale: float = 1.0) -> str:
-    """Return the rules as YAML. scale: factor for all durations; at least 1 ms remains of each."""
+    """Return the rules as YAML.
+
+    scale: factor for all durations; a shortened duration is at least 1 ms.
+    """
 
     def scaled(found: re.Match[str]) -> str:
         amount, unit, is_number = found.groups()

@@ -140,7 +140,10 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Return the stack's running processes by name; ignore a foreign process with a reused id."""
+    """Return the stack's running processes by name.
+
+    If an ended process's id now belongs to another process, that process is not returned.
+    """
     found = {}
     for name, process in _processes(directory).items():
         try:

@@ -85,8 +85,9 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace some values of a dead process, until the next process with its role pushes.
+        """Replace some values of a dead process.
 
+        The first push of its successor, which has the same role, replaces the new values.
         Args: role: the role of the dead process. values: the metric families with new values.
         """
         names = {family.name for family in values}

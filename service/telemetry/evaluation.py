@@ -2,8 +2,8 @@
 
 A rollout that ended with an error (`UNSCORED`) does not count as one of the n samples, so it cannot
 lower the results; it is counted only in the outcomes. The value of a sample is its return, divided
-by the best possible return if that is known. The training loop, the requests of operators and
-`rayloom evaluate` call this module.
+by the best possible return if that is known. This module is called for evaluations that the
+training loop schedules, for those that an operator requests, and by `rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def evaluation_record(
 
 
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
-    """Return the sampling settings with which to record the joint result of a mixture's parts.
+    """Return the sampling settings for the record that combines the parts of a mixture.
 
-    If the settings of the parts differ, return those of the first part, without pass@k.
+    If the parts have different settings, return the first part's settings without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())
@@ -98,8 +98,8 @@ def evaluation_file(step: int, what: str) -> str:
 def is_scored(summary: TrajectorySummary) -> bool:
     """Return whether the rollout has a return that counts in the results.
 
-    A rollout that was truncated counts; a rollout without a sampled token, or that ended with an
-    error, does not.
+    A rollout that was truncated counts. A rollout does not count if it has no sampled token or
+    ended with an error.
     """
     return summary.num_sampled > 0 and summary.outcome not in UNSCORED
 

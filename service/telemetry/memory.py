@@ -1,8 +1,8 @@
 """Measure the memory of a run on one machine: a process and all its descendants.
 
 A memory page that processes share, such as a page of Ray's object store, counts once (the kernel's
-proportional set size). The supervisor of a run that has started its own Ray calls this module; any
-run that restarts one of its actors calls `memory_shortage`.
+proportional set size). A run measures its memory only if it has started its own Ray. Every run
+calls `memory_shortage` after it has restarted one of its actors.
 """
 
 from __future__ import annotations

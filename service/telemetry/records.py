@@ -102,7 +102,7 @@ class EvaluationSample:
 class EvaluationRecord:
     """The results of one evaluation on held-out tasks.
 
-    The schedule or an operator's request began the evaluation.
+    The evaluation was begun either by the run's schedule or by an operator's request.
     """
 
     step: int
@@ -253,8 +253,9 @@ def evaluation_line(record: EvaluationRecord) -> str:
 
     Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
 
-    If an operator requested it, or tasks have several samples, the line continues: , 8 samples each
-    at temperature 0.6  pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
+    The line is longer if an operator requested the evaluation or if tasks have several samples:
+    evaluation  v20  reward 0.55 (best 1)  64 held-out tasks, 8 samples each at temperature 0.6
+    pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
     """
     tasks = units.plural(record.num_tasks, "held-out task")
     reward = _reward(record, record.scaled_reward_mean)

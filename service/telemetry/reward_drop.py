@@ -1,11 +1,12 @@
 """Detect that the mean return of a run has collapsed.
 
-The mean return of the newest steps is compared with the best level of the steps before them, where
-a level is the mean over LEVEL_STEPS successive steps. The comparison does not depend on the scale
-or offset of the rewards: a fall counts if it is large compared with the noise of the run's own
-history, and also with the spread of the returns within a step. `python -m benchmarks.reward_drop`
-measures how often a drop is missed or reported wrongly; the thresholds were chosen on that
-program's tuning runs. The recorder owns the `RewardWatch`.
+A level is the mean return over LEVEL_STEPS successive steps. The mean return of the newest steps is
+compared with the best earlier level. A fall counts if it is large in two respects: compared with
+the noise of the run's own history, and compared with the spread of the returns within a step. The
+comparison therefore does not depend on the scale or the offset of the rewards.
+
+`python -m benchmarks.reward_drop` measures how often a drop is missed or reported wrongly. It has
+separate runs for tuning, on which the thresholds were chosen. The recorder owns the `RewardWatch`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class RewardWatch:
         return self._drop
 
     def see(self, record: StepRecord) -> None:
-        """Add the step of a record, if its mean return is known (`add`)."""
+        """Add the step of a record (see `add`); ignore the step if its mean return is not known."""
         mean, std = record.value("reward_mean"), record.value("reward_std")
         if mean is not None:
             self.add(record.step, mean=mean, std=std or 0.0, num_returns=record.num_trajectories)
@@ -155,9 +156,9 @@ def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
     For each candidate step, the shortfalls (`border` minus mean return) of this step and all later
-    steps are added up; the step with the largest sum is returned. The first candidate is
-    LEVEL_STEPS // 4 steps older than the first step since which the level has stayed below the
-    border, because the fall may have begun before the level fell that far.
+    steps are added up; the step with the largest sum is returned. The candidates begin
+    LEVEL_STEPS // 4 steps before the level last fell below the border, because the mean return of
+    single steps falls earlier than the level.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0

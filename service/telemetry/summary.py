@@ -30,9 +30,9 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The stored records of a run from which its summary and report are made, in order.
+    """The stored records from which a run's summary and report are made, oldest first.
 
-    Records of steps that a recovery has undone are left out.
+    Records of steps that a return to a checkpoint has undone are left out.
     """
 
     steps: tuple[StepRecord, ...]
@@ -257,7 +257,7 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Replace the file `path` at once: write and sync a temporary file, then rename it.
+    """Replace the file `path` atomically: write and sync a temporary file, then rename it.
 
     Raises: OSError, after removing the temporary file.
     """

@@ -22,7 +22,7 @@ NOTICED_AGAIN = 10
 
 
 class UserCalls:
-    """The counts of user functions' calls without an answer, over all environment actors."""
+    """Counts, over all environment actors, the calls of user functions that returned no answer."""
 
     def __init__(self, metrics: Metrics, notice: Callable[[str], None]) -> None:
         self._metrics = metrics

@@ -21,7 +21,7 @@ TAG = "rayloom.run_id"
 class Mlflow:
     """The tracker for MLflow, which sends one request for each point.
 
-    If a point is sent again, the request has the same times as before.
+    If a point is sent again, the request has the same timestamps as the first time.
     """
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:

@@ -94,7 +94,10 @@ class Tracker(Protocol):
     def write(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Return when no written point would be lost if this process ended."""
+        """Make all written points durable, and then return.
+
+        A point is durable if it is not lost when this process dies.
+        """
         ...
 
     def close(self, *, is_ended: bool) -> None:

@@ -45,7 +45,10 @@ MAX_CHARS = 2000
 
 
 class Completions:
-    """A reader of completions from a run's journal: the first `most` trajectories of a step."""
+    """Reads the completions that trackers show from a run's journal.
+
+    most: number of trajectories of each step to read, beginning with the first.
+    """
 
     def __init__(self, directory: Path, *, most: int) -> None:
         self._run_dir, self._most = RunDir(path=directory), most
@@ -158,7 +161,7 @@ class Follower(threading.Thread):
     def end(self, *, writes_rest: bool = True) -> None:
         """Make the thread write the remaining records, close the tracker and end.
 
-        The thread tries once; after an error it ends too.
+        The thread tries this once. If an error occurs, the thread ends and does not retry.
         Args: writes_rest: whether to write the remaining records; if not, only close the tracker.
         """
         self._writes_rest = writes_rest
@@ -272,8 +275,8 @@ class Follower(threading.Thread):
 def _call(method: Callable[..., object], *arguments: object, **named: object) -> None:
     """Call a method of a tracker, which may be a user's own class.
 
-    Raises: TypeError if the method is async or a generator, so that its body has not run; any error
-    of the method.
+    Raises: TypeError if the method is async or a generator, because such a call does not run the
+    method's body; any error that the method raises.
     """
     found = method(*arguments, **named)
     if inspect.iscoroutine(found):
@@ -291,7 +294,10 @@ CLOSE_LIMIT_S = 30.0
 
 
 class Trackers:
-    """The trackers of a run, each with its thread. Only `close` and `catch_up` wait for them."""
+    """The trackers of a run, each with its thread.
+
+    Only `close` and `catch_up` wait for the threads.
+    """
 
     def __init__(self, targets: Sequence[Target], *, store: ReadOnlyStore, directory: Path) -> None:
         """Store the targets, but start no thread.
@@ -408,9 +414,10 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
 def _own_tracker(
     settings: OwnTrackerSettings, *, run_id: str, name: str, config: dict[str, Any], directory: Path
 ) -> Tracker:
-    """Create the tracker of the user's class or function that `trackers.own.use` names.
+    """Create the user's own tracker: import and call what the setting trackers.own.use names.
 
-    Raises: BadName if there is no such name; anything that the class or function raises.
+    It names a class, or a function that returns a tracker. Raises: BadName if it cannot be
+    imported; any error that the class or function raises.
     """
     made: Tracker = find(settings.use, what="trackers.own.use")(
         run_id=run_id, name=name, config=config, directory=directory, **settings.options

@@ -74,7 +74,10 @@ class Wandb:
         self._run.log(row)
 
     def flush(self) -> None:
-        """Wait as long as wandb's process may need to write everything; wandb has no flush."""
+        """Wait FLUSHED_AFTER_S seconds, after which wandb's process should have written everything.
+
+        The package wandb has no function that flushes.
+        """
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
