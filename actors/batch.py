@@ -90,8 +90,8 @@ def untrained_row(
 ) -> MicroBatch:
     """Return a row whose targets are scored and not trained: their weights and advantages are 0.
 
-    Args: segments: the tokens of each segment. The other arguments are the row's own; a parent is
-    a root.
+    Args: segments: the tokens of each segment. parents: as `MicroBatch.segment_parents`; each
+    parent must be a root. loss_positions, targets, temperatures: as the fields of `MicroBatch`.
     """
     begins = [0 if parent < 0 else segments[parent].size for parent in parents]
     positions = [begin + np.arange(each.size) for begin, each in zip(begins, segments, strict=True)]

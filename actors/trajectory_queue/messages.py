@@ -142,8 +142,8 @@ class QueueSnapshot:
 class QueueCut:
     """The events and summaries since the last cut, and the queue's state.
 
-    Each ledger event is in one cut: events up to the snapshot's last_event_seq are in this cut or
-    an earlier one. The queue actor adds the numbers and the snapshot.
+    Each ledger event is in exactly one cut. All events up to the snapshot's last_event_seq are in
+    this cut or in earlier cuts. The queue actor adds the numbers and the snapshot.
     """
 
     events: tuple[LedgerEvent, ...] = ()
