@@ -143,9 +143,10 @@ def _check_refills(config: Config) -> list[str]:
 
 
 def _check_scale(config: Config) -> Iterator[str]:
-    """Yield a contradiction if advantages are scaled by a group's returns without a group baseline.
+    """Yield a contradiction if `algorithm.scale` needs a group baseline, and there is none.
 
-    A group baseline is the mean or leave_one_out.
+    The scale divides advantages by the mean or the standard deviation of a group's returns. The
+    group baselines are mean and leave_one_out.
     """
     algorithm = config.algorithm
     if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:

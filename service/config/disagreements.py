@@ -34,7 +34,7 @@ def disagreements(config: Config) -> Iterator[str]:
         _check_engine_args,
         _check_gpus,
     )
-    # A problem of a part that the whole configuration also has is reported once, for the whole.
+    # Report a problem only once if the whole configuration and a part of the mixture both have it.
     said = set()
     for check in checks:
         for problem in check(config):

@@ -56,7 +56,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """Make a Config of a tree of plain values, after a check of all bounds and contradictions.
+    """Make a Config from a tree of plain values; check all bounds, and look for contradictions.
 
     source: where the tree is from, for messages.
 
@@ -75,7 +75,7 @@ def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
 
 
 def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
-    """Make the configuration of `rayloom sft` of a tree, as `parse_config` does for a run.
+    """Make the configuration of `rayloom sft` from a tree, as `parse_config` does for a run.
 
     Raises: ConfigError that names the problems.
     """
@@ -88,9 +88,9 @@ def _sft_disagreements(config: SftConfig) -> Iterator[str]:
 
 
 def _filled(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a tree in which sections without a value are {}.
+    """Return a copy of a tree with {} in place of each section that is null.
 
-    A section has no value if all its keys are commented out.
+    YAML reads a section as null if all its keys are commented out.
     """
     return deepcopy({name: {} if section is None else section for name, section in tree.items()})
 

@@ -341,7 +341,7 @@ def user_cache(name: str) -> Path:
     return Path(cache) / "rayloom" / name
 
 
-# Which models the installed vLLM serves, without importing it, which takes seconds.
+# Find out which models the installed vLLM serves. Do not import vLLM, because that takes seconds.
 _REGISTRY = Path("model_executor", "models", "registry.py")
 _CPU_ATTENTION = Path("v1", "attention", "backends", "cpu_attn.py")
 _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"})

@@ -381,7 +381,8 @@ def check_memory(config: Config) -> None:
 def check_processes(config: Config) -> None:
     """Check that a local run does not start too many ranks, engines or actors for the CPUs.
 
-    Raises: ConfigError if one of these numbers exceeds MAX_PROCESSES_PER_CPU for each CPU.
+    Raises: ConfigError if the number of ranks, engines or actors is larger than the number of CPUs
+    times MAX_PROCESSES_PER_CPU.
     """
     most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
     for key, count in (

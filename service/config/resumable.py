@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from actors.trainer.settings import LoraSettings
 from service.config.tree import Config
 
-# Sections in which the checkpoint and the order of the tasks depend on every key.
+# Sections of which no key may change: each affects the checkpoint or the order of the tasks.
 FIXED_SECTIONS = ("model", "tasks", "mixture")
 
 

@@ -407,7 +407,7 @@ def first_observation(config: Config) -> Observation:
         return Observation(messages=(Message(role=Role.USER, content="Hello."),))
     make_environment = maker(config)
     tasks = open_tasks(config)
-    # Refuse tasks that cannot be evaluated now, not after hours.
+    # Fail now, not after hours, if the tasks of an evaluation cannot be used.
     open_sets(config, tasks)
     task = tasks.task(0)
     try:

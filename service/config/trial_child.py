@@ -103,8 +103,8 @@ def _try_all(request: Request, said: Connection) -> None:
             own = ", ".join(tasks.own_names(member.tasks)) or member.tasks.environment
             said.send(("doing", (what, f"import {own}", request.import_limit_s)))
             tasks.maker(member)
-            # This limit is that of the parent. The limits in this child are shorter, so that they
-            # pass first: their errors name the place.
+            # The parent applies this limit. The limits in this child are shorter, so that they pass
+            # first: their errors name the place.
             limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
             if trial.begins and name not in request.begun:
                 said.send(("doing", (what, f"begin the first task of {name}", limit_s)))

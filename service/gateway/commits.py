@@ -7,8 +7,8 @@ turn. Each gateway has one `GroupCommit`, which is used in one event loop.
 
 A transaction begins at once if the previous one ended at least 5 ms ago, so that a single turn
 waits only for the disk. Otherwise it begins 5 ms after the end of the previous one. Changes that
-arrive in this time are written with one sync. In this time the supervisor can take the database's
-lock, to renew its lease and to store steps.
+arrive during these 5 ms are written with one sync. During the 5 ms the supervisor can also take the
+database's lock, to renew its lease and to store steps.
 """
 
 from __future__ import annotations

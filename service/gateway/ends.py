@@ -191,13 +191,14 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the error for a request to end or reward a session that another request has ended.
+    """Return the error for a request to end or reward a session that has already ended.
 
-    The other request had a different content. It may still be in progress.
+    The session may also be about to end. What ended it, or is ending it, is a time limit or a
+    different request, not an earlier copy of this request.
     """
     end = stored.end
     how = (
-        f"is {end.status} already, with another content"
+        f"is {end.status} already, but not by this request"
         if end
         else "is being ended by another request"
     )
@@ -240,8 +241,8 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     """Return the turn that gets the session's reward; None if nothing is trained.
 
     This is the turn that the client named, if it is trained. Otherwise it is the newest trained
-    turn of a conversation that has another turn, or whose prompt quotes a sampled reply. If there
-    is no such turn, it is the newest trained turn with the longest prompt.
+    turn whose conversation has another turn or quotes a sampled reply. If there is no such turn, it
+    is the trained turn with the longest prompt; of several, the newest.
 
     Args: counted: the trained turns. named: the number of the named turn, or None.
     """
@@ -255,9 +256,10 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
 
 
 def follows(tree: SessionTree, place: Place) -> int | None:
-    """Return the number of the turn that a request continues or whose reply its messages quote.
+    """Return the number of the turn that a request continues; None if it follows no turn.
 
-    Of several quoted turns, return the newest. Return None if the request follows no turn.
+    If the request begins a conversation, return the newest turn whose reply the request's messages
+    quote.
     """
     if place.parent is not None:
         return place.parent

@@ -86,7 +86,7 @@ def sent_key(headers: Mapping[str, str]) -> str:
 
 
 def holder_of(key: str) -> Caller:
-    """Return a `Caller` for whoever has a session's key: a client of the session's tenant."""
+    """Return the `Caller` who sent a session's key: a client of the session's tenant."""
     return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
 
 

@@ -106,7 +106,7 @@ class Session:
 
     @property
     def is_live(self) -> bool:
-        """Whether the session has not ended and is not being ended; it may not be admitted yet."""
+        """Whether the session has not ended and is not being ended, even if not yet admitted."""
         return self.stored.end is None and self._ending is None
 
     @property

@@ -220,10 +220,10 @@ class SessionTree:
         return f"{self._session_id}.{number}"
 
     def resolved(self, request: ChatRequest) -> ChatRequest:
-        """Return the request, completed with what its client named only by an id.
+        """Return a copy of a request that contains everything that its client named only by an id.
 
-        These are the tools of an earlier turn and parts of earlier replies. Raises: Refused for an
-        id that no reply of this session has.
+        A client can name the tools of an earlier turn, and parts of earlier replies. Raises:
+        Refused for an id that no reply of this session has.
         """
         if request.keeps_tools:
             request = replace(request, tools=self._named(request).tools)

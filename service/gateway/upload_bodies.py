@@ -125,7 +125,10 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 class GroupBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A group of trajectories: complete at `members` of them, or after this upload if `close`."""
+    """A group of trajectories. It is complete when it has `members` trajectories.
+
+    If `close` is set, it is complete after this upload.
+    """
 
     id: GroupName
     members: Annotated[int, Meta(ge=1)] | None = None

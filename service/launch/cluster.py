@@ -160,7 +160,8 @@ def _start_local(config: Config) -> None:
 
 
 def _init_local(config: Config) -> None:
-    # Processes share the cores by their numbers of threads; Ray's count must only admit them all.
+    # Tell Ray of enough CPUs for all processes. They share the real cores, because each process
+    # limits its number of threads.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     # Set in os.environ, not runtime_env, which makes Ray discard its prestarted workers.
     os.environ["PYTHONPATH"] = _import_path()

@@ -86,8 +86,8 @@ def check_other_nodes(
 def check_api_place(service: ServiceSettings) -> None:
     """Check that the API can be reached from this node.
 
-    Serve's proxy listens only on the head node, so the loopback address is not enough elsewhere.
-    Raises: ConfigError.
+    Serve's proxy listens only on the head node. If this is another node, the proxy must not listen
+    on the loopback address. Raises: ConfigError if it does.
     """
     here = ray.get_runtime_context().get_node_id()
     [head] = [node for node in alive_nodes() if HEAD_NODE in node.resources]
