@@ -136,8 +136,8 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
     if commits is None and newest is not None:
         say(
             f"rayloom: the database of {source} is in another format than this Rayloom's "
-            f"{FORMAT}, and its table of checkpoints cannot be read; took the newest complete "
-            f"directory, {newest.name}, which the run may have undone",
+            f"{FORMAT}, and its table of checkpoints cannot be read; took {newest.name}, the "
+            "newest complete checkpoint, whose step the run may have undone",
             err=True,
         )
     if newest is None:

@@ -109,8 +109,8 @@ def _warn_of_missing_tasks(
     if missing := sorted(each for each in own if not verifier.knows(each)):
         warn(
             f"{len(missing)} of {len(own)} tasks are no longer in the run's data, such "
-            f"as {missing[0]}: their functions got only the prompt; expected the data that the run "
-            "was trained on; restore them"
+            f"as {missing[0]}: the functions received only their prompts; expected the data that "
+            "the run was trained on; restore the data"
         )
 
 

@@ -250,7 +250,8 @@ def _evaluated(config: Config) -> tuple[int, str]:
         else:
             unknown.append(name)
     shown = ", ".join(f"evaluation.sets.{name}.tasks" for name in unknown)
-    return max(counts), f" (set {shown}: without it, all of its tasks come on top)" * bool(unknown)
+    note = f" (and all tasks of the sets whose number of tasks is not set: set {shown})"
+    return max(counts), note * bool(unknown)
 
 
 def describe_needs(found: list[Need]) -> str:

@@ -5,8 +5,8 @@ compared with the best earlier level. A fall counts if it is large in two respec
 the noise of the run's own history, and compared with the spread of the returns within a step. The
 comparison therefore does not depend on the scale or the offset of the rewards.
 
-`python -m benchmarks.reward_drop` measures how often a drop is missed or reported wrongly. It has
-separate runs for tuning, on which the thresholds were chosen. The recorder owns the `RewardWatch`.
+`python -m benchmarks.reward_drop` measures how often a drop is missed or reported wrongly. The
+thresholds were chosen on its `tune` runs. The recorder owns the `RewardWatch`.
 """
 
 from __future__ import annotations
