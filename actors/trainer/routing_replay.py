@@ -66,7 +66,7 @@ def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
     ]
     for number, (layer, router) in enumerate(routed):
         normalises = _SOFTMAX_ROUTERS[type(router).__name__](router)
-        replay = _LayerReplay(number=number, normalises=normalises)
+        replay = _LayerReplay(number, normalises=normalises)
         layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
         router.register_forward_hook(replay.after_router)
     if not routed:
@@ -77,30 +77,30 @@ def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
     )
 
 
-@dataclass(slots=True, kw_only=True)
 class _LayerReplay:
-    """The hooks of one routed layer."""
+    """The hooks of one routed layer, with the records of the current forward pass."""
 
-    number: int
-    """The layer's number among the routed layers, from 0."""
-    normalises: bool
-    """Whether the router makes the chosen experts' weights sum to 1."""
-    experts: ReplayedExperts | None = None
-    """The records of the current forward pass."""
+    def __init__(self, number: int, *, normalises: bool) -> None:
+        """Make the hooks of the routed layer with this number, from 0.
+
+        normalises: whether the router makes the chosen experts' weights sum to 1.
+        """
+        self._number, self._normalises = number, normalises
+        self._experts: ReplayedExperts | None = None
 
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.experts = kwargs.get("replayed_experts")
+        self._experts = kwargs.get("replayed_experts")
 
     def after_router(
         self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.experts is None:
+        if self._experts is None:
             return output
         return replay_choice(
             *output,
-            positions=self.experts.positions,
-            recorded=self.experts.indices[self.number].long(),
-            normalises=self.normalises,
+            positions=self._experts.positions,
+            recorded=self._experts.indices[self._number].long(),
+            normalises=self._normalises,
         )
 
 

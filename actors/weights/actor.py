@@ -58,7 +58,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """The settings of a detached board, which belongs to the run that started it."""
+    """The settings with which a board outlives the process that started it (a detached actor).
+
+    A new supervisor of the run finds the board by its name, and takes the engines over.
+    """
 
     name: str
     """Name of the board's actor; each run has one."""
@@ -66,9 +69,10 @@ class Keeping:
     orphan_timeout_s: float
     """Time in seconds after which the board and the applications end if no term calls the board."""
     applications: tuple[str, ...]
-    """Names of the applications in Ray Serve that are deleted when the run ends."""
-    deployment: Any = None
-    """The record of the engines' settings, with which a new supervisor takes over the engines."""
+    """Names of the applications in Ray Serve that are deleted when the run ends; the first has the
+    engines."""
+    engines: Any = None
+    """The settings of the engines."""
 
 
 class WeightBoard:
@@ -100,14 +104,14 @@ class WeightBoard:
 
     # Methods for the trainer and the supervisor
 
-    async def open_term(self, term: int) -> Any:
-        """Announce a new term of the run, and return `Keeping.deployment`.
+    async def open_term(self, term: int) -> Keeping | None:
+        """Announce a new term of the run, and return the settings of a detached board.
 
         From now on, older terms are refused. Raises: StaleTerm if a newer term is known.
         """
         self._board.check_term(term)
         self._seen_at = self._clock()
-        return None if self._keeping is None else self._keeping.deployment
+        return self._keeping
 
     async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
         """Make (term, version) current and wake the replicas, without waiting for their loading.

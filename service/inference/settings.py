@@ -158,16 +158,3 @@ class EngineSettings:
             # compilation in every engine, because each has its own temporary directory.
             variables["TORCHDYNAMO_DISABLE"] = "1"
         return variables
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deployed:
-    """The name and settings of the deployed engines.
-
-    The weight board keeps this record, so that a new supervisor of the run can take the engines
-    over.
-    """
-
-    name: str
-    """Name of the engines' Serve application."""
-    settings: EngineSettings

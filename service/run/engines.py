@@ -64,7 +64,7 @@ from service.inference.deployment import (
     wait_ready,
 )
 from service.inference.replica import board_name
-from service.inference.settings import Deployed, EngineSettings
+from service.inference.settings import EngineSettings
 from service.launch.cluster import on_this_node
 from service.remote_calls import NAMESPACE, reason_of
 from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_handle
@@ -201,18 +201,19 @@ class Engines:
         try:
             # Wait longer than for a status: if a slow board is abandoned, its engines are lost.
             handle = board_handle(board, deadline_s=RPC_DEADLINE_S)
-            deployed: Deployed = await handle.open_term(self._term)
+            kept = await handle.open_term(self._term)
         except ActorLost:
             ray.kill(board)
             return False
-        self.app_name = deployed.name
-        if is_same_engine(deployed.settings, self.settings):
+        assert kept is not None
+        self.app_name = kept.applications[0]
+        if is_same_engine(kept.engines, self.settings):
             if not is_own:
                 # Running engines stay as they are; this sets their number, and starts those again
                 # that an earlier supervisor had ended.
                 await self._deploy()
             return True
-        await asyncio.to_thread(delete_inference, deployed.name)
+        await asyncio.to_thread(delete_inference, self.app_name)
         ray.kill(board)
         return False
 
@@ -237,7 +238,7 @@ class Engines:
             namespace=NAMESPACE,
             orphan_timeout_s=self._orphan_timeout_s,
             applications=(self.app_name, api_application_name(self._run_id)),
-            deployment=Deployed(name=self.app_name, settings=self.settings),
+            engines=self.settings,
         )
 
         async def start() -> ActorHandle:

@@ -28,9 +28,9 @@ from worlds.runs.run_driver import (
     small_config,
 )
 
+from actors.weights.actor import Keeping
 from actors.weights.board import BoardStatus
 from service.inference.deployment import deploy_inference
-from service.inference.settings import Deployed
 from service.launch.cluster import start_ray
 from service.launch.signals import EXIT_INTERRUPTED
 from service.remote_calls import NAMESPACE
@@ -237,11 +237,11 @@ def find_board() -> Any:
 def scale(board: Any, num_replicas: int) -> None:
     """As anybody may who can reach the cluster."""
     status: BoardStatus = ray.get(board.status.remote(), timeout=60)
-    deployed: Deployed = ray.get(board.open_term.remote(status.term), timeout=60)
-    inference = replace(deployed.settings.inference, num_replicas=num_replicas)
-    settings = replace(deployed.settings, inference=inference)
-    run_id = deployed.name.rpartition("-t")[0]
-    deploy_inference(settings, name=deployed.name, board=board, run_id=run_id)
+    kept: Keeping = ray.get(board.open_term.remote(status.term), timeout=60)
+    inference = replace(kept.engines.inference, num_replicas=num_replicas)
+    settings = replace(kept.engines, inference=inference)
+    name = kept.applications[0]
+    deploy_inference(settings, name=name, board=board, run_id=name.rpartition("-t")[0])
 
 
 def num_holders(board: Any) -> int:

@@ -332,15 +332,15 @@ async def test_a_runs_board_outlives_its_supervisor_and_ends_without_any(cluster
         namespace="boards",
         orphan_timeout_s=2.0,
         applications=("gone",),
-        deployment="engines",
+        engines="settings",
     )
     board = start_board(keeping)
-    assert await board.open_term.remote(1) == "engines"
+    assert await board.open_term.remote(1) == keeping
     for _ in range(6):
         await asyncio.sleep(0.5)
         await board.status.remote(1)
     found = ray.get_actor("run-board", namespace="boards")
-    assert await found.open_term.remote(2) == "engines"
+    assert await found.open_term.remote(2) == keeping
     with pytest.raises(StaleTerm):
         await board.status.remote(1)
     with pytest.raises(ActorDiedError):
