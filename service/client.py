@@ -216,7 +216,7 @@ class Client:
     # -- the run ------------------------------------------------------------------------------
 
     def feed(self, *, after: int = 0, limit: int = 100, wait_s: int = 0) -> FeedAnswer:
-        """Return the entries with numbers above `after` of the run's feed of events.
+        """Return the entries of the run's feed of events whose numbers are above `after`.
 
         wait_s: if there is no such entry yet, seconds to wait for one.
         """

@@ -99,7 +99,7 @@ def run_evaluate(
     None uses the default name.
 
     Raises: ConfigError if the arguments are refused; KeyboardInterrupt if a signal arrives. Both
-    are raised only before Ray starts.
+    are raised only before any part of the evaluation starts.
     """
     signals.check()
     name, config = config.run.name, _without_trainer(config)

@@ -186,7 +186,7 @@ def _codes(names: Sequence[str]) -> Ints:
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
     """Return a code that is equal for equal answers.
 
-    If the environment reported no answer, the code is of the last turn's tokens.
+    If the environment reported no answer, the tokens of the last turn count as the answer.
     """
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
@@ -196,8 +196,8 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
     """Return the token with which most answers end; -1 if no answer was ended by a stop.
 
-    If any of these answers has several tokens, answers of a single token are ignored: their token
-    may be text that a stop string ended, and no stop token.
+    If any answer has several tokens, answers of a single token are ignored: the single token may be
+    ordinary text if a stop string, and not a stop token, ended the answer.
     """
     ended = [
         parts[-1]
@@ -271,9 +271,9 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
     """Return the number of missing members of all groups.
 
-    The full size of a group follows from the highest number among its members. If more than half
-    of the groups have a larger size, that size counts. Example: a group with the members 0, 1 and 4
-    misses 2; if most groups have five members, a group with the members 0 and 1 misses 3.
+    The full size of a group is the highest number among its members, plus 1. If more than half of
+    the groups have the same larger size, that size counts instead. Example: a group with the
+    members 0, 1 and 4 misses 2; if most groups have five members, one with 0 and 1 misses 3.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:

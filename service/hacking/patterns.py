@@ -273,11 +273,12 @@ def _malformed_paid(window: Window) -> Finding | None:
 
 
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
-    """Find marked trajectories that earn more than others of their group; otherwise None.
+    """Return a finding if a pattern became more frequent and pays; otherwise None.
 
-    A pattern that does not pay may be honest.
+    A pattern pays if trajectories with it earn more than others of their group. A pattern that does
+    not pay may be honest.
 
-    Args: mark: for each trajectory, whether it shows the pattern. what: the pattern in words.
+    Args: mark: for each trajectory, whether it shows the pattern. what: see `_share`.
     """
     seen, gains = _rise(window, mark, window.is_graded), window.gains(mark)
     if seen is None or not _pays(window, gains):

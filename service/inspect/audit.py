@@ -461,7 +461,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Sort events into groups: return them by group id and rollout id. newest: by rollout id."""
+    """Return the events in `newest` by group id and rollout id. newest: events by rollout id."""
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event

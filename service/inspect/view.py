@@ -3,8 +3,8 @@
 The spans of the turns show which tokens were sampled, the advantages that the trainer received show
 which were trained, and the tokenizer shows which belong to the chat template. A token has a fault
 if these sources disagree. The facts summarise the trajectory in a few labelled lines. The terminal
-(`service.cli.inspect`), the page and the API all show this view; the page and the API receive it as
-one JSON tree (`trajectory_document`). All text of models and environments in the view is
+(`service.cli.inspect`), the page and the API all show this view. For the page and the API it is
+converted to one JSON tree (`trajectory_document`). All text of models and environments in it is
 printable, and the page never shows it as markup. The API makes the view in a separate process on
 the run's node, because the tokenizer's import takes seconds.
 """

@@ -23,7 +23,7 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
     """Return the numbers of a step by name; a number that the record lacks is None.
 
-    A count has the name of the record's field, a statistic its own name. The other names are
+    A count is named after the record's field, and a statistic has its own name. The other names are
     `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
     `rewards.NAME`, `metrics.NAME`, `environments.NAME/…` in a mixture of environments, and the
     names of values that are computed from several numbers, such as clip_fraction.

@@ -28,8 +28,8 @@ class Wandb:
     ) -> None:
         """Begin or continue the W&B run with the id `run_id`.
 
-        Args: config: the run's configuration, which W&B shows next to the curves. directory: for
-        wandb's files. Raises: ImportError; wandb.Error; OSError.
+        Args: config: the run's configuration, which W&B shows next to the curves. directory: the
+        directory in which wandb writes its files. Raises: ImportError; wandb.Error; OSError.
         """
         import wandb
 
