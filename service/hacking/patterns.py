@@ -403,10 +403,10 @@ def _component_excess(window: Window) -> Finding | None:
 
 
 def _failures(window: Window) -> Finding | None:
-    """Find a rise of failed rollouts together with a fall of low rewards.
+    """Return a finding if rollouts fail more often while low rewards become rarer; otherwise None.
 
-    The mean reward is over the other rollouts, so it rises if rollouts fail instead of getting a
-    low reward.
+    Failed rollouts do not count in the mean reward. The mean therefore rises if rollouts fail that
+    would otherwise get a low reward.
     """
     totals = window.num_rollouts
     cut_off = np.bincount(window.place[~window.is_graded], minlength=len(window.steps))

@@ -3,9 +3,9 @@
 Called by `rayloom inspect --hacking`, and by the recorder for the steps of an earlier process.
 
 `hacking.jsonl` in a run's directory has the audit's records, one in each line: findings, and
-verdicts. Its size is bounded, because it keeps only the newest verdicts. The audit can compute
-everything else again from the journal, but not a verdict, because the user's verifier may have
-changed. The recorder of a run writes the file.
+verdicts. The file's size is bounded, because it keeps only the newest verdicts. A verdict must be
+stored, because the user's verifier may change; everything else can be computed again from the
+journal. The recorder of a run writes the file.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ def describe_audit(
     *,
     limit: int,
 ) -> list[str]:
-    """Describe an audit. limit: maximum number of newest lines in the table; 0 for all."""
+    """Return the result of an audit as lines of text.
+
+    limit: maximum number of lines in the table; the newest are shown. 0 shows all lines.
+    """
     rows = [_row(part) for parts in steps for part in parts]
     shown = rows[-limit:] if limit else rows
     lines = [*aligned([_HEADER, *shown]), "", _MEANING]
