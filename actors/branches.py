@@ -82,10 +82,11 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Find the sample's last tokens in `prompt` from `position` on; return the index after the
-    match.
+    """Return the index in `prompt` at which the changed copy of the sample ends.
 
-    Return None if the prompt does not contain the sample's last tokens from `position` on.
+    The change begins at `position`. Its end is found by searching `prompt`, from `position` on, for
+    the sample's last ANCHOR_TOKENS tokens, then for fewer, down to SHORTEST_ANCHOR_TOKENS. Return
+    None if no end is found.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

@@ -110,7 +110,9 @@ async def _with_retries(
         try:
             return await call()
         except CallTimedOut as error:
-            raise RewardError(f"the score: {error}") from error
+            raise RewardError(
+                f"score_group: {error}; make it faster, or raise rollouts.turn_deadline_s"
+            ) from error
         except CallFailed as failure:
             # A function that exceeded its own limit would take as long again.
             is_late = isinstance(root_cause(failure.error), CallTimedOut)

@@ -476,8 +476,10 @@ class ChatRenderer:
     ) -> _Delta | BreakReason:
         """Return the tokens after a reply in a rendering, or why they cannot be used as a delta.
 
-        Args: mark: the reply's last text. whole: rendering of the chat with the new messages.
-        closed: rendering of the chat up to the reply. is_call: whether the reply ends in a call.
+        Args: mark: the last text of the dummy reply, which occurs once in each rendering. The
+        tokens after it are compared. whole: rendering of the chat with the reply and the new
+        messages. closed: rendering of the chat that ends with the reply. is_call: whether the reply
+        ends in a call.
         """
         # Find the mark in each text: a template may render more text before a reply that is last.
         tails = []

@@ -75,9 +75,9 @@ class Member:
 
 
 def turn_bounds(member: Member) -> Int64s:
-    """Return bounds, [K + 1]: the numbers of turn k's trained tokens begin at bounds[k].
+    """Return bounds, [K + 1], of the turns' tokens among the trajectory's trained tokens.
 
-    They end before bounds[k + 1].
+    Those of turn k have the indices bounds[k] to bounds[k + 1] - 1.
     """
     counts = np.zeros(len(member.trajectory.turns), np.int64)
     for sample in member.samples:

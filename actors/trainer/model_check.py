@@ -165,8 +165,8 @@ def longest_context(config: PreTrainedConfig) -> int:
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
     """Return a copy of a configuration with few, narrow layers, and the copy's longest context.
 
-    Windows, and the length at which longrope switches its table, are made short too. Those of at
-    least max_context_tokens are kept, because the run never exceeds them.
+    An attention window is shortened too, and so is the length at which longrope switches its table.
+    Either stays as it is if it is at least max_context_tokens, because the run never exceeds it.
     """
     narrow = copy.deepcopy(config)
     settings: dict[str, Any] = {}

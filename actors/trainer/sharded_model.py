@@ -178,9 +178,9 @@ class TrainedModel(ShardedModel[Model]):
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Prepare FSDP2 for a micro-batch.
 
-        If `Sharding.reshard_between_micro_batches` is set, gradients are reduced and gathered
-        weights freed after each micro-batch, otherwise only after the last micro-batch of an
-        update.
+        FSDP2 reduces the gradients and frees the gathered weights only after the last micro-batch
+        of an update. If `Sharding.reshard_between_micro_batches` is set, it does both after each
+        micro-batch.
         """
         is_synced = is_last or self._reshards_between_micro_batches
         root = self._groups[-1]

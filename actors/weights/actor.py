@@ -175,11 +175,12 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Give seats to replicas that request a broadcast within `INVITATION_S`.
+        """Form a group of replicas for a broadcast, and return the caller's own seat.
 
-        Return the caller's own seat; None if no replica requested a seat within timeout_s. All
-        these replicas get a seat, or only some if broadcasts have failed (`Board.seat`); the others
-        wait.
+        Wait up to timeout_s for the first replica that requests a seat, and then up to
+        `INVITATION_S` for others. After failed broadcasts, only some of them get a seat
+        (`Board.seat`); the others wait for the next group. Return None if there is no replica to
+        seat, or if `version` is no longer the current version.
 
         Args: store: address of the store at which the caller, which has rank 0, meets the replicas.
         Raises: StaleTerm if a newer term is known.

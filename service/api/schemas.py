@@ -300,8 +300,9 @@ class EntryAnswer(StrictBody):
     )
     session_status: SessionStatus | None
     void_after: int | None = Field(
-        description="in `went_back`: `admitted`, `trained` and `evicted` entries after this number "
-        "are void; new entries report these events when they happen again"
+        description="in `went_back`: earlier entries of the kinds `admitted`, `trained` and "
+        "`evicted` with numbers above this number are void; when these events happen again, new "
+        "entries report them"
     )
 
     @classmethod

@@ -53,8 +53,8 @@ def run_explain(
 
     Args: by: number by which the rows are ordered. top: number of trajectories to show; None shows
     10 in the table, or all in a JSON document. replays: start from the newest checkpoint before the
-    step, and first train the steps between the two again. Raises: ConfigError if the step cannot
-    be explained.
+    step, and train again all steps between the checkpoint and this step. Raises: ConfigError if the
+    step cannot be explained.
     """
     source = find_source(run, step)
     # torch warns that a single process reads the checkpoint, which is intended here.

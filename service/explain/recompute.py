@@ -218,9 +218,9 @@ class Explanation:
 
 
 def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
-    """Recompute a step's gradient by trajectory.
+    """Recompute a step's gradient, separately for each trajectory.
 
-    replays: first train the steps between the checkpoint and the step again.
+    replays: before this, train again all steps between the checkpoint and this step.
     Raises: ConfigError.
     """
     settings = _one_rank(source.config, source.model)

@@ -124,7 +124,8 @@ def _is_ended_by(
     """Return whether the refusal of a request was the last event of the judged conversation.
 
     Args: refusal: a refusal because of a limit. counted: the trained turns. judged: the turn that
-    gets the session's reward. named: number of the turn that the client named for it, or None.
+    gets the session's reward. named: number of the turn to which the client gave the reward; None
+    if the client named no turn.
     """
     if refusal.num_turns is None:
         return True

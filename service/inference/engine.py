@@ -336,7 +336,7 @@ class PolicyEngine:
             if not self.is_held:
                 await self._engine.resume_generation()
 
-        async with self._update_lock, self._failure_ends_engine("a weight update"):
+        async with self._update_lock, self._failure_ends_engine("the engine's loading of weights"):
             self._admission.clear()
             await self._unless_dead(replace_weights())
             if not self.is_held:
@@ -347,7 +347,7 @@ class PolicyEngine:
 
         Turns keep their cache and their deadlines. Raises: PolicyUnavailable if the engine is dead.
         """
-        async with self._update_lock, self._failure_ends_engine("holding the turns"):
+        async with self._update_lock, self._failure_ends_engine("the engine's pause or resume"):
             if is_held == self.is_held:
                 return
             if is_held:
@@ -392,7 +392,7 @@ class PolicyEngine:
         except Exception as error:
             # vLLM's client raises a plain Exception with the worker's text for any error in a
             # worker, and each such error leaves the engine partly loaded.
-            self._broken = f"{what} failed: {type(error).__name__}: {error}"
+            self._broken = f"{what} failed, so it was ended: {type(error).__name__}: {error}"
             # Wake the requests that wait for admission: they fail now, the others with the engine.
             self._admission.set()
             with suppress(EngineDeadError):

@@ -207,7 +207,7 @@ def _newest_first(remote: RemoteDirectory) -> list[RemoteDirectory]:
 def _check_own(
     remote: RemoteDirectory, copies: Mapping[str, Marker], leases: Mapping[int, str]
 ) -> None:
-    """Check that this run has made all copies at the address.
+    """Check that every copy at the address was made by this run and not by another.
 
     Args: leases: for each term of the run, the digest of the term's lease.
     Raises: NotThisRun if another run has made a copy.

@@ -450,11 +450,13 @@ class FailureWatch:
         is_refused = 0 < report.num_trajectories <= num_refused
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
         if self._num_misaligned >= self._config.trainer.max_skipped_steps:
+            first = f"; {notices[0]}" if notices else ""
             raise RunFailed(
                 f"nothing was trained in the last {self._num_misaligned} steps, up to step {step}, "
-                "because all their trajectories were refused as token_misaligned; first notice of "
-                f"step {step}: {next(iter(notices), 'none')}; correct how the environment "
-                "records turns, or raise trainer.max_skipped_steps"
+                "because the tokens, log-probabilities or routing records of every trajectory do "
+                f"not fit the trained model (token_misaligned){first}; check that "
+                "engine, tokenizer and trainer load the same model, and what clients upload; or "
+                "raise trainer.max_skipped_steps"
             )
 
     def check_step(self, step: int, *, was_trained: bool) -> None:

@@ -189,9 +189,10 @@ class RestartableQueue:
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
-        """Keep the queue's state from a cut, with the groups' tasks; record the cut's events.
+        """Keep the queue's state and the tasks of its groups; record the events since the last cut.
 
-        admitted: groups that the cut's call added to the queue.
+        cut: the queue's reply to a call, with its state and these events. admitted: groups that
+        this call added to the queue.
         """
         if cut.snapshot is not None:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}

@@ -105,9 +105,10 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 
 
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
-    """Remove the queue snapshots of all checkpoints except those with the ids `kept`.
+    """Remove the rows of all checkpoints except those with the ids `kept`.
 
-    The row of a checkpoint from which a term continued is kept, because it shows the lineage.
+    If a term continued from a removed checkpoint, its row stays, because it shows the lineage, but
+    its queue snapshot, totals and curriculum are removed.
     """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)

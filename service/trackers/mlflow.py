@@ -115,13 +115,14 @@ class Mlflow:
         if not answer.is_success or not isinstance(said, dict):
             code = str(said.get("error_code", "")) if isinstance(said, dict) else ""
             shown = f"status {answer.status_code} {code}".strip()
-            remedy = "check the credentials, and MLflow's log"
+            wanted = "expected success; check the credentials, and MLflow's log"
             if answer.is_success:
-                shown += " and no JSON object"
-                remedy = "check that trackers.mlflow.url is MLflow's address, not a proxy's"
+                wanted = (
+                    "expected a JSON object; check that trackers.mlflow.url is MLflow's address, "
+                    "not a proxy's"
+                )
             raise MlflowRefused(
-                f"{method} {route}: MLflow answered with {shown}, expected success; {remedy}",
-                code=code,
+                f"{method} {route}: MLflow answered with {shown}, {wanted}", code=code
             )
         return said
 

@@ -222,7 +222,7 @@ def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
 
     for step, num_misaligned in enumerate([4, 4, 3, 4, 4], start=1):
         look(step, num_misaligned)
-    with pytest.raises(RunFailed, match=r"last 3 steps, up to step 6, .* token_mis") as told:
+    with pytest.raises(RunFailed, match=r"last 3 steps, up to step 6, .*token_mis") as told:
         look(6, 4)
     for words in ("g1.a0: turn 0: expert records", "trainer.max_skipped_steps"):
         assert words in str(told.value)

@@ -32,7 +32,10 @@ _FLOAT32_KEYS = 256
 def forest_attention(
     query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, scaling: float | None
 ) -> Tensor:
-    """Attend along the paths of a forest.
+    """Compute attention in a packed row whose samples share prefixes and so form a forest.
+
+    Each token attends only to itself and to earlier tokens on its path from the root, within the
+    plan's sliding window.
 
     Args: query: [T, H, D]. key, value: [T, K, D], H a multiple of K. scaling: factor of the scores;
     None for 1 / sqrt(D).

@@ -334,7 +334,7 @@ def explain(
         typer.Option(
             "--replay",
             metavar="",
-            help="first train the steps between the checkpoint and this step again",
+            help="before this, train again all steps between the checkpoint and this step",
         ),
     ] = False,
     as_json: Annotated[

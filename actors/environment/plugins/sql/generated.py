@@ -1,8 +1,8 @@
 """Make a small database and a question about it from a seed, without side effects.
 
 Questions of level 1 ask for one number about a whole table. Level 2 adds questions that ask for
-certain rows, for sorted rows or for one number of each kind. Level 3 adds questions about two
-joined tables. Every question has exactly one right answer, which is not empty.
+certain rows, for sorted rows, or for one number for each kind of item (GROUP BY). Level 3 adds
+questions about two joined tables. Every question has exactly one right answer, which is not empty.
 """
 
 from __future__ import annotations
