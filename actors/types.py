@@ -8,6 +8,7 @@ docs/semantics.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import attrgetter
@@ -265,6 +266,13 @@ class Task:
     environment: str
     seed: int
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def own_copy(self) -> Task:
+        """Return a task whose data an environment may change.
+
+        The original is shared by the members of a group.
+        """
+        return replace(self, data={name: deepcopy(value) for name, value in self.data.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,7 @@ class EnvironmentActor:
 
         async def reset() -> Observation:
             made.append(self._maker(task.environment)())
-            return await made[0].reset(task)
+            return await made[0].reset(task.own_copy())
 
         try:
             start = await bounded(reset, limit_s=limit_s)

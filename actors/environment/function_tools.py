@@ -25,6 +25,7 @@ import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -247,6 +248,8 @@ class ToolClass:
                 limit_s=limit_s,
                 about=f"{self.target}.{name}",
             )
+        # A worker gets copies of the values, so that each instance here gets its own, too.
+        columns = {column: deepcopy(value) for column, value in columns.items()}
         if inspect.iscoroutinefunction(getattr(instance, name, None)):
             return await _call_if_there(instance, name, columns)
         return await in_thread(functools.partial(_call_if_there, instance, name, columns))

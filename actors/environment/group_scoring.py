@@ -59,7 +59,7 @@ async def score_together(
     async def score() -> Sequence[StepResult | None]:
         environment = make_environment()
         async with closing(environment.close):
-            found = await environment.score_group(task, completions)
+            found = await environment.score_group(task.own_copy(), completions)
         return checked_results(found, num_answers=len(completions))
 
     try:

@@ -235,7 +235,7 @@ class _Episode:
     async def _reset(self, make_environment: Callable[[], Environment]) -> Observation:
         async def reset() -> Observation:
             self._environment = make_environment()
-            return await self._environment.reset(self._assignment.task)
+            return await self._environment.reset(self._assignment.task.own_copy())
 
         started = time.monotonic()
         try:

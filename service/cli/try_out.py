@@ -190,7 +190,7 @@ def _with_group_rewards(
     async def score() -> Sequence[StepResult | None]:
         _set_playing(request.config, task)
         async with closing(environment.close):
-            call = partial(environment.score_group, task, [text for _, text in played])
+            call = partial(environment.score_group, task.own_copy(), [text for _, text in played])
             limit_s = request.config.rollouts.turn_deadline_s
             found = await _ended("score_group", call, limit_s=limit_s)
         try:
@@ -246,7 +246,7 @@ async def _play(
     limit_s = request.config.rollouts.turn_deadline_s
     environment = make()
     async with closing(lambda: _ended("close", environment.close, limit_s=limit_s)):
-        start = await _ended("reset", lambda: environment.reset(task), limit_s=limit_s)
+        start = await _ended("reset", lambda: environment.reset(task.own_copy()), limit_s=limit_s)
         if not isinstance(start, Observation):
             raise _Unplayed(f"reset returned {type_of(start)}, expected an Observation")
         _show_prompt(renderer, start)

@@ -517,7 +517,7 @@ async def _begin(make_environment: Callable[[], Environment], task: Task) -> obj
     try:
         environment = make_environment()
         async with closing(lambda: _ended("close", environment.close())):
-            return await _ended("reset", environment.reset(task))
+            return await _ended("reset", environment.reset(task.own_copy()))
     except SystemExit as error:
         # In a task, SystemExit would end the event loop, and then the command with its exit code.
         raise _Exited from error

@@ -143,7 +143,7 @@ async def _call_all(
     task = source.task(0)
     answers = _answers(source, task, request.trial.answer)
     environment = tasks.maker(config)()
-    begun = await environment.reset(task)
+    begun = await environment.reset(task.own_copy())
     # A group function compares answers, so its score of a single answer means nothing.
     of_groups: Sequence[RewardFunction] = ()
     if isinstance(environment, SingleTurnEnvironment):
@@ -274,7 +274,7 @@ async def _stepped(
     begun = None
     try:
         async with closing(environment.close):
-            begun = await environment.reset(task)
+            begun = await environment.reset(task.own_copy())
             found = await environment.step(Action(text=text))
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return begun, _fate_of(error)
@@ -303,7 +303,7 @@ async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fat
     """
     try:
         async with closing(environment.close):
-            found = await environment.score_group(task, [text, text])
+            found = await environment.score_group(task.own_copy(), [text, text])
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return _fate_of(error)
     try:

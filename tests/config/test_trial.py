@@ -140,6 +140,13 @@ class Counts(Scores):
         self.games.append(task)
         return Observation(messages=(Message(role=Role.USER, content=str(len(self.games))),))
 
+class Deals(Scores):
+    async def reset(self, task):
+        task.data["deals"] = task.data.get("deals", 0) + 1
+        return Observation(
+            messages=(Message(role=Role.USER, content=str(task.data["deals"])),)
+        )
+
 class Keeps(Scores):
     async def step(self, action):
         return StepResult(terminated=True, extra_columns={"how": lambda: "so"})
@@ -301,6 +308,13 @@ def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(pla
     config = config_of(options={"reward": "json.py:score"})
     with pytest.raises(ConfigError, match=r"json\.py: by this name Python imports .*rename"):
         tried(config, Trial(), tell=lambda _: None)
+
+
+def test_an_environment_may_change_its_own_copy_of_the_data(place: Path) -> None:
+    told: list[str] = []
+    config = config_of(environment="of_trial:Deals", options={}, dataset=None)
+    tried(config, Trial(), tell=told.append)
+    assert not told
 
 
 def test_an_environment_that_begins_a_task_differently_each_time_is_reported(place: Path) -> None:

@@ -125,6 +125,18 @@ class Vault:
         return float(self.is_open)
 
 
+class Cards:
+    """A class that changes a list of the data."""
+
+    def reset(self, deck: list[int], **columns: Any) -> str:
+        self.deck = deck
+        return f" Your card: {deck.pop()}."
+
+    def draw(self) -> int:
+        """Draw a card."""
+        return self.deck.pop()
+
+
 def make_vault() -> Vault:
     return Vault()
 
@@ -454,6 +466,16 @@ async def test_a_class_is_made_for_each_episode_as_trl_has_it(reward: str, expec
     await environment.close()
     await environment.close()
     assert Counter.closed == [7]
+
+
+async def test_each_instance_in_this_process_has_its_own_copy_of_the_data() -> None:
+    played = task(deck=[1, 2, 3])
+    for _ in range(2):
+        environment = made("Cards")
+        start = await environment.reset(played)
+        assert start.messages[-1].content == "Go. Your card: 3."
+        assert (await environment.step(call("draw"))).messages[0].content == "2"
+    assert played.data["deck"] == [1, 2, 3]
 
 
 async def test_any_name_of_an_argument_and_any_error_will_do() -> None:

@@ -46,6 +46,23 @@ from actors.user_code import num_abandoned
 IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)
 
 
+class Deals(FakeEnvironment):
+    """Takes the last card out of the task's own list."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.card = task.data["deck"].pop()
+        return HELLO
+
+
+async def test_each_member_of_a_group_has_its_own_copy_of_the_data() -> None:
+    task = replace(ASSIGNMENT.task, data={"deck": [1, 2]})
+    members = [Deals(DONE), Deals(DONE)]
+    for member in members:
+        await play(member, assignment=replace(ASSIGNMENT, task=task))
+    assert [member.card for member in members] == [2, 2]
+    assert task.data == {"deck": [1, 2]}
+
+
 ECHO: dict[str, Any] = {"name": "echo", "description": "Say it.", "parameters": {}}
 
 

@@ -172,10 +172,11 @@ async def play(
     max_context_tokens: int = 400,
     keeps_last_observation: bool = False,
     chat: ChatRenderer | None = None,
+    assignment: RolloutAssignment = ASSIGNMENT,
 ) -> Trajectory:
     """Play the assignment; a fake environment must have been closed once."""
     trajectory = await play_episode(
-        ASSIGNMENT,
+        assignment,
         make_environment=lambda: environment,
         policy=policy or FakePolicy(),
         renderer=chat or renderer(),
