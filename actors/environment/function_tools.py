@@ -33,7 +33,8 @@ from docstring_parser import Docstring
 from docstring_parser import parse as parse_docstring
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
 from pydantic import ValidationError as BadValue
-from pydantic_core import to_jsonable_python
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from actors.environment import workers
 from actors.environment.fork_server import preload
@@ -49,9 +50,9 @@ _NOT_TAKEN = (
     inspect.Parameter.VAR_KEYWORD,
     inspect.Parameter.POSITIONAL_ONLY,
 )
-# Methods of a class that the policy cannot call.
 # Number of elements up to which an array is shown whole.
 MAX_SHOWN = 1000
+# Methods of a class that the policy cannot call.
 _OWN = frozenset({"reset", "close", "get_reward"})
 
 
@@ -513,18 +514,32 @@ def _arguments(
                 f"{where}: the argument {parameter.name} has no type, expected one such as "
                 f"{parameter.name}: str, which the policy is shown"
             )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, alias=parameter.name)
+        annotation = types[parameter.name]
         # Without a description in the docstring, use the one of Annotated.
-        if (
-            text := described.get(parameter.name) or _plain_note(types[parameter.name])
-        ) is not None:
-            field = Field(default, alias=parameter.name, description=text)
-        fields[f"a{number}"] = (types[parameter.name], field)
+        text = described.get(parameter.name) or _plain_note(annotation)
+        if isinstance(parameter.default, FieldInfo):
+            # FastMCP's form, with description and bounds.
+            annotation = Annotated[annotation, parameter.default]
+        options = _default_of(parameter) | ({} if text is None else {"description": text})
+        fields[f"a{number}"] = (annotation, Field(alias=parameter.name, **options))
     try:
         return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
     except (PydanticUserError, TypeError, ValueError, NameError) as error:
         raise _no_schema(where, error) from error
+
+
+def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
+    """Return an argument's default, or the function that makes it, as an argument of `Field`.
+
+    The result is empty if the argument has no default.
+    """
+    given = parameter.default
+    if not isinstance(given, FieldInfo | dataclasses.Field):
+        return {} if given is parameter.empty else {"default": given}
+    if callable(given.default_factory):
+        return {"default_factory": given.default_factory}
+    unset = (PydanticUndefined, dataclasses.MISSING)
+    return {} if any(given.default is each for each in unset) else {"default": given.default}
 
 
 def _plain_note(annotation: Any) -> str | None:
