@@ -24,6 +24,7 @@ import functools
 import inspect
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -360,7 +361,9 @@ def _load(name: str) -> FunctionTool | ToolClass:
             f"tool {name} is {type_of(found)}, expected a function, or a class whose "
             "methods are tools; name one"
         )
-    return dataclasses.replace(read_function(found, where=f"tool {name}"), target=name)
+    # The own name of a decorator's inner function says nothing about the tool.
+    own = re.split("[:.]", name)[-1] if _is_inner(found) else ""
+    return dataclasses.replace(read_function(found, where=f"tool {name}", name=own), target=name)
 
 
 def _class_made_by(function: Callable[..., Any], name: str) -> type | None:
@@ -405,11 +408,12 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
             f"tool {name}: {found.__name__} needs {', '.join(required)} to be made, expected a "
             "class that needs no arguments, because each episode makes an instance; give defaults"
         )
-    methods = [
-        method
-        for method_name, method in inspect.getmembers(found, inspect.isfunction)
-        if not method_name.startswith("_") and method_name not in _OWN
-    ]
+    # A tool has the name of the attribute, because a decorator may have named the function itself.
+    methods = {
+        method_name: method
+        for method_name, method in inspect.getmembers(found, inspect.isroutine)
+        if not method_name.startswith("_") and method_name not in _OWN and _is_python(method)
+    }
     if not methods:
         raise BadTool(
             f"tool {name}: {found.__name__} has no public method besides reset, close and "
@@ -418,12 +422,13 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
     tools = tuple(
         read_function(
             method,
-            where=f"tool {name}.{method.__name__}",
-            is_method=not isinstance(
-                inspect.getattr_static(found, method.__name__, None), staticmethod
+            name=method_name,
+            where=f"tool {name}.{method_name}",
+            takes_self=not isinstance(
+                inspect.getattr_static(found, method_name), staticmethod | classmethod
             ),
         )
-        for method in methods
+        for method_name, method in methods.items()
     )
     return ToolClass(
         name=found.__name__,
@@ -434,6 +439,17 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
         target=name,
         required_columns=_required_columns(found),
     )
+
+
+def _is_inner(function: Callable[..., Any]) -> bool:
+    """Return whether a function is defined in another one, as a decorator without `wraps` does."""
+    is_partial = getattr(function, "__module__", "") == functools.__name__
+    return "<locals>" in getattr(function, "__qualname__", "") and not is_partial
+
+
+def _is_python(method: Callable[..., Any]) -> bool:
+    """Return whether a method is Python code, perhaps decorated, and none of a built-in class."""
+    return hasattr(inspect.unwrap(method), "__code__")
 
 
 def _required_columns(found: type) -> frozenset[str]:
@@ -450,21 +466,27 @@ def _required_columns(found: type) -> frozenset[str]:
 
 
 def read_function(
-    function: Callable[..., Any], *, where: str, is_method: bool = False
+    function: Callable[..., Any], *, where: str, name: str = "", takes_self: bool = False
 ) -> FunctionTool:
     """Make a tool from a function's signature and docstring.
 
-    where: the function's name in errors. Raises: BadTool if the function cannot be described.
+    Args:
+        where: The function's name in errors.
+        name: The tool's name; the function's own name if it is empty.
+        takes_self: Whether the first argument is the instance.
+
+    Raises: BadTool if the function cannot be described.
     """
-    name = getattr(function, "__name__", type(function).__name__)
-    parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
+    name = name or getattr(function, "__name__", type(function).__name__)
+    parameters = list(inspect.signature(function).parameters.values())[1 if takes_self else 0 :]
     docs = parse_docstring(inspect.getdoc(function) or "")
     description = "\n\n".join(
         part for part in (docs.short_description, docs.long_description) if part
     )
     if not description:
+        hint = "; if a decorator made it, use functools.wraps there" if _is_inner(function) else ""
         raise BadTool(
-            f"{where} has no docstring, expected one: the policy is shown it as description"
+            f"{where} has no docstring, expected one: the policy is shown it as description{hint}"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise BadTool(f"{where} yields, expected a function that returns its answer; return it")

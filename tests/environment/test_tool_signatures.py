@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from actors.environment.function_tools import BadArguments, load_tools
+from actors.environment.function_tools import BadArguments, BadTool, load_tools
 
 
 @dataclass
@@ -38,6 +39,96 @@ def fill(
     return [n, unit, tags, more, most, basket.items]
 
 
+def counted(function: Any) -> Any:
+    """Decorate without functools.wraps."""
+
+    def wrapper(self: Any, query: str) -> str:
+        """Search, and count."""
+        return f"counted {function(self, query)}"
+
+    return wrapper
+
+
+def undescribed(function: Any) -> Any:
+    def wrapper(self: Any, query: str) -> Any:
+        return function(self, query)
+
+    return wrapper
+
+
+def hidden(function: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        """Search."""
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def searcher_of(place: str) -> Any:
+    def inner(query: str) -> str:
+        """Search."""
+        return f"{query} in {place}"
+
+    return inner
+
+
+search_attic = searcher_of("the attic")
+search_cellar = searcher_of("the cellar")
+
+
+class Archive(dict[str, str]):
+    """Has each kind of method; those of the built-in class are no tools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @counted
+    def find(self, query: str) -> str:
+        return query
+
+    seek = find
+
+    @classmethod
+    def about(cls, query: str) -> str:
+        """Tell about the archive."""
+        return f"about {query}"
+
+    @staticmethod
+    def double(query: str) -> str:
+        """Double the query."""
+        return query * 2
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def cached(self, query: str) -> str:
+        """Search once."""
+        return f"cached {query}"
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+class Undescribed:
+    @undescribed
+    def find(self, query: str) -> str:
+        """Search."""
+        return query
+
+
+class Hidden:
+    @hidden
+    def find(self, query: str) -> str:
+        """Search."""
+        return query
+
+
+class Partial:
+    def find(self, place: str, query: str) -> str:
+        """Search."""
+        return f"{query} in {place}"
+
+    find_here = functools.partialmethod(find, "here")
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("signatures_of_test")
@@ -62,3 +153,37 @@ async def test_a_default_may_be_a_field_of_pydantic_or_of_a_dataclass() -> None:
         assert answer == '[5, "kg", ["fig"], ["fig"], 9, ["fig"]]'
     with pytest.raises(BadArguments, match="Argument n: Input should be greater than or equal"):
         await tool.call({"query": "fig", "unit": "kg", "n": 0}, limit_s=5)
+
+
+async def test_each_kind_of_public_method_is_a_tool_by_its_name_in_the_class() -> None:
+    archive = loaded("Archive")
+    tools = {tool.schema.name: tool for tool in archive.bound(archive.make())}
+    answers = {name: await tool.call({"query": "x"}, limit_s=5) for name, tool in tools.items()}
+    assert answers == {
+        "about": "about x",
+        "cached": "cached x",
+        "double": "xx",
+        "find": "counted x",
+        "seek": "counted x",
+    }
+
+
+async def test_a_function_that_another_one_made_has_the_name_that_the_user_gave_it() -> None:
+    tools = [loaded("search_attic"), loaded("search_cellar")]
+    assert [tool.schema.name for tool in tools] == ["search_attic", "search_cellar"]
+    assert await tools[1].call({"query": "x"}, limit_s=5) == "x in the cellar"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Undescribed", r"Undescribed\.find has no docstring, .*; if a decorator made it, use"),
+        ("Hidden", r"Hidden\.find takes \*\*kwargs, .* hides its arguments: if a"),
+        ("Partial", r"Partial\.find_here has no docstring, expected one: the .*description$"),
+    ],
+)
+def test_a_method_that_cannot_be_described_is_refused_by_its_own_name(
+    name: str, words: str
+) -> None:
+    with pytest.raises(BadTool, match=words):
+        loaded(name)
