@@ -28,37 +28,27 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from docstring_parser import Docstring
 from docstring_parser import parse as parse_docstring
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
+from pydantic import BaseModel, PydanticUserError
 from pydantic import ValidationError as BadValue
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from actors.environment import workers
 from actors.environment.fork_server import preload
 from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
+from actors.environment.tool_arguments import NOT_TAKEN, BadTool, arguments_model, no_schema
 from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import BadArguments
-from actors.environment.user_names import HIDES, BadName, find, hides_arguments
+from actors.environment.user_names import BadName, find
 from actors.user_code import bounded, in_thread, type_of
 
-_NOT_TAKEN = (
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.VAR_KEYWORD,
-    inspect.Parameter.POSITIONAL_ONLY,
-)
 # Number of elements up to which an array is shown whole.
 MAX_SHOWN = 1000
 # Methods of a class that the policy cannot call.
 _OWN = frozenset({"reset", "close", "get_reward"})
-
-
-class BadTool(ValueError):
-    """Raised if a tool does not exist, or if its signature cannot be described to a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,7 +391,7 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
     required = [
         each.name
         for each in inspect.signature(make).parameters.values()
-        if each.default is each.empty and each.kind not in _NOT_TAKEN[:2]
+        if each.default is each.empty and each.kind not in NOT_TAKEN[:2]
     ]
     if required:
         raise BadTool(
@@ -461,7 +451,7 @@ def _required_columns(found: type) -> frozenset[str]:
     return frozenset(
         each.name
         for each in parameters
-        if each.default is each.empty and each.kind not in _NOT_TAKEN
+        if each.default is each.empty and each.kind not in NOT_TAKEN
     )
 
 
@@ -495,88 +485,14 @@ def read_function(
     except Exception as error:
         # The error is an undefined name in an annotation, or any exception of its evaluation.
         raise BadTool(f"{where}: its annotations cannot be read ({error}); correct them") from error
-    arguments = _arguments(name, parameters, types, docs=docs, where=where, function=function)
+    arguments = arguments_model(name, parameters, types, docs=docs, where=where, function=function)
     try:
         schema = arguments.model_json_schema()
     # pydantic raises KeyError if a default contains "$ref".
     except (PydanticUserError, TypeError, ValueError, AttributeError, KeyError) as error:
-        raise _no_schema(where, error) from error
+        raise no_schema(where, error) from error
     return FunctionTool(
         schema=ToolSchema(name=name, description=description, parameters=tidy(schema)),
         function=function,
         arguments=arguments,
-    )
-
-
-def _arguments(
-    name: str,
-    parameters: Sequence[inspect.Parameter],
-    types: Mapping[str, Any],
-    *,
-    docs: Docstring,
-    where: str,
-    function: Callable[..., Any],
-) -> type[BaseModel]:
-    """Return a pydantic model of a function's arguments.
-
-    An argument's name is only the alias of its field, because pydantic reserves some names.
-    Raises: BadTool if a type cannot be described.
-    """
-    described = {each.arg_name: each.description for each in docs.params}
-    fields: dict[str, Any] = {}
-    for number, parameter in enumerate(parameters):
-        if parameter.kind in _NOT_TAKEN:
-            named = str(parameter).partition(":")[0]
-            raise BadTool(
-                f"{where} takes {named}, expected arguments that can be passed by name; "
-                f"{HIDES if hides_arguments(function) else 'name them'}"
-            )
-        if parameter.name not in types:
-            raise BadTool(
-                f"{where}: the argument {parameter.name} has no type, expected one such as "
-                f"{parameter.name}: str, which the policy is shown"
-            )
-        annotation = types[parameter.name]
-        # Without a description in the docstring, use the one of Annotated.
-        text = described.get(parameter.name) or _plain_note(annotation)
-        if isinstance(parameter.default, FieldInfo):
-            # FastMCP's form, with description and bounds.
-            annotation = Annotated[annotation, parameter.default]
-        options = _default_of(parameter) | ({} if text is None else {"description": text})
-        fields[f"a{number}"] = (annotation, Field(alias=parameter.name, **options))
-    try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    except (PydanticUserError, TypeError, ValueError, NameError) as error:
-        raise _no_schema(where, error) from error
-
-
-def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
-    """Return an argument's default, or the function that makes it, as an argument of `Field`.
-
-    The result is empty if the argument has no default.
-    """
-    given = parameter.default
-    if not isinstance(given, FieldInfo | dataclasses.Field):
-        return {} if given is parameter.empty else {"default": given}
-    if callable(given.default_factory):
-        return {"default_factory": given.default_factory}
-    unset = (PydanticUndefined, dataclasses.MISSING)
-    return {} if any(given.default is each for each in unset) else {"default": given.default}
-
-
-def _plain_note(annotation: Any) -> str | None:
-    """Return the text in an annotation such as `Annotated[int, "How many."]`; else None.
-
-    pydantic ignores such a text.
-    """
-    if get_origin(annotation) is not Annotated:
-        return None
-    return next((each for each in get_args(annotation)[1:] if isinstance(each, str)), None)
-
-
-def _no_schema(where: str, error: Exception) -> BadTool:
-    return BadTool(
-        f"{where}: no JSON schema can be made of its arguments ({str(error).splitlines()[0]}); "
-        "expected types that JSON has, such as str, int, float, bool, list[str], Literal, an enum "
-        "or a dataclass"
     )

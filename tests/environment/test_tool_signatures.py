@@ -6,7 +6,7 @@ import functools
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -129,6 +129,31 @@ class Partial:
     find_here = functools.partialmethod(find, "here")
 
 
+Bounded = Field(ge=1, description="How big.")
+
+
+def optional(
+    count: int = None,  # type: ignore[assignment]  # noqa: RUF013
+    size: Annotated[int, Bounded] = None,  # type: ignore[assignment]  # noqa: RUF013
+    width: int = Field(None, ge=1),
+    height: Annotated[int, Field(ge=1)] = 0,
+    order: Literal["up", "down"] = "up",
+    ratio: float = 1,
+) -> Any:
+    """Count."""
+    return [count, size, width, height, order, ratio]
+
+
+def wrong_default(name: str = 5) -> str:  # type: ignore[assignment]
+    """Say it."""
+    return name
+
+
+def no_number(ratio: float = float("nan")) -> str:
+    """Say it."""
+    return str(ratio)
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("signatures_of_test")
@@ -153,6 +178,33 @@ async def test_a_default_may_be_a_field_of_pydantic_or_of_a_dataclass() -> None:
         assert answer == '[5, "kg", ["fig"], ["fig"], 9, ["fig"]]'
     with pytest.raises(BadArguments, match="Argument n: Input should be greater than or equal"):
         await tool.call({"query": "fig", "unit": "kg", "n": 0}, limit_s=5)
+
+
+async def test_none_as_default_makes_an_argument_optional() -> None:
+    tool = loaded("optional")
+    shown = tool.schema.parameters["properties"]
+    assert "required" not in tool.schema.parameters
+    null, bounded = {"type": "null"}, {"type": "integer", "minimum": 1}
+    assert shown["count"] == {"anyOf": [{"type": "integer"}, null], "default": None}
+    optional_size = {"anyOf": [bounded, null], "default": None}
+    assert shown["size"] == {**optional_size, "description": "How big."}
+    assert shown["width"] == optional_size and shown["height"] == {**bounded, "default": 0}
+    assert await tool.call({}, limit_s=5) == '[null, null, null, 0, "up", 1]'
+    assert await tool.call({"count": None, "size": 2}, limit_s=5) == '[null, 2, null, 0, "up", 1]'
+    with pytest.raises(BadArguments, match="Argument size"):
+        await tool.call({"size": 0}, limit_s=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong_default", "name has the default 5, which is not of its type, expected str"),
+        ("no_number", "argument ratio has the default nan, which JSON does not have"),
+    ],
+)
+def test_a_default_that_cannot_be_shown_is_refused(name: str, words: str) -> None:
+    with pytest.raises(BadTool, match=words):
+        loaded(name)
 
 
 async def test_each_kind_of_public_method_is_a_tool_by_its_name_in_the_class() -> None:
