@@ -274,6 +274,13 @@ class McpServer:
             )
         if not found:
             raise BadServer(f"{where} has no tools, expected one or more; name another server")
+        kept = [tool for tool in found if not wanted or tool.name in wanted]
+        names = [tool.name for tool in kept]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise BadServer(
+                f"{where} lists two tools with the name {', '.join(twice)}, expected unique names; "
+                "correct the server, or choose its other tools by mcp.NAME.tools"
+            )
         return tuple(
             McpTool(
                 schema=ToolSchema(
@@ -283,8 +290,7 @@ class McpServer:
                 ),
                 server=self,
             )
-            for tool in found
-            if not wanted or tool.name in wanted
+            for tool in kept
         )
 
 
@@ -344,11 +350,17 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 def _text_of(result: Any) -> str:
     """Join the texts of a tool's result; a part without text is shown by its type in brackets."""
-    parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
+    parts = [_text_in(each) for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):
             return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
+
+
+def _text_in(part: Any) -> str:
+    """Return the text of a part, which may be in a resource; else the part's type in brackets."""
+    text = getattr(getattr(part, "resource", part), "text", None)
+    return f"[{part.type}]" if text is None else text
 
 
 # The standard error of a server over stdio: its beginning is logged, and its end is kept.

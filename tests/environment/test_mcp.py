@@ -156,8 +156,44 @@ async def test_tools_are_chosen_by_name_and_two_of_one_name_are_refused() -> Non
     assert [tool.name for tool in start.tools] == ["calculator"]
     with pytest.raises(BadServer, match="has no tool search, expected some of calculator, fail"):
         await made(sums={**STDIO, "tools": ["search"]}).reset(TASK)
-    with pytest.raises(ValueError, match="have the same name"):
+    with pytest.raises(ValueError, match="calculator is the name of two tools of"):
         await made("calculator", sums=STDIO).reset(TASK)
+
+
+async def test_the_text_of_an_embedded_resource_is_shown() -> None:
+    environment = made(sums=STDIO)
+    await environment.reset(TASK)
+    assert await said(environment, call("read")) == "A note.\n[resource]\n\nThe end."
+
+
+# Lists the tool add twice, which the package's own servers do not do.
+TWICE = """
+import json, sys
+tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("add", "add", "halve")]
+answers = {"tools/list": {"tools": tools}}
+for line in sys.stdin:
+    asked = json.loads(line)
+    version = asked.get("params", {}).get("protocolVersion")
+    begun = {
+        "protocolVersion": version,
+        "capabilities": {"tools": {}},
+        "serverInfo": {"name": "twice", "version": "1"},
+    }
+    if "id" in asked:
+        result = answers.get(asked["method"], begun)
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+async def test_a_server_that_lists_a_tool_twice_is_refused_unless_the_tool_is_left_out(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    twice = {"command": [sys.executable, str(tmp_path / "twice.py")]}
+    with pytest.raises(BadServer, match="lists two tools with the name add, expected unique"):
+        await made(s=twice).reset(TASK)
+    start = await made(s={**twice, "tools": ["halve"]}).reset(TASK)
+    assert [tool.name for tool in start.tools] == ["halve"]
 
 
 async def test_what_is_no_server_is_told_at_the_first_task() -> None:

@@ -99,7 +99,7 @@ class Server:
             seen["error"] = {"error_type": mode, "message": "no such number"}
             return _observation(seen)
         is_hit = number == self.resets[-1]["seed"]
-        parts = [{"type": "text", "text": "yes" if is_hit else "higher"}, {"type": "image"}]
+        parts = [{"type": "text", "text": "yes" if is_hit else "higher"}, {"type": "image"}, NOTE]
         seen["result"] = {"content": parts, "is_error": False}
         is_scored = is_hit if mode == "late" else mode != "unscored"
         return _observation(seen, reward=float(is_hit) if is_scored else None, done=is_hit)
@@ -132,6 +132,7 @@ def _task(seed: int = 3, **data: Any) -> Task:
     return Task(task_id="t", environment="openenv", seed=seed, data=data)
 
 
+NOTE = {"type": "resource", "resource": {"uri": "file:///note", "text": "A note."}}
 GUESS = {
     "name": "guess",
     "description": "Guess the number.",
@@ -267,7 +268,7 @@ async def test_the_policy_calls_the_environments_mcp_tools() -> None:
         assert tool.parameters["properties"] == {"number": {"type": "integer"}}
         assert start.messages[0].content == "Guess."
         first = await environment.step(Action(text="", calls=(_guess(1), _guess(2))))
-        assert [message.content for message in first.messages] == ["higher\n[image]"] * 2
+        assert [message.content for message in first.messages] == ["higher\n[image]\nA note."] * 2
         assert [message.tool_call_id for message in first.messages] == ["c1", "c2"]
         assert first.reward == 0.0 and first.reward_components == {"score": 0.0}
         # What follows the end of an episode is not asked of the server.

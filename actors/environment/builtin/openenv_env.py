@@ -298,8 +298,16 @@ def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
     if not isinstance(parts, list):
         return _as_text(result), False
     # The result has MCP's form: show the text of text parts, and only the type of other parts.
-    texts = [part.get("text") or f"[{part.get('type')}]" for part in parts]
+    texts = [
+        f"[{part.get('type')}]" if (text := _text_in(part)) is None else text for part in parts
+    ]
     return _as_text("\n".join(texts)), False
+
+
+def _text_in(part: Mapping[str, Any]) -> str | None:
+    """Return the text of a part, which may be in a resource; None if it has none."""
+    holder = part.get("resource", part)
+    return holder.get("text") if isinstance(holder, Mapping) else None
 
 
 def _as_text(seen: Any) -> str:

@@ -159,10 +159,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
                 server = server_of(name, options)
             tools += await server.tools()
         self._tools = {tool.schema.name: tool for tool in tools}
-        if len(self._tools) < len(tools):
+        names = [tool.schema.name for tool in tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"tools: two of {', '.join(sorted(tool.schema.name for tool in tools))} have the "
-                "same name, expected unique names; choose a server's tools by mcp.NAME.tools"
+                f"tools: {', '.join(twice)} is the name of two tools of the functions and servers, "
+                "expected unique names; choose a server's tools by mcp.NAME.tools"
             )
         messages = list(self.first_messages(task.data))
         for each, instance in zip(classes, self._instances, strict=True):

@@ -8,6 +8,13 @@ import sys
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import (
+    BlobResourceContents,
+    ContentBlock,
+    EmbeddedResource,
+    TextContent,
+    TextResourceContents,
+)
 
 server = MCPServer("sums")
 
@@ -34,6 +41,18 @@ def end() -> str:
 async def slow() -> None:
     """Take its time."""
     await asyncio.sleep(60)
+
+
+@server.tool(structured_output=False)
+def read() -> list[ContentBlock]:
+    """Read what there is."""
+    address = "file:///notes"
+    return [
+        EmbeddedResource(resource=TextResourceContents(uri=address, text="A note.")),
+        EmbeddedResource(resource=BlobResourceContents(uri=address, blob="AAAA")),
+        TextContent(text=""),
+        TextContent(text="The end."),
+    ]
 
 
 @server.tool()
