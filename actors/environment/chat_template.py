@@ -8,11 +8,9 @@ found by rendering small chats. `rendering` and `template_traits` use this modul
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import jinja2
@@ -23,6 +21,8 @@ from actors.environment.tokenizer import ChatTokenizer
 
 _ARGUMENT = "qzprobezq"
 _CONTENT = "qzbesidezq"
+# Number of characters of a client's id in an error.
+_SHOWN_ID = 64
 # Mistral's templates require an id of nine letters.
 _PROBE = (
     Message(role=Role.USER, content="probe"),
@@ -32,7 +32,24 @@ _PROBE = (
         tool_calls=(ToolCall(id="probe0000", name="probe", arguments={"probe": _ARGUMENT}),),
     ),
 )
+# Two calls at once, and their results. The ids, names and contents occur nowhere else.
+_SECOND_ID, _SECOND_NAME = "probe0002", "qzsecondzq"
+_TWO_CALLS = tuple(
+    ToolCall(id=call_id, name=name, arguments={"probe": _ARGUMENT})
+    for call_id, name in (("probe0001", "qzfirstzq"), (_SECOND_ID, _SECOND_NAME))
+)
+_TWO_RESULTS_PROBE = (
+    _PROBE[0],
+    replace(_PROBE[1], tool_calls=_TWO_CALLS),
+    *(
+        Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+        for content, call in zip((_CONTENT, "0"), _TWO_CALLS, strict=True)
+    ),
+)
 _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
+
+_Calls = tuple[tuple[str, str], ...]
+"""Id and name of each call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +125,62 @@ class ChatTemplate:
     def shows_calls(self) -> bool:
         """Whether the template shows an assistant's calls."""
         return _ARGUMENT in self.rendered_call
+
+    def check_results(
+        self, messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """Check that the policy can read each result as that of the call that it answers.
+
+        If a template shows no ids, the first result is read as that of the first call, and so on.
+        Args: calls: id and name of each call in the message before the given messages.
+        Raises: RenderError if a result would be read as that of a call that has no result.
+        """
+        for known, answer, num_earlier in _answers(messages, calls):
+            results, rest = _paired(known, answer)
+            missing = [n for n in range(num_earlier, len(known)) if n not in results]
+            strays = [each.tool_call_id for each in rest if each.role is Role.TOOL]
+            later = [n for n in sorted(results) if missing and n > missing[0]]
+            if not missing or not (later or strays) or self._tells_apart(known):
+                continue
+            name = known[missing[0]][1]
+            misread = (
+                f"call {later[0] + 1 - num_earlier} ({known[later[0]][1]})"
+                if later
+                else f"id {(strays[0] or '')[:_SHOWN_ID]!r}, which is of no open call,"
+            )
+            raise RenderError(
+                f"chat template: it shows no ids of calls; so the policy would read the result of "
+                f"{misread} as that of call {missing[0] + 1 - num_earlier} ({name}) of the same "
+                "reply, which has no result; send one result for each call of the reply, with the "
+                "call's id"
+            )
+
+    def _tells_apart(self, calls: _Calls) -> bool:
+        """Return whether a result's id or name, as the template shows it, says what it answers."""
+        names = [name for _, name in calls]
+        return self._shows_ids or (self._shows_names and len({*names}) == len(names))
+
+    @cached_property
+    def _shows_ids(self) -> bool:
+        calls, results = self._two_results
+        return _SECOND_ID in results and _SECOND_ID in calls
+
+    @cached_property
+    def _shows_names(self) -> bool:
+        return _SECOND_NAME in self._two_results[1]
+
+    @cached_property
+    def _two_results(self) -> tuple[str, str]:
+        """The rendering of two calls with their results, before and after the first result.
+
+        If the template refuses two calls, both texts have the id and the name of the second call.
+        """
+        try:
+            text = self.text(_TWO_RESULTS_PROBE)
+        except RenderError:
+            return (f"{_SECOND_ID} {_SECOND_NAME}",) * 2
+        before, _, after = text.partition(_CONTENT)
+        return before, after
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
         """Return the rendering of a chat in this format; empty if the template refuses the chat."""
@@ -203,21 +276,64 @@ def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
 def in_call_order(
     messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()
 ) -> tuple[Message, ...]:
-    """Return the messages with the results of parallel calls in the order of the calls.
+    """Return the messages with the results of calls directly after the calls, in their order.
 
-    Many templates show no ids, so that only the order says which call a result answers.
+    Many templates show no ids, so that only the order says which call a result answers. Other
+    messages between calls and results, such as a user's text, come after the results.
     Args: calls: id and name of each call in the message before the given messages.
     """
     found: list[Message] = []
-    order = {call_id: number for number, (call_id, _) in enumerate(calls)}
-    for is_result, group in groupby(messages, key=lambda message: message.role is Role.TOOL):
-        run = list(group)
-        places = [order.get(each.tool_call_id or "", -1) for each in run]
-        if is_result and -1 not in places and len({*places}) == len(places):
-            run = [each for _, each in sorted(zip(places, run, strict=True), key=itemgetter(0))]
-        found += run
-        order = {call_id: number for number, (call_id, _, _) in enumerate(run[-1].call_texts)}
+    for known, answer, _ in _answers(messages, calls):
+        results, rest = _paired(known, answer)
+        found += [*(results[number] for number in sorted(results)), *rest]
     return tuple(found)
+
+
+def _answers(
+    messages: Iterable[Message], calls: Iterable[tuple[str, str]]
+) -> Iterator[tuple[_Calls, list[Message], int]]:
+    """Yield calls, the messages that answer them, and how many calls are of earlier messages.
+
+    An answer ends with the next message of the assistant, and includes it. Calls of several
+    messages of the assistant with nothing between them are answered together.
+    Args: calls: id and name of each call in the message before the given messages.
+    """
+    known, answer, num_earlier = tuple(calls), list[Message](), 0
+    for message in messages:
+        answer.append(message)
+        if message.role is Role.ASSISTANT:
+            yield known, answer, num_earlier
+            earlier = known if len(answer) == 1 else ()
+            own = tuple((call_id, name) for call_id, name, _ in message.call_texts)
+            known, answer, num_earlier = (*earlier, *own), [], len(earlier)
+    yield known, answer, num_earlier
+
+
+def _paired(
+    calls: _Calls, answer: Iterable[Message]
+) -> tuple[dict[int, Message], tuple[Message, ...]]:
+    """Return the result of each call, by the call's index, and all other messages of an answer.
+
+    A result without an id answers the first call that has no result.
+    """
+    indices = {call_id: index for index, (call_id, _) in enumerate(calls) if call_id}
+    results: dict[int, Message] = {}
+    rest = []
+    for message in answer:
+        index = indices.get(message.tool_call_id or "") if message.role is Role.TOOL else None
+        if index is None or index in results:
+            rest.append(message)
+        else:
+            results[index] = message
+    others = []
+    for message in rest:
+        is_nameless = message.role is Role.TOOL and not message.tool_call_id
+        unanswered = [index for index in range(len(calls)) if index not in results]
+        if is_nameless and unanswered:
+            results[unanswered[0]] = message
+        else:
+            others.append(message)
+    return results, tuple(others)
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:

@@ -368,6 +368,10 @@ def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = F
 
 def _prompt(place: Place, renderer: ChatRenderer) -> Prompt:
     sampled = place.parent_sampled
+    calls = place.history[-1].call_texts if place.history else ()
+    renderer.template.check_results(
+        place.new_messages, [(call_id, name) for call_id, name, _ in calls]
+    )
     if sampled is None:
         renderer.check_tools(place.new_messages, place.tools)
         whole = renderer.first_prompt(place.new_messages, place.tools)

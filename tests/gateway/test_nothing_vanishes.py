@@ -200,6 +200,38 @@ def test_what_a_template_takes_for_a_thought_of_a_user_is_refused() -> None:
     assert "secret" not in text and "open" in text
 
 
+OTHER = ToolCall(id="call00002", name="calculator", arguments={"expression": "other"})
+
+
+async def test_each_result_is_shown_at_its_call_or_refused(tmp_path: Path) -> None:
+    calls = "".join(LOOK_UP.replace('"1"', each) for each in ('"a"', '"b"'))
+    policy = Policy(answers=lambda _: reply(f"{calls}<|im_end|>"))
+    gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
+    begun = [user("Hi")]
+    said = (await gateway.ask(*begun, tools=(CALCULATOR,))).message
+    first, second = (result(call, f"result {call.arguments}") for call in said.tool_calls)
+    stray = Message(role=Role.TOOL, content="stray", tool_call_id="unknown")
+    # Also where another client has made the calls.
+    played = [user("Before"), says("", CALL, OTHER)]
+    theirs = result(OTHER, "theirs")
+    for sent in (
+        [*begun, said, second],
+        [*begun, said, second, user("note")],
+        [*begun, said, first, stray],
+        [*played, theirs, user("note")],
+    ):
+        with pytest.raises(Refused, match="it shows no ids of calls; so the policy") as refused:
+            await gateway.ask(*sent, tools=(CALCULATOR,))
+        assert (refused.value.code, refused.value.param) == (
+            RefusalCode.INVALID_REQUEST,
+            "messages",
+        )
+    await gateway.ask(*begun, said, second, user("note"), first, tools=(CALCULATOR,))
+    prompt = tokenizer("plain").decode(policy.requests[-1].prompt_token_ids.tolist())
+    places = [prompt.rindex(text) for text in ("result {'expression': 'a'}", "result {", "note")]
+    assert places == sorted(places)
+
+
 LOOK_UP = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
 
 

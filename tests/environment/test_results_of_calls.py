@@ -1,0 +1,86 @@
+"""The results of parallel calls are shown in the order of the calls, and read as theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from worlds.models.tool_families import FAMILIES, Family
+
+from actors.environment.chat_template import RenderError, in_call_order
+from actors.environment.protocol import Message, Role, ToolCall
+
+CALLS = tuple(
+    ToolCall(id=f"abcdefgh{number}", name=name, arguments={"expression": "3+4"})
+    for number, name in enumerate(("calculator", "weather", "search"), start=1)
+)
+
+
+def user(content: str) -> Message:
+    return Message(role=Role.USER, content=content)
+
+
+def reply(content: str, *calls: ToolCall) -> Message:
+    return Message(role=Role.ASSISTANT, content=content, tool_calls=calls)
+
+
+def result(call: ToolCall, content: str) -> Message:
+    return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+
+
+def test_what_stands_between_calls_and_results_comes_after_the_results() -> None:
+    said = reply("both", *CALLS)
+    results = [result(call, text) for call, text in zip(CALLS, "789", strict=True)]
+    first, second, third = results
+    other, nameless = (replace(second, tool_call_id=each) for each in ("unknown00", None))
+    calls = [(call.id, call.name) for call in CALLS]
+    for sent, shown in (
+        ([third, user("and"), first], [first, third, user("and")]),
+        ([user("and"), second, first], [first, second, user("and")]),
+        ([other, first], [first, other]),
+        ([second, second, first], [first, second, second]),
+        ([nameless, first], [first, nameless]),
+    ):
+        assert in_call_order(sent, calls) == tuple(shown)
+        # They answer the calls before them, not those of a later reply.
+        rest = [said, user("and"), second, first]
+        assert in_call_order([*sent, *rest], calls) == (*shown, said, first, second, user("and"))
+    # Two messages of the assistant may make the calls of one answer.
+    apart = [reply("", CALLS[0]), reply("", CALLS[1])]
+    assert in_call_order([*apart, second, first]) == (*apart, first, second)
+
+
+@pytest.mark.parametrize("family", [FAMILIES[name] for name in ("qwen3", "hermes", "mistral")])
+def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: Family) -> None:
+    first, second = (result(call, "7") for call in CALLS[:2])
+    stray = replace(second, tool_call_id="unknown00")
+    said, check = reply("", *CALLS[:2]), family.renderer.template.check_results
+    for kept in (
+        [first],
+        [second, first],
+        [replace(first, tool_call_id=None)],
+        [first, second, stray],
+        [user("never mind")],
+        [],
+    ):
+        check([user("hi"), said, *kept, user("and?")])
+        check(kept, [(call.id, call.name) for call in CALLS[:2]])
+    # What no call precedes is a rest of a history that the client cut.
+    check([stray, user("hi")])
+    for misread, name in (
+        ([second], r"call 2 \(weather\) as that of call 1 \(calculator\)"),
+        ([stray], r"id 'unknown00', .* as that of call 1 \(calculator\)"),
+        ([first, first], r"id 'abcdefgh1', .* as that of call 2 \(weather\)"),
+    ):
+        if family.name == "qwen3":
+            with pytest.raises(RenderError, match=f"{name}.*; send one result for each call"):
+                check([user("hi"), said, *misread])
+        else:
+            check([user("hi"), said, *misread])
+    # A name does not tell two calls of one tool apart; an id does.
+    alike = reply("", CALLS[0], replace(CALLS[1], name="calculator"))
+    if family.name == "mistral":
+        check([user("hi"), alike, second])
+    else:
+        with pytest.raises(RenderError, match="it shows no ids of calls"):
+            check([user("hi"), alike, second])
