@@ -47,7 +47,10 @@ CHAT: dict[str, Any] = {
 }  # fmt: skip
 MESSAGES: dict[str, Any] = {
     "model": "m", "max_tokens": 9, "stream": True, "tool_choice": {"type": "auto"},
-    "tools": [{"input_schema": FUNCTION["parameters"], **FUNCTION}],
+    "tools": [{
+        "name": FUNCTION["name"], "description": FUNCTION["description"],
+        "input_schema": FUNCTION["parameters"],
+    }],
     "system": [{"type": "text", "text": "be"}],
     "messages": [
         {"role": "user", "content": "Where?"},
@@ -309,6 +312,11 @@ def test_only_what_may_pass_asks_to_be_sent_again() -> None:
 
 SCHEMA = FUNCTION["parameters"]
 NAMED = {"name": "look_up"}
+FUNCTION_TOOL = {"type": "function", "function": FUNCTION}
+
+
+def asking(content: list[Any]) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
 
 
 @pytest.mark.parametrize(
@@ -336,6 +344,51 @@ NAMED = {"name": "look_up"}
             OPENAI_RESPONSES,
             {**RESPONSES, "tools": [{"type": "function", **NAMED, "inputSchema": SCHEMA}]},
             "tools[0].inputSchema: got an object",
+        ),
+        *(
+            (
+                OPENAI_CHAT,
+                {**CHAT, "tools": [{**FUNCTION_TOOL, "function": {**FUNCTION, name: value}}]},
+                f"tools[0].function.{name}: got an unknown field with a text, which no prompt "
+                "would show; put it into `description` or `parameters`",
+            )
+            for name, value in (
+                ("examples", ["look_up(Rome)"]),
+                ("returns", "a page"),
+                ("return", {"type": "string"}),
+            )
+        ),
+        (
+            OPENAI_CHAT,
+            {**CHAT, "tools": [{**FUNCTION_TOOL, "usage": "often"}]},
+            "tools[0].usage: got an unknown field with a text, which no prompt would show; put it "
+            "into `function.description`",
+        ),
+        (
+            ANTHROPIC_MESSAGES,
+            {**MESSAGES, "tools": [{**MESSAGES["tools"][0], "input_examples": [{"n": 1}]}]},
+            "tools[0].input_examples: got an unknown field with a text",
+        ),
+        (
+            OPENAI_RESPONSES,
+            {**RESPONSES, "tools": [{"type": "function", **FUNCTION, "output_schema": SCHEMA}]},
+            "tools[0].output_schema: got an unknown field with a text",
+        ),
+        (
+            OPENAI_RESPONSES,
+            {**RESPONSES, "tools": [{"type": "namespace", "name": "n", "hint": "h", "tools": []}]},
+            "tools[0].hint: got an unknown field with a text",
+        ),
+        (
+            OPENAI_CHAT,
+            asking([{"type": "text", "text": "a", "title": "A"}]),
+            "messages[0].content[0].title: got an unknown field with a text, which no prompt would "
+            "show; put it into `text`",
+        ),
+        (
+            ANTHROPIC_MESSAGES,
+            asking([{"type": "text", "text": "a", "context": "b"}]),
+            "messages[0].content[0].context: got an unknown field with a text",
         ),
         (OPENAI_CHAT, {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content: got null"),
         (
@@ -383,3 +436,23 @@ def test_a_mark_of_an_auxiliary_call_is_1_and_nothing_else() -> None:
     for value in ("true", "yes", "", " 1"):
         with pytest.raises(Refused, match="X-Rayloom-Auxiliary: got"):
             OPENAI_CHAT.read(CHAT, {"X-Rayloom-Auxiliary": value})
+
+
+def test_what_is_no_text_for_the_policy_may_stand_beside_a_text_or_a_tool() -> None:
+    part = {
+        "type": "text", "text": "a", "citations": [{"cited_text": "b"}], "annotations": [],
+        "cache_control": {"type": "ephemeral"}, "id": "p", "index": 3, "title": " ", "context": {},
+    }  # fmt: skip
+    tool = {
+        **MESSAGES["tools"][0], "type": "custom", "strict": True, "defer_loading": True,
+        "allowed_callers": ["direct"], "input_examples": [], "title": None,
+        "cache_control": {"type": "ephemeral"},
+    }  # fmt: skip
+    for dialect, tools in (
+        (ANTHROPIC_MESSAGES, [tool]),
+        (OPENAI_CHAT, [{**FUNCTION_TOOL, "cache_control": {"type": "ephemeral"}, "index": 0}]),
+    ):
+        request, _ = dialect.read({**asking([part]), "tools": tools}, {})
+        assert [message.content for message in request.messages] == ["a"]
+        (found,) = request.tools
+        assert (found.name, found.description) == ("look_up", "Reads a page.")

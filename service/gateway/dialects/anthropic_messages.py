@@ -60,7 +60,7 @@ PARAMETERS: Parameters = {
     **COMMON,
     "system": taken("text or blocks of text, which are joined by newlines"),
     "messages": taken("blocks of text, of thinking, of calls and of their results"),
-    "tools": taken("functions; `strict`, `cache_control` and examples have no effect"),
+    "tools": taken("functions; `strict` and `cache_control` have no effect"),
     "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
     "max_tokens": MAX_TOKENS,
     "output_config": taken("`effort` has no effect"),

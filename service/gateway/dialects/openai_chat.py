@@ -29,6 +29,7 @@ from service.gateway.dialects.reading import (
     check_names,
     check_no_schema,
     check_tool_choice,
+    check_tool_fields,
     check_type,
     invalid,
     kind,
@@ -191,6 +192,9 @@ def _tools(value: object) -> tuple[ToolSchema, ...]:
         if function.get("parameters") is None:
             outer = {name: value for name, value in tree.items() if name != "function"}
             check_no_schema(outer, where, parameters="function.parameters")
+        check_tool_fields(
+            tree, where, known={"function"}, remedy="put it into `function.description`"
+        )
         found.append(make_tool(function, f"{where}.function", parameters="parameters"))
     return check_names(found, "tools")
 

@@ -39,6 +39,7 @@ from service.gateway.dialects.reading import (
     check_given,
     check_names,
     check_tool_choice,
+    check_tool_fields,
     check_type,
     invalid,
     joined,
@@ -364,6 +365,12 @@ def _tools(value: object) -> tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]
             shown.append(_shown_tool(found[-1]))
             continue
         name = read_text(tree.get("name"), f"{where}.name")
+        check_tool_fields(
+            tree,
+            where,
+            known={"name", "description", "tools"},
+            remedy="put it into the description of a function",
+        )
         members = []
         for place, member in read_objects(tree.get("tools"), f"{where}.tools"):
             check_type(member, place, known={"function"})

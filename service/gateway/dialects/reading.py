@@ -34,6 +34,15 @@ NO_OPTIONS = frozenset(
 )  # fmt: skip
 AUXILIARY_HEADER = "x-rayloom-auxiliary"
 AUXILIARY_SUFFIX = ":auxiliary"
+# Fields of a tool, and of a part of text, that have no text for the policy. Clients send parts of
+# an earlier answer back with all of their fields.
+_OF_TOOLS = frozenset({"type", "strict", "cache_control", "allowed_callers"})
+_OF_TEXTS = frozenset(
+    {
+        "type", "cache_control", "citations", "annotations", "logprobs", "id", "phase",
+        "signature", "provider_specific_fields",
+    }
+)  # fmt: skip
 # Fields of a tool that are objects, and not the schema of its arguments.
 _NO_SCHEMAS = frozenset({"cache_control"})
 # The parts of a Python literal that differ from JSON. Python's own parser gets only its strings:
@@ -244,7 +253,38 @@ def check_given(content: object, where: str) -> None:
 def read_text_part(part: Mapping[str, Any], where: str, *, texts: Collection[str]) -> str:
     """Read the text of one part of a message's content. texts: as in `read_content`."""
     check_type(part, where, known=texts)
+    check_no_text(part, where, known=_OF_TEXTS | {"text"}, remedy="put it into `text`")
     return read_text(part.get("text"), f"{where}.text")
+
+
+def check_no_text(
+    tree: Mapping[str, Any], where: str, *, known: Collection[str], remedy: str
+) -> None:
+    """Refuse an unknown field that has a text: the prompt would not show it.
+
+    known: names of fields that may have texts. remedy: where to put the text instead.
+    """
+    for name, value in tree.items():
+        if name not in known and _has_text(value):
+            raise unsupported(
+                f"{where}.{name}",
+                f"got an unknown field with a text, which no prompt would show; {remedy}, or "
+                "remove the field",
+            )
+
+
+def check_tool_fields(
+    tree: Mapping[str, Any], where: str, *, known: Collection[str], remedy: str
+) -> None:
+    """Refuse an unknown field of a tool that has a text; see `check_no_text`."""
+    check_no_text(tree, where, known=_OF_TOOLS.union(known), remedy=remedy)
+
+
+def _has_text(value: object) -> bool:
+    """Return whether a JSON value has a text: a key counts as one, white space does not."""
+    if isinstance(value, list):
+        return any(map(_has_text, value))
+    return bool(value.strip() if isinstance(value, str) else isinstance(value, dict) and value)
 
 
 def check_type(part: Mapping[str, Any], where: str, *, known: Collection[str]) -> str:
@@ -286,6 +326,12 @@ def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSc
     if schema is None:
         check_no_schema(tree, where, parameters=parameters)
         schema = {"type": "object", "properties": {}}
+    check_tool_fields(
+        tree,
+        where,
+        known={"name", "description", parameters},
+        remedy=f"put it into `description` or `{parameters}`",
+    )
     try:
         return ToolSchema(
             name=name,
