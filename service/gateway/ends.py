@@ -96,6 +96,20 @@ def overdue(
     return broken_off(SessionStatus.EXPIRED, why, at=now)
 
 
+def settled(end: SessionEnd, tree: SessionTree) -> SessionEnd:
+    """Return a session's end with the outcome that its trajectory gets.
+
+    The outcome changes if nothing can be trained, or if a reward is missing and not pending.
+    """
+    if end.status is SessionStatus.FINISHED and not trained(tree):
+        why = end.detail or "it has no trained turn"
+        return replace(end, outcome=Outcome.EMPTY, detail=why)
+    if end.outcome in GRADED and end.reward is None and end.reward_until is None:
+        why = end.detail or "it was finished without a reward"
+        return replace(end, outcome=Outcome.REWARD_ERROR, detail=why)
+    return end
+
+
 def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | None) -> Outcome:
     """Derive a session's outcome from its turns, because the client states no outcome.
 
@@ -320,8 +334,8 @@ def trajectory_of(
 
     oldest_version: if an older policy version sampled a token, the outcome is STALE.
     """
-    end = stored.end
-    assert end is not None, "a trajectory of a session that is not over"
+    assert stored.end is not None, "a trajectory of a session that is not over"
+    end = settled(stored.end, tree)
     counted, without = trained(tree), left_out(tree)
     breaks = (node.turn.break_reason for node in counted)
     left_out_tokens: Counter[LeftOutReason] = Counter()
@@ -353,15 +367,12 @@ def _final_outcome(
 ) -> tuple[Outcome, str]:
     """Return the outcome of a session's trajectory, and the reason for it, a text for people.
 
-    This is the session's outcome unless nothing can be trained, a reward is missing, or a token was
-    sampled by a policy version older than `oldest_version`.
+    This is the session's outcome, unless a token was sampled by a policy version older than
+    `oldest_version`; a missing reward counts first. end: the session's end, settled.
     """
     versions = trajectory.versions
-    if end.status is SessionStatus.FINISHED and not trajectory.samples:
-        return Outcome.EMPTY, end.detail or "it has no trained turn"
-    if end.outcome in GRADED and end.reward is None:
-        return Outcome.REWARD_ERROR, end.detail or "it was finished without a reward"
-    if versions is not None and versions[0] < oldest_version:
+    is_missing = end.outcome is Outcome.REWARD_ERROR and end.reward is None
+    if versions is not None and versions[0] < oldest_version and not is_missing:
         why = f"sampled by version {versions[0]}, expected at least {oldest_version}"
         return Outcome.STALE, why
     return end.outcome, end.detail

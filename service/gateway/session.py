@@ -28,6 +28,7 @@ from service.gateway.ends import (
     follows,
     overdue,
     seen_outcome,
+    settled,
     stopping,
     totals_of,
 )
@@ -206,9 +207,8 @@ class Session:
 
     async def _store_end(self, end: SessionEnd) -> None:
         """Store the session's end, with or without its reward. Raises: Refused."""
-        change = SessionEnded(
-            session_id=self.stored.id, end=replace(end, totals=totals_of(self.tree))
-        )
+        end = replace(settled(end, self.tree), totals=totals_of(self.tree))
+        change = SessionEnded(session_id=self.stored.id, end=end)
         while True:
             try:
                 await self._commits.commit(change)

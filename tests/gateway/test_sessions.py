@@ -176,6 +176,9 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
     missing = await gateway.trajectory("task-1")
     looking.cancel()
     assert (missing.outcome, missing.detail) == (Outcome.REWARD_ERROR, "no reward came in time")
+    loaded = gateway.sessions_store.load("task-1")
+    assert loaded is not None and loaded[0].end is not None
+    assert loaded[0].end.outcome is Outcome.REWARD_ERROR
     late = gateway.sessions.give_reward("task-1", gateway.key(REWARD, "task-1"), given)
     assert "no reward came in time" in (await refusal(late)).message
 
@@ -333,8 +336,17 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
             except Refused as refused:
                 assert refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED
                 assert refused.param == "messages"
-        await gateway.finish(reward, outcome=stated)
-        return (await gateway.trajectory()).outcome
+        view = await gateway.finish(reward, outcome=stated, components={"a": 1.0})
+        trajectory = await gateway.trajectory()
+        # The client is told, and the store keeps, what the trajectory is.
+        loaded = gateway.sessions_store.load(NAME)
+        for stored in (view, loaded and loaded[0]):
+            assert stored is not None and stored.end is not None
+            assert (stored.end.outcome, stored.end.detail) == (
+                trajectory.outcome,
+                trajectory.detail,
+            )
+        return trajectory.outcome
 
     assert await end("nothing") is Outcome.EMPTY
     assert await end("cut", policy=Policy(lambda number: cut)) is Outcome.TRUNCATED_TOKENS
@@ -343,6 +355,8 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
     assert await end("stated", max_context_tokens=80, stated=stated) is stated
     assert await end("unrewarded", stated=stated, reward=None) is stated
     assert await end("missing", reward=None) is Outcome.REWARD_ERROR
+    completed = Outcome.COMPLETED
+    assert await end("claimed", reward=None, stated=completed) is Outcome.REWARD_ERROR
 
 
 async def test_a_lone_stop_token_is_a_turn(tmp_path: Path) -> None:
