@@ -3,8 +3,8 @@
 A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, a directory (written by
 `datasets.save_to_disk`, or with a data set's files), or a name on the Hugging Face hub. Files other
 than Parquet may be compressed by gzip (`.jsonl.gz`). The `datasets` library reads data sets, except
-single files of JSON or CSV: the library gives a column one type, and would turn the text "007" into
-a number. Values of a CSV file are texts, and spaces around the names in its first line are removed.
+local files of JSON and CSV, which `actors.environment.data_files` reads as they are written. Values
+of a CSV file are texts, and spaces around the names in its first line are removed.
 A column becomes an entry of the task's data, unless its name is empty; `task_id` and `seed` also
 become the task's id and seed. A row without an id gets an id by its content, so that the same rows
 in any order are the same tasks. The configuration uses this module.
@@ -12,11 +12,9 @@ in any order are the same tasks. The configuration uses this module.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time, timedelta
@@ -28,15 +26,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.environment.task_data import DataCheck
-from actors.environment.tasks import (
-    BadTaskFile,
-    PackedTasks,
-    derived_seed,
-    json_list,
-    json_rows,
-    open_text,
+from actors.environment.data_files import (
+    SUFFIXES,
+    TEXT_SUFFIXES,
+    Rows,
+    check_names,
+    listed,
+    read_directory,
+    read_text,
+    suffix_of,
 )
+from actors.environment.task_data import DataCheck
+from actors.environment.tasks import BadTaskFile, PackedTasks, derived_seed
 from actors.types import Task
 from actors.user_code import type_of
 
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     # The import takes seconds; only runs with a data set need it.
     from datasets import Dataset
 
-_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-_SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
 # Files that datasets.save_to_disk writes: for one split, and for several.
 _SAVED = ("state.json", "dataset_dict.json")
 _logger = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ _OWN = ("task_id", "seed")
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 MAX_ID = 512
 _BATCH_ROWS = 1000
-_MAX_FIELD = 2**31 - 1
 # A chat as JSON, or as Python writes it into a CSV file.
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 # The columns of a chat, and the keys in them whose objects differ from row to row.
@@ -110,7 +108,7 @@ def read_data_set(
             "%s: not read: %s; to leave a column out without this warning, set it to null in "
             "%s.columns",
             what,
-            _listed(unread),
+            listed(unread),
             section,
         )
     tasks, found_ids = PackedTasks(), set[str]()
@@ -122,7 +120,7 @@ def read_data_set(
         task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
-                f"{where}: {problem}; the data set has the columns {_listed(names)}: map them in "
+                f"{where}: {problem}; the data set has the columns {listed(names)}: map them in "
                 f"{section}.columns, such as {{answer: COLUMN}}, or correct or remove the row"
             )
         if task.task_id in found_ids:
@@ -215,11 +213,6 @@ def _is_unnamed(names: Sequence[str]) -> bool:
     return any(not name.strip() for name in names)
 
 
-def _listed(names: Iterable[str]) -> str:
-    """Join the names of columns for an error's text; a name with outer spaces is in quotes."""
-    return ", ".join(name if name and name == name.strip() else repr(name) for name in names)
-
-
 def _not_json(row: Mapping[str, Any], columns: Iterable[str]) -> set[str]:
     return {name for name in columns if _has_bytes(row.get(name))}
 
@@ -266,9 +259,6 @@ def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
     }
 
 
-_Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
-
-
 def _open(
     source: str, *, split: str, subset: str | None, section: str
 ) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
@@ -277,9 +267,11 @@ def _open(
     Raises: BadTaskFile if the data set cannot be read.
     """
     path = Path(source).expanduser()
-    if path.is_file() and _suffix(path) in _TEXT_SUFFIXES:
-        return *_read_text(path), False
+    if path.is_file() and suffix_of(path) in TEXT_SUFFIXES:
+        return *read_text([path]), False
     found = _dataset(source, path, split=split, subset=subset, section=section)
+    if isinstance(found, tuple):
+        return *found, False
     return found.column_names, _in_batches(found), True
 
 
@@ -291,96 +283,6 @@ def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
             yield dict(zip(columns, values, strict=True))
 
 
-def _read_text(path: Path) -> _Rows:
-    """Return the names and rows of a JSONL, JSON or CSV file.
-
-    Raises: BadTaskFile if the file cannot be used.
-    """
-    names: dict[str, None] = {}
-    num_rows = 0
-    try:
-        # Do not keep the rows: 100,000 are a million objects. They are read again, one by one.
-        for where, row in _written(path):
-            if not isinstance(row, dict):
-                remedy = (
-                    "; if the file is one list, name it .json"
-                    if isinstance(row, list) and _suffix(path) != ".json"
-                    else ""
-                )
-                raise BadTaskFile(f"{where}: got {type_of(row)}, expected an object{remedy}")
-            names |= dict.fromkeys(row)
-            num_rows += 1
-    except BadTaskFile:
-        raise
-    except UnicodeDecodeError as error:
-        raise BadTaskFile(
-            f"data set {path}: it is not UTF-8 text ({error}); save it as UTF-8"
-        ) from error
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
-        remedy = (
-            "; if each line is an object, name it .jsonl"
-            if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
-            else ""
-        )
-        raise BadTaskFile(f"data set {path}: cannot be read: {error}{remedy}") from error
-    if not num_rows:
-        raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
-    return list(names), (row for _, row in _written(path))
-
-
-def _written(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a JSONL, JSON or CSV file with its location in the file.
-
-    Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
-    """
-    suffix = _suffix(path)
-    if suffix in (".jsonl", ".ndjson"):
-        yield from json_rows(path)
-        return
-    if suffix == ".json":
-        yield from json_list(path)
-        return
-    # The values of a column of tests, for example, are longer than the module's limit.
-    csv.field_size_limit(_MAX_FIELD)
-    with open_text(path, newline="") as file:
-        reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
-        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-        _check_names(names, what=f"data set {path}")
-        if quoted := next((name for name in names if name.startswith('"')), None):
-            raise BadTaskFile(
-                f"data set {path}: got a space before the quoted column {quoted}, expected the "
-                "quote first; remove the spaces after the separators"
-            )
-        if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
-            raise BadTaskFile(
-                f"data set {path}: the header has one column, whose name contains {found!r}; "
-                f"expected names separated by {reader.reader.dialect.delimiter!r} in a {suffix} "
-                "file; save it with this separator"
-            )
-        for row in reader:
-            where = f"{path}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise BadTaskFile(
-                    f"{where}: the number of values differs from the names in the first line, "
-                    f"expected {len(reader.fieldnames or ())}; quote values that contain a comma"
-                )
-            yield where, row
-
-
-def _check_names(names: Sequence[str], *, what: str) -> None:
-    """Raise BadTaskFile if two columns have the same name, unless the name is empty."""
-    if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):
-        raise BadTaskFile(
-            f"{what}: the column {_listed(twice)} occurs twice, expected unique names; rename one"
-        )
-
-
-def _suffix(path: Path) -> str:
-    """Return the suffix of a file's format in lower case, such as .jsonl for rows.JSONL.gz."""
-    last = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if last == ".gz" else last
-
-
 def _check_parquet(path: Path, *, what: str) -> None:
     """Check a file for faults that `datasets` reports without a reason.
 
@@ -388,13 +290,18 @@ def _check_parquet(path: Path, *, what: str) -> None:
     pa.ArrowException if it cannot be read.
     """
     footer = pq.read_metadata(path)
-    _check_names(footer.schema.to_arrow_schema().names, what=what)
+    check_names(footer.schema.to_arrow_schema().names, what=what)
     if footer.num_rows == 0:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
 
 
-def _dataset(source: str, path: Path, *, split: str, subset: str | None, section: str) -> Dataset:
-    """Open a data set by the `datasets` library. Raises: BadTaskFile if that fails."""
+def _dataset(
+    source: str, path: Path, *, split: str, subset: str | None, section: str
+) -> Dataset | Rows:
+    """Open a data set by the `datasets` library; read the text files of a directory without it.
+
+    Raises: BadTaskFile if that fails.
+    """
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
@@ -402,9 +309,9 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None, section
     what = f"data set {source}"
     try:
         if path.is_file():
-            if _suffix(path) != ".parquet" or path.suffix.lower() == ".gz":
+            if suffix_of(path) != ".parquet" or path.suffix.lower() == ".gz":
                 raise BadTaskFile(
-                    f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(_SUFFIXES)}, "
+                    f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, "
                     "or a directory"
                 )
             _check_parquet(path, what=what)
@@ -414,19 +321,12 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None, section
             if not isinstance(saved, DatasetDict):
                 return saved
             return _split_of(saved, split, what, section=section)
-        looks_local = (
-            source.startswith((".", "/", "~"))
-            or source.count("/") > 1
-            or _suffix(path) in _SUFFIXES
-            or path.is_symlink()
-            or not source.strip()
-        )
-        if not path.is_dir() and looks_local:
-            raise BadTaskFile(
-                f"{what}: not found; expected a file, a directory, or a hub's name such as "
-                "openai/gsm8k; correct it"
-            )
-        return load_dataset(str(path) if path.is_dir() else source, subset, split=split)
+        _check_source(source, path, what)
+        read = read_directory(path, split=split, subset=subset, what=what, section=section)
+        if read is not None:
+            return read
+        found = load_dataset(str(path) if path.is_dir() else source, subset, split=split)
+        return _with_times_reported(found, what)
     except (*_UNREADABLE, DatasetsError) as error:
         if isinstance(error, BadTaskFile):
             raise
@@ -437,6 +337,37 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None, section
                     _check_parquet(file, what=f"{what}, file {file.relative_to(path)}")
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
         raise BadTaskFile(f"{what}: cannot be read: {reason:.300}") from error
+
+
+def _with_times_reported(found: Dataset, what: str) -> Dataset:
+    """Return a data set; log a warning if the library has made times of the texts of JSON files."""
+    schema = found.features.arrow_schema
+    times = [each.name for each in schema if "timestamp" in str(each.type)]
+    if found.info.builder_name == "json" and times:
+        _logger.warning(
+            "%s: the `datasets` library has read the texts in %s as times, so that 2024-01-01 is "
+            "now 2024-01-01T00:00:00; expected texts as they are written; download the files, and "
+            "name their directory as the data set",
+            what,
+            listed(times),
+        )
+    return found
+
+
+def _check_source(source: str, path: Path, what: str) -> None:
+    """Raise BadTaskFile if `source` looks like a path and is no directory."""
+    looks_local = (
+        source.startswith((".", "/", "~"))
+        or source.count("/") > 1
+        or suffix_of(path) in SUFFIXES
+        or path.is_symlink()
+        or not source.strip()
+    )
+    if looks_local and not path.is_dir():
+        raise BadTaskFile(
+            f"{what}: not found; expected a file, a directory, or a hub's name such as "
+            "openai/gsm8k; correct it"
+        )
 
 
 def _split_of(found: Mapping[str, Dataset], split: str, what: str, *, section: str) -> Dataset:
@@ -471,7 +402,7 @@ def _entries(
     asked = {entry: column for entry, column in columns.items() if column is not None}
     if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(
-            f"{what}: column {_listed(missing)} is missing, got {_listed(sorted(names))}; "
+            f"{what}: column {listed(missing)} is missing, got {listed(sorted(names))}; "
             f"correct {section}.columns"
         )
     taken = None if check is None else check.names

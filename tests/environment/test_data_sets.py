@@ -232,6 +232,46 @@ def test_values_of_json_stay_as_they_are_written_and_those_of_csv_are_texts(tmp_
     assert found == ["007", "None", "True", "1.50"]
 
 
+DATED = [
+    {"prompt": "a", "answer": "2024-01-01", "at": {"t": ["2024-01-02T10:00:00Z"]}},
+    {"prompt": "b", "answer": "2024-02-01", "at": {"t": []}},
+    {"prompt": "c", "answer": "2024-03-01", "more": 1},
+]
+
+
+def test_the_text_files_of_a_directory_are_read_as_single_files_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = jsonl(tmp_path / "dates" / "train.jsonl", DATED).parent
+    jsonl(directory / "test-1.jsonl", DATED[:1])
+    jsonl(directory / "test-2.ndjson", DATED[1:2])
+    assert [task.data for task in read(directory, columns={})] == DATED
+    assert [task.data for task in read(directory, columns={}, split="test")] == DATED[:2]
+    sliced = read(directory, columns={}, split="train[1:]+test[:50%]")
+    assert [task.data for task in sliced] == [*DATED[1:], DATED[0]]
+    assert len(read(directory, columns={}, split="all")) == 5
+    with pytest.raises(BadTaskFile, match="got no split 'dev', expected one of train, test"):
+        read(directory, columns={}, split="dev")
+    table = tmp_path / "table" / "rows.csv"
+    table.parent.mkdir()
+    table.write_text("prompt,answer\na,007\n")
+    assert [task.data["answer"] for task in read(table.parent, columns={})] == ["007"]
+    assert not caplog.messages
+
+
+def test_times_that_the_library_makes_of_texts_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "a", "answer": "2024-01-01"}]
+    directory = jsonl(tmp_path / "own" / "rows.jsonl", rows).parent
+    # The library reads a data set that describes its own format.
+    (directory / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n  chunksize: 99\n---\n"
+    )
+    read(directory, columns={})
+    assert "has read the texts in answer as times" in caplog.text
+
+
 def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl")
     others = dict.fromkeys(("gold", "repo", "meta"))

@@ -1,0 +1,184 @@
+"""Read the text files of a data set: a single file, or those that a directory has for a split.
+
+The `datasets` library selects the files of a directory, and this module reads them. The library
+itself gives a column one type: it would turn the text "007" of a CSV file into a number, and the
+text "2024-01-01" of a JSON file into a time. `actors.environment.data_sets` uses this module.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.environment.tasks import BadTaskFile, json_list, json_rows, open_text
+from actors.user_code import type_of
+
+if TYPE_CHECKING:
+    # The import takes seconds; only runs with a data set need it.
+    from datasets import BuilderConfig
+
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
+"""The names of the columns, and the rows."""
+_MAX_FIELD = 2**31 - 1
+# What a data set's README.md may set without changing how its files are read.
+_NO_FORMAT = ("name", "version", "data_dir", "data_files", "description", "features")
+
+
+def read_directory(
+    path: Path, *, split: str, subset: str | None, what: str, section: str
+) -> Rows | None:
+    """Return the names and rows of a split of a directory.
+
+    Return None if the path is no directory, or if its files are not text.
+
+    Args: split: name of a split, or an expression of the `datasets` library, such as train[:10%].
+    what: the data set's name for error texts. section: the section that error texts refer to.
+    Raises: BadTaskFile if there is no such split, or a file cannot be used; errors of `datasets`.
+    """
+    from datasets import ReadInstruction, load_dataset_builder
+
+    if not path.is_dir():
+        return None
+    builder = load_dataset_builder(str(path), subset)
+    files = {
+        str(name): [Path(each) for each in found]
+        for name, found in (builder.config.data_files or {}).items()
+    }
+    is_text = all(suffix_of(each) in TEXT_SUFFIXES for found in files.values() for each in found)
+    if not files or not is_text or _has_own_format(builder.config):
+        return None
+    if split in files:
+        return read_text(files[split])
+    read = {name: read_text(found) for name, found in files.items()}
+    try:
+        parts = ReadInstruction.from_spec("+".join(files) if split == "all" else split).to_absolute(
+            {name: sum(1 for _ in _rows_of(found)) for name, found in files.items()}
+        )
+    except (ValueError, AssertionError) as error:
+        raise BadTaskFile(
+            f"{what}: got no split {split!r}, expected one of {', '.join(files)}; set "
+            f"{section}.split"
+        ) from error
+    names = dict.fromkeys(name for part in parts for name in read[part.splitname][0])
+    rows = (islice(read[part.splitname][1], part.from_, part.to) for part in parts)
+    return list(names), chain.from_iterable(rows)
+
+
+def _has_own_format(config: BuilderConfig) -> bool:
+    """Return whether a data set's README.md sets how its files are read, such as a separator."""
+    usual = type(config)()
+    names = {each.name for each in fields(config)}.difference(_NO_FORMAT)
+    return any(getattr(config, name) != getattr(usual, name) for name in names)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join the names of columns for an error's text; a name with outer spaces is in quotes."""
+    return ", ".join(name if name and name == name.strip() else repr(name) for name in names)
+
+
+def read_text(files: Sequence[Path]) -> Rows:
+    """Return the names and rows of JSONL, JSON or CSV files, one file after the other.
+
+    Raises: BadTaskFile if a file cannot be used.
+    """
+    names = dict.fromkeys(name for path in files for name in _names_in(path))
+    return list(names), _rows_of(files)
+
+
+def _rows_of(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
+    return (row for path in files for _, row in _written(path))
+
+
+def _names_in(path: Path) -> Iterable[str]:
+    """Return the names in all rows of a file. Raises: BadTaskFile if the file cannot be used."""
+    names: dict[str, None] = {}
+    num_rows = 0
+    try:
+        # Do not keep the rows: 100,000 are a million objects. They are read again, one by one.
+        for where, row in _written(path):
+            if not isinstance(row, dict):
+                remedy = (
+                    "; if the file is one list, name it .json"
+                    if isinstance(row, list) and suffix_of(path) != ".json"
+                    else ""
+                )
+                raise BadTaskFile(f"{where}: got {type_of(row)}, expected an object{remedy}")
+            names |= dict.fromkeys(row)
+            num_rows += 1
+    except BadTaskFile:
+        raise
+    except UnicodeDecodeError as error:
+        raise BadTaskFile(
+            f"data set {path}: it is not UTF-8 text ({error}); save it as UTF-8"
+        ) from error
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
+        remedy = (
+            "; if each line is an object, name it .jsonl"
+            if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+            else ""
+        )
+        raise BadTaskFile(f"data set {path}: cannot be read: {error}{remedy}") from error
+    if not num_rows:
+        raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
+    return names
+
+
+def _written(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a JSONL, JSON or CSV file with its location in the file.
+
+    Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
+    """
+    suffix = suffix_of(path)
+    if suffix in (".jsonl", ".ndjson"):
+        yield from json_rows(path)
+        return
+    if suffix == ".json":
+        yield from json_list(path)
+        return
+    # The values of a column of tests, for example, are longer than the module's limit.
+    csv.field_size_limit(_MAX_FIELD)
+    with open_text(path, newline="") as file:
+        reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        check_names(names, what=f"data set {path}")
+        if quoted := next((name for name in names if name.startswith('"')), None):
+            raise BadTaskFile(
+                f"data set {path}: got a space before the quoted column {quoted}, expected the "
+                "quote first; remove the spaces after the separators"
+            )
+        if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
+            raise BadTaskFile(
+                f"data set {path}: the header has one column, whose name contains {found!r}; "
+                f"expected names separated by {reader.reader.dialect.delimiter!r} in a {suffix} "
+                "file; save it with this separator"
+            )
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise BadTaskFile(
+                    f"{where}: the number of values differs from the names in the first line, "
+                    f"expected {len(reader.fieldnames or ())}; quote values that contain a comma"
+                )
+            yield where, row
+
+
+def check_names(names: Sequence[str], *, what: str) -> None:
+    """Raise BadTaskFile if two columns have the same name, unless the name is empty."""
+    if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):
+        raise BadTaskFile(
+            f"{what}: the column {listed(twice)} occurs twice, expected unique names; rename one"
+        )
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file's format in lower case, such as .jsonl for rows.JSONL.gz."""
+    last = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if last == ".gz" else last
