@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -27,7 +28,11 @@ TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 """The names of the columns, and the rows."""
+_logger = logging.getLogger(__name__)
 _MAX_FIELD = 2**31 - 1
+_MAX_SHOWN = 8
+# Files that describe a data set, in the form of the `datasets` library.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # What a data set's README.md may set without changing how its files are read.
 _NO_FORMAT = ("name", "version", "data_dir", "data_files", "description", "features")
 
@@ -37,8 +42,9 @@ def read_directory(
 ) -> Rows | None:
     """Return the names and rows of a split of a directory.
 
-    Return None if the path is no directory, or if its files are not text.
+    Return None if the path is not a directory, or if its files are not text.
 
+    Log a warning with the names of files that belong to no split.
     Args: split: name of a split, or an expression of the `datasets` library, such as train[:10%].
     what: the data set's name for error texts. section: the section that error texts refer to.
     Raises: BadTaskFile if there is no such split, or a file cannot be used; errors of `datasets`.
@@ -52,6 +58,8 @@ def read_directory(
         str(name): [Path(each) for each in found]
         for name, found in (builder.config.data_files or {}).items()
     }
+    if len(builder.builder_configs) <= 1:
+        _report_unread(path, [each for found in files.values() for each in found], what)
     is_text = all(suffix_of(each) in TEXT_SUFFIXES for found in files.values() for each in found)
     if not files or not is_text or _has_own_format(builder.config):
         return None
@@ -77,6 +85,28 @@ def _has_own_format(config: BuilderConfig) -> bool:
     usual = type(config)()
     names = {each.name for each in fields(config)}.difference(_NO_FORMAT)
     return any(getattr(config, name) != getattr(usual, name) for name in names)
+
+
+def _report_unread(path: Path, files: Sequence[Path], what: str) -> None:
+    """Log a warning with the names of files in a directory that are not read for any split."""
+    read = {each.resolve() for each in files}
+    found = (each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file())
+    unread = [
+        str(each)
+        for each in found
+        if suffix_of(each) in SUFFIXES and each.name not in _DESCRIPTIONS
+        if (path / each).resolve() not in read
+        # The library does not look for hidden files.
+        and not any(part.startswith((".", "__")) for part in each.parts)
+    ]
+    if unread:
+        more = f" and {len(unread) - _MAX_SHOWN} more" if len(unread) > _MAX_SHOWN else ""
+        _logger.warning(
+            "%s: files are not read: %s; expected files of one format, and the name of a split in "
+            "the names of all files or of none; rename them, or move them elsewhere",
+            what,
+            f"{listed(unread[:_MAX_SHOWN])}{more}",
+        )
 
 
 def listed(names: Iterable[str]) -> str:

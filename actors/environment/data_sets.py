@@ -355,7 +355,7 @@ def _with_times_reported(found: Dataset, what: str) -> Dataset:
 
 
 def _check_source(source: str, path: Path, what: str) -> None:
-    """Raise BadTaskFile if `source` looks like a path and is no directory."""
+    """Raise BadTaskFile if `source` looks like a path and is not a directory."""
     looks_local = (
         source.startswith((".", "/", "~"))
         or source.count("/") > 1

@@ -259,6 +259,27 @@ def test_the_text_files_of_a_directory_are_read_as_single_files_are(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("files", "unread"),
+    [
+        (("train.jsonl", "more.jsonl"), ["more.jsonl"]),
+        (("a.jsonl", "b.csv"), ["b.csv"]),
+        (("train.parquet", "rest/more.parquet"), ["rest/more.parquet"]),
+        (("train.jsonl", "test.jsonl", "notes.txt", ".hidden/x.jsonl"), []),
+    ],
+)
+def test_files_of_a_directory_that_are_not_read_are_named(
+    tmp_path: Path, files: Sequence[str], unread: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in files:
+        write = parquet if name.endswith(".parquet") else jsonl
+        write(tmp_path / "set" / name, [{"prompt": "a", "answer": name}])
+    (tmp_path / "set" / "dataset_infos.json").write_text("{}")
+    assert len(read(tmp_path / "set", columns={})) == 1
+    named = [each.split("not read: ")[1].split(";")[0] for each in caplog.messages]
+    assert named == unread
+
+
 def test_times_that_the_library_makes_of_texts_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
