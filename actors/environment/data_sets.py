@@ -36,7 +36,7 @@ from actors.environment.data_files import (
     read_text,
     suffix_of,
 )
-from actors.environment.task_data import DataCheck
+from actors.environment.task_data import DataCheck, report_nulls
 from actors.environment.tasks import BadTaskFile, PackedTasks, derived_seed
 from actors.types import Task
 from actors.user_code import type_of
@@ -135,6 +135,8 @@ def read_data_set(
         tasks.append(task)
     if not tasks:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
+    if check is not None:
+        report_nulls(tasks, check, what)
     return tasks
 
 

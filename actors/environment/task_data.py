@@ -11,7 +11,9 @@ are submitted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -96,6 +98,7 @@ CHAT_DATA: JsonSchema = {
 }
 """The schema of a chat for supervised fine-tuning; a message of weight 0 is not trained on."""
 _MAX_NAMES = 8
+_logger = logging.getLogger(__name__)
 
 
 class BadDataSchema(ValueError):
@@ -172,14 +175,19 @@ class DataCheck:
         schema: The schema that the data must satisfy.
         check: A further check of the data, which raises ValueError: the environment's method
             `check_data`. None means that there is none.
+        filled: Entries in which the environment expects no nulls: its `filled_columns`.
     """
 
     def __init__(
         self,
         schema: Mapping[str, Any],
         check: Callable[[Mapping[str, Any]], None] | None = None,
+        *,
+        filled: Iterable[str] = (),
     ) -> None:
         self._check = check
+        self.filled = frozenset(filled)
+        """Entries in which the environment expects no nulls."""
         self._validator = Draft202012Validator(dict(schema), registry=Registry())
         is_closed = schema.get("additionalProperties") is False
         self.names = frozenset(schema.get("properties", ())) if is_closed else None
@@ -218,6 +226,44 @@ class DataCheck:
         except ValueError as error:
             return str(error)
         return ""
+
+
+def check_of(environment: object) -> DataCheck:
+    """Return the check of an environment's task data.
+
+    Raises: BadDataSchema if the environment's schema cannot be used.
+    """
+    return DataCheck(
+        data_schema_of(environment),
+        getattr(environment, "check_data", None),
+        filled=getattr(environment, "filled_columns", ()),
+    )
+
+
+def report_nulls(tasks: Sequence[Task], check: DataCheck, what: str) -> None:
+    """Log a warning for each entry that has nulls, and in which the environment expects none.
+
+    what: name of the file or the data set.
+    """
+    if not check.filled:
+        return
+    nulls = Counter(
+        name
+        for task in tasks
+        for name in check.filled & task.data.keys()
+        if task.data[name] is None
+    )
+    for name, count in sorted(nulls.items()):
+        _logger.warning(
+            "%s: the column %s is null in %d of %d rows, and a reward function requires it; "
+            "expected a value in each row; remove these rows, or annotate the argument, such as "
+            "%s: str | None, if the function accepts None",
+            what,
+            name,
+            count,
+            len(tasks),
+            name,
+        )
 
 
 _Accepts = Callable[[Any], bool]

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.environment.settings import MIXTURE_PERIOD
-from actors.environment.task_data import DataCheck
+from actors.environment.task_data import DataCheck, report_nulls
 from actors.types import Task
 from actors.user_code import type_of
 
@@ -425,6 +425,9 @@ def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = Non
         tasks.append(task)
     if not tasks:
         raise BadTaskFile(f"task file {path}: got no tasks, expected one or more")
+    for name, check in (checks or {}).items():
+        own = [task for task in tasks if task.environment == name]
+        report_nulls(own, check, f"task file {path}")
     return tasks
 
 

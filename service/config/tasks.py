@@ -35,7 +35,7 @@ from actors.environment.registry import (
     resolve,
 )
 from actors.environment.rendering import ChatRenderer
-from actors.environment.task_data import DataCheck, data_schema_of
+from actors.environment.task_data import DataCheck, check_of, data_schema_of
 from actors.environment.tasks import (
     BadTaskFile,
     FileTasks,
@@ -315,11 +315,7 @@ def _data_checks(config: Config) -> dict[str, DataCheck]:
     """
     if not config.has_environment:
         return {}
-    checks = {}
-    for name, each in config.members.items():
-        made = maker(each)()
-        checks[name] = DataCheck(data_schema_of(made), getattr(made, "check_data", None))
-    return checks
+    return {name: check_of(maker(each)()) for name, each in config.members.items()}
 
 
 def data_schemas(config: Config) -> dict[str, dict[str, Any]]:

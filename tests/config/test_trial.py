@@ -404,3 +404,32 @@ def test_a_bad_row_at_the_end_is_named(place: Path, last: dict[str, Any], words:
         file.write(json.dumps({"task_id": "last", **last}) + "\n")
     with pytest.raises(ConfigError, match=words):
         open_tasks(config_of("right"))
+
+
+@pytest.mark.parametrize("form", ["dataset", "file"])
+def test_nulls_in_a_column_that_a_function_requires_are_counted(
+    place: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "of_nulls.py").write_text(
+        "def typed(completion, answer: str, source): ...\n"
+        "def lists(completions, answer, **columns): ...\n"
+        "def careful(completion, answer: str | None, level=None): ...\n"
+    )
+    rows = [{"prompt": f"{n}?", "answer": "4" if n else None, "level": None} for n in range(3)]
+    rows = [{**row, "source": None} for row in rows]
+    tasks = [
+        {"task_id": str(n), "environment": "single_turn", "seed": n, "data": row}
+        for n, row in enumerate(rows)
+    ]
+    given = rows if form == "dataset" else tasks
+    (place / "nulls.jsonl").write_text("".join(json.dumps(each) + "\n" for each in given))
+
+    def warned(function: str) -> list[str]:
+        caplog.clear()
+        own = {"options": {"reward": f"of_nulls.py:{function}"}, "dataset": None}
+        open_tasks(config_of(**{**own, form: "nulls.jsonl"}))
+        return [each.split("column ")[1].split(", and")[0] for each in caplog.messages]
+
+    assert warned("typed") == ["answer is null in 1 of 3 rows", "source is null in 3 of 3 rows"]
+    assert warned("lists") == ["answer is null in 1 of 3 rows"]
+    assert warned("careful") == []

@@ -6,7 +6,9 @@ columns that the functions need. The reward is the weighted sum of their scores.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,6 +46,7 @@ from actors.user_code import CallTimedOut, describe, root_cause
 
 SINGLE_TURN = "single_turn"
 """Registered name of this environment."""
+_NULLABLE = re.compile(r"\bNone\b|\bOptional\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,21 @@ class SingleTurnEnvironment:
         self._check_group(data)
         if must_be_read(data["prompt"]):
             self.first_messages(data)
+
+    @property
+    def filled_columns(self) -> frozenset[str]:
+        """The columns in which the reward functions expect no nulls.
+
+        These are the columns that a function requires, unless the argument's annotation allows
+        None.
+        """
+        return frozenset(
+            name
+            for function in self.functions
+            if isinstance(function, RewardFunction)
+            for name, each in inspect.signature(function.function).parameters.items()
+            if name in function.required and not _NULLABLE.search(str(each.annotation))
+        )
 
     def _extras(self) -> Mapping[str, Any]:
         """Return the arguments that reward functions get in addition to the columns."""
