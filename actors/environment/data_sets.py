@@ -90,8 +90,8 @@ def read_data_set(
     an entry of a task's data to the column with the entry's values. The value None leaves out the
     column that has the entry's name. A column that `columns` does not mention becomes an entry of
     the same name, if the environment accepts such an entry; `task_id` and `seed` also become the
-    task's id and seed. split: the split of a directory or a hub's data set; a single file has no
-    splits and is read whole. subset: one of several configurations of a data set. check: the check
+    task's id and seed. split: the split of a directory or a hub's data set; train for a single
+    file, which has no splits. subset: one of several configurations of a data set. check: the check
     of every task's data. section: the section of the configuration that error texts refer to.
     Raises: BadTaskFile if the data set cannot be used.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
@@ -269,6 +269,14 @@ def _open(
     Raises: BadTaskFile if the data set cannot be read.
     """
     path = Path(source).expanduser()
+    named = {"split": split, "subset": subset}
+    if path.is_file() and (given := {k: v for k, v in named.items() if v not in (None, "train")}):
+        key, value = next(iter(given.items()))
+        raise BadTaskFile(
+            f"data set {source}: got the {key} {value!r}, and a single file has none; expected a "
+            f"directory or a hub's data set for this; remove the {key} from {section}, or name a "
+            "directory with a file for each split"
+        )
     if path.is_file() and suffix_of(path) in TEXT_SUFFIXES:
         return *read_text([path]), False
     found = _dataset(source, path, split=split, subset=subset, section=section)

@@ -152,7 +152,7 @@ class TasksSettings:
     subset: str | None = None
     """Name of one of several configurations of a data set, such as main."""
     split: str = "train"
-    """Split of a data set's directory or of a hub's data set; a file is read completely."""
+    """Split of a data set's directory or of a hub's data set; a single file has only train."""
     columns: dict[str, str | None] = field(default_factory=dict)
     """Column of the data set for each entry of a task's data; null: the entry is left out."""
     evaluation_split: str | None = None
@@ -186,7 +186,7 @@ class EvaluationSetSettings:
     subset: str | None = None
     """Configuration of the data set, as for tasks.subset."""
     split: str | None = None
-    """Split of the data set; null: tasks.split."""
+    """Split of the data set; null: tasks.split, or train for a single file."""
     columns: dict[str, str | None] | None = None
     """Columns, as for tasks.columns; null: the value of tasks.columns."""
     tasks: Positive | None = None

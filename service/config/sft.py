@@ -31,7 +31,7 @@ class SftSettings:
     subset: str | None = None
     """Name of one of several configurations of a data set."""
     split: str = "train"
-    """Split of a data set's directory or of a hub's data set; a file is read completely."""
+    """Split of a data set's directory or of a hub's data set; a single file has only train."""
     columns: dict[str, str | None] = field(default_factory=dict)
     """Names of the data set's columns for messages and tools, by `messages` and `tools`, if the
     columns have other names.

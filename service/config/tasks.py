@@ -197,12 +197,13 @@ def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings
     named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
     if all(each is None for each in named):
         return None
+    is_file = settings.dataset is not None and Path(settings.dataset).expanduser().is_file()
     return replace(
         config.tasks,
         file=settings.file,
         dataset=None if settings.file else settings.dataset or config.tasks.dataset,
         subset=settings.subset or (None if settings.dataset else config.tasks.subset),
-        split=settings.split or config.tasks.split,
+        split=settings.split or ("train" if is_file else config.tasks.split),
         columns=config.tasks.columns if columns is None else columns,
         evaluation_split=None,
     )

@@ -21,7 +21,7 @@ from actors.environment.task_data import CHAT_DATA, PROMPT_DATA, DataCheck
 from actors.environment.tasks import BadTaskFile
 from actors.types import Task
 from service.config.file import ConfigError, parse_config
-from service.config.tasks import open_tasks
+from service.config.tasks import open_sets, open_tasks
 
 ROWS = [
     {"query": "Where?", "gold": ["a.py", "b.py"], "repo": "r.zip", "n": 1, "meta": {"k": [1.5]}},
@@ -357,6 +357,38 @@ def test_a_configuration_maps_columns_for_any_environment(tmp_path: Path) -> Non
     tree = {**tree, "tasks": {"environment": "guessing", "columns": COLUMNS}}
     with pytest.raises(ConfigError, match=r"tasks\.columns is set without tasks\.dataset"):
         parse_config(tree, source="test")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"split": "test"}, {"evaluation_split": "test"}, {"subset": "main"}]
+)
+def test_a_split_or_a_subset_of_a_single_file_is_refused(
+    tmp_path: Path, asked: dict[str, str]
+) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", ROWS)
+    tasks = {"environment": "code_search", "options": {"root": str(tmp_path)}, "columns": COLUMNS}
+    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "dataset": str(file), **asked}}
+    [value] = asked.values()
+    with pytest.raises(ConfigError, match=rf"{value}', and a single file has none; expected a dir"):
+        open_tasks(parse_config(tree, source="test"))
+
+
+def test_a_set_of_a_single_file_does_not_take_the_split_of_the_tasks(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", ROWS)
+    tasks = {
+        "environment": "code_search",
+        "options": {"root": str(tmp_path)},
+        "dataset": str(saved(tmp_path / "splits", train=ROWS, test=ROWS)),
+        "split": "test",
+        "columns": COLUMNS,
+        "evaluation_tasks": 0,
+    }
+    tree = {"model": {"tiny": {}}, "tasks": tasks}
+    config = parse_config(
+        {**tree, "evaluation": {"sets": {"own": {"dataset": str(file)}}}}, source="test"
+    )
+    [found] = open_sets(config, open_tasks(config))
+    assert len(found.tasks) == len(ROWS)
 
 
 def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
