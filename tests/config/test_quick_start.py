@@ -16,6 +16,7 @@ from service.cli.commands.configuration import (
     MAX_TOOL_TURNS,
     quick_tree,
     run_configuration,
+    sft_configuration,
     tasks_of,
 )
 from service.config.file import ConfigError
@@ -54,6 +55,18 @@ def test_a_data_set_and_a_function_are_enough(data: str) -> None:
     tasks = open_tasks(config)
     assert len({tasks.task(index).task_id for index in range(20)}) == 20
     assert first_observation(config).messages[0].content == f"{tasks.task(0).data['prompt']}"
+
+
+def test_a_model_that_an_override_names_takes_the_place_of_the_tiny_model(data: str) -> None:
+    config = asked(data, "model.path=models/mine")
+    assert (config.model.path, config.model.tiny) == ("models/mine", None)
+    # It is trained as one that --model names, and not as the tiny model is.
+    assert config.trainer.learning_rate == 1e-6
+    assert asked(data, "model.path=null").model.tiny is not None
+    with pytest.raises(ConfigError, match=r"exactly one of model\.path and model\.tiny; got both"):
+        asked(data, "model.path=models/mine", "model.tiny={}")
+    sft = sft_configuration(None, dataset=data, model=None, overrides=["model.path=models/mine"])
+    assert (sft.model.path, sft.model.tiny) == ("models/mine", None)
 
 
 def test_they_are_laid_over_a_file(tmp_path: Path, data: str) -> None:

@@ -125,6 +125,7 @@ def run_configuration(
             "FILE.py:FUNCTION, or --resume RUN_DIR"
         )
     has_gpu = Path("/dev/nvidia0").exists()
+    model = model or _model_in(overrides)
     tree = quick_tree(dataset, model=model, has_gpu=has_gpu, has_tools=bool(tools))
     tree["tasks"] = {"evaluation_tasks": 0, **tasks}
     return parse_config(tree, source="for --dataset and --reward", overrides=overrides)
@@ -146,6 +147,7 @@ def sft_configuration(
             "sft: got no data set, expected --dataset DATA with a column messages, a CONFIG, or "
             "--resume RUN_DIR"
         )
+    model = model or _model_in(overrides)
     tree = _sft_tree(model=model, has_gpu=Path("/dev/nvidia0").exists())
     return parse_sft(tree, source="for --dataset", overrides=[*given, *overrides])
 
@@ -176,6 +178,18 @@ def with_model(overrides: list[str], model: str | None) -> list[str]:
     if model is None:
         return list(overrides)
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
+
+
+def _model_in(overrides: Sequence[str]) -> str | None:
+    """Return the value of model.path in overrides that leave model.tiny alone; None if not given.
+
+    Without a file, this model takes the place of the tiny model.
+    """
+    values = {key: value for key, _, value in (each.partition("=") for each in overrides)}
+    if "model.tiny" in values:
+        return None
+    path = values.get("model.path", "").strip()
+    return None if path in ("", "null", "~") else path
 
 
 def converted(config: Config) -> Config:
