@@ -236,16 +236,19 @@ def _section_of(
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# Tags of values that are not the name of a setting, such as those of yes and of ~.
+_NO_NAMES = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "null"}
 # Numbers of base 8 and 60 that look like decimal numbers or times of day, such as 010 and 12:30.
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9.:_]+))")
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of plain YAML values that refuses three kinds of misleading files.
+    """A loader of plain YAML values that refuses four kinds of misleading files.
 
-    It refuses duplicate keys, of which YAML's own loader silently keeps the last; aliases that
-    expand a few lines into more values than fit into memory; and numbers of base 8 and 60, because
-    in YAML 1.1 the value 010 is the number 8, and 12:30 is 750.
+    It refuses duplicate keys, of which YAML's own loader silently keeps the last; keys such as yes,
+    which YAML reads as true; aliases that expand a few lines into more values than fit into memory;
+    and numbers of base 8 and 60, because in YAML 1.1 the value 010 is the number 8, and 12:30 is
+    750.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -263,6 +266,12 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
+            if key.tag in _NO_NAMES:
+                raise yaml.YAMLError(
+                    f"got the key {key.value or 'null'} in line {key.start_mark.line + 1}, which "
+                    f"YAML reads as {_NO_NAMES[key.tag]}; expected a name; write it in quotes if "
+                    "it is one"
+                )
             if (key.tag, key.value) in seen:
                 raise yaml.YAMLError(
                     f"the key {key.value!r} appears a second time, in line "
@@ -325,8 +334,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             "nesting"
         ) from None
     if not isinstance(tree, dict):
+        found = "empty" if tree is None else type_of(tree)
         raise ConfigError(
-            f"configuration {path} is {type_of(tree)}, expected sections such as run, model, tasks"
+            f"configuration {path} is {found}, expected sections such as run, model, tasks; write "
+            "them"
         )
     return tree
 

@@ -322,6 +322,23 @@ def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, wor
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("yes:\n  steps: 1\n", "got the key yes in line 1, which YAML reads as true or false; exp"),
+        ("run: {~: 1}\n", "got the key ~ in line 1, which YAML reads as null"),
+        ("", "is empty, expected sections such as run, model, tasks; write them"),
+    ],
+)
+def test_a_key_that_is_no_name_and_an_empty_file_are_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
     ("text", "number"), [("010", 8), ("12:30", 750), ("-1:30", -90), ("1:30.5", 90.5)]
 )
 def test_a_number_of_another_base_that_looks_like_something_else_is_refused(
