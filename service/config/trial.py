@@ -389,7 +389,10 @@ def _remedy(call: Call) -> str:
 
 def _error_text(call: Call) -> str:
     said = _SAID[call.fate or "broken"]
-    return f"{call.function} {said} {call.text} for {call.answer}".replace("  ", " ")
+    found = f"{call.function} {said} {call.text}".replace("  ", " ")
+    # Such a text ends with what is expected, so that the answer would be read as a part of that.
+    is_before = call.fate == "no number"
+    return f"for {call.answer}, {found}" if is_before else f"{found} for {call.answer}"
 
 
 def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:

@@ -235,7 +235,7 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
         ("leaves", r"leaves ended its process \(.* status 4\) for .*; have it raise"),
         ("hangs", "hangs did not end within .*--no-call"),
         ("exits", r"exits ended its process \(SystemExit: 3 .*of_trial.py:\d+ in exits"),
-        ("text", "text gave 'good', expected a number.*correct what it returns"),
+        ("text", r"for the .* of 3, reward function text gave 'good', expected .* 1e\+09; correct"),
         (
             "hidden",
             r"hidden cannot run: TypeError: .* unexpected keyword .*hides its .*functools\.wraps",
