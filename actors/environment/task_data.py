@@ -98,6 +98,12 @@ CHAT_DATA: JsonSchema = {
 }
 """The schema of a chat for supervised fine-tuning; a message of weight 0 is not trained on."""
 _MAX_NAMES = 8
+_OF_SHAREGPT = (
+    "rename from to role and value to content, and write the roles as user, assistant, system or "
+    "tool"
+)
+MAX_DEPTH = 100
+"""Maximum number of levels of lists and objects in an entry of a task's data."""
 _logger = logging.getLogger(__name__)
 
 
@@ -204,6 +210,11 @@ class DataCheck:
         """
         if not data:
             return self._of_none
+        if deep := [name for name, each in data.items() if _is_deeper(each, MAX_DEPTH)]:
+            return (
+                f"data.{deep[0]}: got a value of more than {MAX_DEPTH} nested lists and objects, "
+                "expected fewer levels; flatten the value, or write it as a text"
+            )
         # jsonschema takes 0.1 ms for a chat, which is 10 s for 100,000 rows.
         if self._accepts is not None and self._accepts(data):
             return self._problem_of_check(data)
@@ -357,6 +368,13 @@ def _error_text(error: ValidationError) -> str:
             )
         ]
         return f"got {_kind(given)}, expected {' or '.join(dict.fromkeys(types))}; correct it"
+    if rule == "anyOf" and all(each.validator == "required" for each in error.context):
+        names = [name for each in error.context for name in each.validator_value]
+        first = [name for name in error.schema.get("required", ()) if name not in given]
+        expected = " and ".join([*first, " or ".join(names)])
+        keys = ", ".join(map(str, [*given][:_MAX_NAMES])) or "none"
+        remedy = _OF_SHAREGPT if {"from", "value"} <= given.keys() else "correct it"
+        return f"got an object with the keys {keys:.200}, expected {expected}; {remedy}"
     if rule in ("minLength", "minItems") and not given:
         return f"got {_kind(given)} that is empty, expected a non-empty one; correct it"
     if rule == "required":
@@ -371,6 +389,14 @@ def _error_text(error: ValidationError) -> str:
         )
     shown = json.dumps(value, ensure_ascii=False)
     return f"got {_kind(given)} that breaks the schema's {rule}: {shown:.200}; correct it"
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Return whether a value has more levels of lists and objects than `levels`."""
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in parts)
 
 
 def _kind(value: object) -> str:

@@ -127,3 +127,26 @@ def test_the_schema_of_a_class_that_contains_itself_names_its_fields() -> None:
 def test_what_describes_no_data_is_refused(declared: object, words: str) -> None:
     with pytest.raises(BadDataSchema, match=words):
         schema_of(declared)
+
+
+def test_a_message_with_other_keys_is_refused_with_those_of_a_chat() -> None:
+    check = DataCheck(PROMPT_DATA)
+    assert check.problem({"prompt": [{"from": "human", "value": "1 + 1"}]}) == (
+        "data.prompt[0]: got an object with the keys from, value, expected role and content or "
+        "tool_calls; rename from to role and value to content, and write the roles as user, "
+        "assistant, system or tool"
+    )
+    assert check.problem({"prompt": [{"role": "user", "text": "1 + 1"}]}) == (
+        "data.prompt[0]: got an object with the keys role, text, expected content or tool_calls; "
+        "correct it"
+    )
+
+
+@pytest.mark.parametrize("depth", [100, 101, 500])
+def test_data_of_too_many_levels_are_refused_with_the_entry(depth: int) -> None:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"k": value}
+    problem = DataCheck(PROMPT_DATA).problem({"prompt": "a", "more": value})
+    expected = "data.more: got a value of more than 100 nested lists and objects, expected fewer"
+    assert problem.startswith(expected) if depth > 100 else problem == ""
