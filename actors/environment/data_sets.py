@@ -36,7 +36,7 @@ from actors.environment.data_files import (
     read_text,
     suffix_of,
 )
-from actors.environment.task_data import DataCheck, report_nulls
+from actors.environment.task_data import DataCheck, depth_problem, report_nulls
 from actors.environment.tasks import BadTaskFile, PackedTasks, derived_seed
 from actors.types import Task
 from actors.user_code import type_of
@@ -153,16 +153,20 @@ def _values_of(
 
     Log a warning for each column of bytes, which is left out, and for each sign of a wrong prompt
     (`_doubts`). The same warning is logged only once.
-    entries: maps each entry to its column. what: the data set's name for error texts.
+    entries: maps each entry to its column. what: the data set's name for error texts. Raises:
+    BadTaskFile if a value has too many levels.
     """
     left_out: set[str] = set()
     reported: set[str] = set() if is_typed else {_NULLS}
     for number, row in enumerate(rows, start=1):
+        where = f"{what}, row {number}"
+        read = {column: row[column] for column in entries.values() if column in row}
+        if problem := depth_problem(read):
+            raise BadTaskFile(f"{where}, column {problem}")
         # If the configuration names such a column, it is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
             left_out.add(column)
             _logger.warning("%s: column %s is left out: it holds bytes", what, column)
-        where = f"{what}, row {number}"
         values = {
             name: _as_json(row[column])
             for name, column in entries.items()

@@ -61,6 +61,10 @@ def parquet(file: Path, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
     return file
 
 
+def deep(levels: int) -> Any:
+    return [deep(levels - 1)] if levels else 1
+
+
 def saved(directory: Path, **splits: Sequence[Mapping[str, Any]]) -> Path:
     """As the library saves one data set, or several splits of one."""
     made = {name: datasets.Dataset.from_list(list(rows)) for name, rows in splits.items()}
@@ -332,6 +336,8 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         (tmp_path / "rows.txt", {}, r"got suffix '\.txt'"),
         (odd, {"columns": {"question": "query"}}, "not JSON"),
         (broken, {}, "cannot be read"),
+        (jsonl(tmp_path / "deep.jsonl", [ROWS[0], {"n": deep(800)}]), {"columns": {}},
+         "row 2, column n: got a value of more than 100 nested lists and objects, expected fewer"),
         (jsonl(tmp_path / "none.jsonl", []), {}, "cannot be read|no rows"),
     ]  # fmt: skip
     for path, options, word in cases:
