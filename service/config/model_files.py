@@ -237,9 +237,9 @@ def check_architecture_once(
 ) -> None:
     """Call `check_architecture`, unless the same check has already passed for this user.
 
-    The check is repeated after each change of config.json, of the weight files, of the arguments,
-    of the packages, or of the check's code. Only a passed check is stored. The arguments and errors
-    are those of `check_architecture`.
+    The check is repeated after each change of config.json, of the safetensors files, of their
+    index, of the arguments, of the packages, or of the check's code. Only a passed check is stored.
+    The arguments and errors are those of `check_architecture`.
     """
     headers = _headers(directory, key=key)
     given = (max_context_tokens, dtype, inference, lora, has_head, headers)
@@ -261,13 +261,15 @@ def check_architecture_once(
 
 
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
-    """Return the name, modification time and header of each weight file.
+    """Return the name, modification time and header of each safetensors file.
 
-    If there is an index file, also return its name, 0 as its time, and its content.
+    This includes files that are not loaded, because the check refuses some of them. If there is an
+    index file, also return its name, 0 as its time, and its content.
     Raises: ConfigError if a file that the index names is missing.
     """
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
-    for file in _weight_files(directory, key=key):
+    beside = (file for file in directory.glob("*.safetensors") if file.is_file())
+    for file in sorted({*_weight_files(directory, key=key), *beside}):
         status = file.stat()
         with file.open("rb") as opened:
             # Safetensors begins with the length of its header.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,18 @@ def test_a_model_is_checked_once_and_again_when_something_changes(
     for _ in range(2):
         with pytest.raises(ConfigError, match="multi-head latent attention"):
             check(model)
+
+
+def test_a_file_that_is_added_after_a_passed_check_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    build_tiny_model(model, warmup_steps=0)
+    check(model)
+    shutil.copy(model / "model.safetensors", model / "ema.safetensors")
+    with pytest.raises(ConfigError, match=r"and ema\.safetensors, which the engines read"):
+        check(model)
 
 
 # Each check is a process that imports torch and transformers: 9 s.
