@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import find_adapter_config_file
 
 from actors.batch import MicroBatch, padding_row
 from actors.trainer.attention.forest import PackedLayout, build_layout
@@ -35,6 +36,7 @@ from actors.trainer.model_check import (
 )
 from actors.trainer.rope import fix_rope
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
+from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED
 from actors.trainer.weights_check import check_finite, check_loaded
 
 
@@ -234,6 +236,8 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
     config = AutoConfig.from_pretrained(name)
     check_architecture(config, max_context_tokens=max_context_tokens)
     attention = register_packed_attention()
+    if find_adapter_config_file(name) is not None:
+        raise NotImplementedError(f"model {name}: {ADAPTER}: {ADAPTER_REFUSED}")
     with refusing(name):
         # transformers reports weights that do not fit instead of raising an error of its own.
         model, loading = kind.from_pretrained(

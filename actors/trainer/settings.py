@@ -13,6 +13,13 @@ from actors.limits import STRICT, Decay, ModelName, Natural, NotNegative, Positi
 from actors.types import Dtype
 
 LOGPROB_CHUNK = 256
+# transformers adds the adapter of this file to a model, whether the weights contain it or not.
+ADAPTER = "adapter_config.json"
+ADAPTER_REFUSED = (
+    "got the settings of an adapter beside a whole model, to whose weights transformers would add "
+    "the adapter; expected only the model's own files; remove the file and the adapter's weights "
+    "if the model contains the adapter already, otherwise merge it first (merge_and_unload of peft)"
+)
 Device = Literal["cpu", "cuda"]
 """The device of the ranks: with gloo on CPU, with NCCL on CUDA."""
 WeightBackend = Literal["object_store", "collective"]

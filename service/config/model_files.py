@@ -29,7 +29,7 @@ from typing import Any
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tokenizer import load_tokenizer
-from actors.trainer.settings import LoraSettings
+from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED, LoraSettings
 from actors.types import Dtype, TokenIds
 from actors.user_code import type_of
 from service.config.file import ConfigError
@@ -47,12 +47,15 @@ _REMEDY = "copy or download the model again, or export it again with `rayloom ex
 def check_model_files(directory: Path, *, key: str = "model.path") -> None:
     """Check that every settings file is a JSON object and that every weight file is complete.
 
+    Also check that the directory holds no adapter, which transformers would add to the weights.
     Args: key: the setting that names the model.
     Raises: ConfigError that names the file.
     """
     for name in _SETTINGS:
         if (directory / name).is_file():
             read_object(directory / name, key=key)
+    if (adapter := directory / ADAPTER).is_file():
+        raise ConfigError(f"{key}: {adapter}: {ADAPTER_REFUSED}")
     for file in _weight_files(directory, key=key):
         _check_header(file, key=key)
 

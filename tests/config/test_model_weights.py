@@ -137,6 +137,27 @@ def test_weights_that_trainer_and_engine_would_read_from_other_files_are_refused
         check_all(config_with(directory), directory)
 
 
+@pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "algorithm.critic.model"])
+def test_an_adapter_beside_whole_weights_is_refused(tiny: Path, directory: Path, key: str) -> None:
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    algorithms: dict[str, dict[str, Any]] = {
+        "model.path": {},
+        "algorithm.reference": {
+            "loss": {"kl": {"coefficient": 0.1}},
+            "reference": str(directory),
+        },
+        "algorithm.critic.model": {
+            "baseline": "critic",
+            "scale": "none",
+            "critic": {"model": str(directory)},
+        },
+    }
+    policy = directory if key == "model.path" else tiny
+    expected = rf"^{key}: {directory}/adapter_config\.json: .*; remove the file .* merge it first"
+    with pytest.raises(ConfigError, match=expected):
+        check_all(config_with(policy, algorithm=algorithms[key]), policy)
+
+
 def with_token(directory: Path, token: str) -> None:
     """Add a token after the last row of the model's embedding."""
     tokenizer: Any = load_tokenizer(str(directory))

@@ -282,3 +282,13 @@ def test_a_checkpoint_that_lacks_its_output_head_is_refused(tmp_path: Path) -> N
     model.save_pretrained(tmp_path, state_dict=tensors)
     with pytest.raises(NotImplementedError, match=r"lack 1 of its parameters, such as lm_head"):
         load_policy(str(tmp_path), logprob_chunk=64, gradient_checkpointing=False)
+
+
+def test_a_model_with_an_adapter_beside_its_weights_is_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(Qwen3Config(**DECODER, head_dim=8)).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    expected = r"adapter_config\.json: got .*merge it first"
+    with pytest.raises(NotImplementedError, match=expected):
+        load_policy(str(tmp_path), logprob_chunk=64, gradient_checkpointing=False)
+    with pytest.raises(NotImplementedError, match=expected):
+        load_value_model(str(tmp_path), gradient_checkpointing=False)
