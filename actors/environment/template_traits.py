@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
@@ -150,7 +151,24 @@ def template_traits(renderer: ChatRenderer) -> dict[str, str]:
         ),
         "parser of calls": _parser(renderer),
         "parser of reasoning": reasoning_parser(renderer) or "none: the template has no thoughts",
+        "text at the end of a reply": repr(end_of_reply(renderer)),
     }
+
+
+def end_of_reply(renderer: ChatRenderer) -> str:
+    """Return the text that a template writes after each reply, whether or not a message follows.
+
+    The result is empty if there is no such text, or if the template refuses or hides the reply.
+    """
+    chat = (_user(_QUESTION), _reply(_REPLY))
+    try:
+        last, earlier = (
+            renderer.template.text(each).partition(_REPLY)[2] for each in (chat, (*chat, chat[0]))
+        )
+    except RenderError:
+        return ""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(last, earlier, strict=False))
+    return "".join(letter for letter, _ in pairs)
 
 
 def describe_traits(traits: Mapping[str, str]) -> str:

@@ -31,7 +31,8 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
     check_address(config)
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=warn)
     if config.model.path is not None:
-        check_with_model(config, observations, model_path=config.model.path, tell=warn)
+        path = config.model.path
+        check_with_model(config, observations, model_path=path, tell=warn, tell_template=warn)
         return
     if config.model.max_context_tokens > MAX_POSITIONS:
         raise ConfigError(
@@ -41,7 +42,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
     # These checks read only the tiny model's tokenizer, which is quick to build.
     with tempfile.TemporaryDirectory(prefix="rayloom-check-") as directory:
         build_tokenizer().save_pretrained(directory, save_jinja_files=False)
-        check_with_model(config, observations, model_path=directory, tell=warn)
+        check_with_model(config, observations, model_path=directory, tell=warn, tell_template=warn)
     if config.trainer.lora is not None:
         # Import this here, because it imports torch.
         from actors.trainer.tiny.model import tiny_config

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +28,8 @@ from typing import Any
 
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.rendering import ChatRenderer
-from actors.environment.tokenizer import load_tokenizer
+from actors.environment.template_traits import end_of_reply
+from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of
 from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED, LoraSettings
 from actors.types import Dtype, TokenIds
 from actors.user_code import type_of
@@ -113,6 +114,36 @@ def renderer_of(config: Config, model_path: str) -> ChatRenderer:
         return ChatRenderer(tokenizer, template_options=options)
     except (RenderError, OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
+
+
+def template_warnings(config: Config, model_path: str) -> Iterator[str]:
+    """Yield a sentence for each fault of the chat template that a run would survive.
+
+    Raises: ConfigError if the tokenizer cannot be loaded.
+    """
+    try:
+        tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
+        stops = stop_ids_of(model_path, tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {error}") from error
+    if is_raw(tokenizer):
+        return
+    renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
+    end = end_of_reply(renderer)
+    ids = tokenizer.encode(end, add_special_tokens=False)
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    markers = [token for token in ids if token in added]
+    is_stopped = not {*ids}.isdisjoint(stops) or any(
+        text in end for each in config.members.values() for text in each.rollouts.stop
+    )
+    if markers and not is_stopped:
+        yield (
+            f"model: its chat template ends a reply with {str(added[markers[0]])!r}, token "
+            f"{markers[0]}, and the engines stop only at {', '.join(map(str, stops))} "
+            f"({tokenizer.decode(list(stops), skip_special_tokens=False)}), so that a reply may "
+            "run into the next user's message; expected a token at which they stop; add "
+            f"{markers[0]} to eos_token_id in generation_config.json, or correct the template"
+        )
 
 
 def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:

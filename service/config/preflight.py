@@ -34,6 +34,7 @@ from service.config.model_files import (
     check_architecture_once,
     check_model_files,
     read_object,
+    template_warnings,
     vocabulary_size,
 )
 from service.config.sections import OwnTrackerSettings
@@ -99,19 +100,22 @@ def check_with_model(
     model_path: str,
     was_loaded: bool = False,
     tell: Callable[[str], None] = lambda _: None,
+    tell_template: Callable[[str], None] = _logger.warning,
 ) -> None:
     """Run the checks that need the model's files.
 
     Args: model_path: directory of the model's files; a tiny model must have been built there.
         was_loaded: whether the resumed run has loaded this model before. tell: called with each
         warning about the tasks. A run need not pass `tell`, because it reports these warnings
-        itself.
+        itself. tell_template: called with each warning about the chat template.
     Raises: ConfigError if a check fails.
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
     check_token_ids(config, Path(model_path))
     check_prompts(config, model_path, observations, tell=tell)
+    for warning in template_warnings(config, model_path):
+        tell_template(warning)
 
 
 def check_model_sources(config: Config) -> None:

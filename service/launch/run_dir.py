@@ -515,7 +515,9 @@ def prepared_run(
         check_stop()
         begin("checking the model and the prompts")
         has_run = run_dir.may_have_run()
-        check_with_model(config, observations, model_path=model, was_loaded=has_run)
+        check_with_model(
+            config, observations, model_path=model, was_loaded=has_run, tell_template=tell
+        )
         if has_run:
             check_sources(run_dir.sources_file, sources)
         else:

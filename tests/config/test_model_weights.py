@@ -18,6 +18,7 @@ from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.tiny.model import build_tiny_model
 from service.config import preflight
 from service.config.file import ConfigError, parse_config
+from service.config.model_files import template_warnings
 from service.config.tree import Config
 
 
@@ -202,6 +203,28 @@ def test_an_end_that_the_model_can_never_sample_is_refused(directory: Path) -> N
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|ned|>"}))
     with pytest.raises(ConfigError, match=r"end with token 512, which it can never sample"):
         check_all(config_with(directory), directory)
+
+
+def test_a_template_whose_end_of_a_reply_stops_no_engine_is_warned_of(directory: Path) -> None:
+    assert [*template_warnings(config_with(directory), str(directory))] == []
+    (directory / "generation_config.json").write_text("{}")
+    file = directory / "tokenizer_config.json"
+    # The template's own end is also the padding, at which an engine does not stop.
+    changes = {"eos_token": "<|user|>", "pad_token": "<|end|>"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found: list[str] = []
+    config = config_with(directory)
+    observation = preflight.check_without_model(config)
+    preflight.check_with_model(
+        config, observation, model_path=str(directory), tell_template=found.append
+    )
+    (warning,) = found
+    assert "ends a reply with '<|end|>', token 1, and the engines stop only at 3" in warning
+    assert "add 1 to eos_token_id in generation_config.json" in warning
+    stopped = config_with(directory, rollouts={"stop": ["<|end|>"]})
+    assert [*template_warnings(stopped, str(directory))] == []
+    (directory / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
+    assert [*template_warnings(config, str(directory))] == []
 
 
 def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:

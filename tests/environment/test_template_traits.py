@@ -28,6 +28,7 @@ PLAIN = {
     EARLIER: "not shown",
     PARSER: "hermes",
     "parser of reasoning": "none: the template has no thoughts",
+    "text at the end of a reply": r"'<|im_end|>\n'",
 }
 
 
