@@ -23,6 +23,8 @@ _ARGUMENT = "qzprobezq"
 _CONTENT = "qzbesidezq"
 # Number of characters of a client's id in an error.
 _SHOWN_ID = 64
+# A key that no template reads: a rendering that contains it prints the whole part.
+_UNREAD = "qzunreadzq"
 # Mistral's templates require an id of nine letters.
 _PROBE = (
     Message(role=Role.USER, content="probe"),
@@ -219,12 +221,14 @@ class ChatTemplate:
     def _wants_parts(self) -> bool:
         """Whether the template shows a content only if it is a list of parts.
 
-        Some templates of models that also read images need such a list.
+        Some templates of models that also read images need such a list. A template that prints the
+        list in Python's spelling gets a text, even if it cuts or changes the text of the probe.
         """
-        probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
-        for message, wants in ((probe, False), (_in_parts(probe), True)):
+        part = {_UNREAD: "", "type": "text", "text": _CONTENT}
+        for content, wants in ((_CONTENT, False), ([part], True)):
             try:
-                if _CONTENT in self._applied([message]):
+                rendered = self._applied([{"role": "user", "content": content}])
+                if _CONTENT in rendered and _UNREAD not in rendered:
                     return wants
             except RenderError:
                 continue

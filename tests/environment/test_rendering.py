@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
-from actors.environment.chat_template import RenderError
+from actors.environment.chat_template import ChatTemplate, RenderError
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.types import TokenIds
@@ -84,6 +84,21 @@ def test_the_first_prompt_ends_with_the_generation_prompt() -> None:
     text = _tokenizer().decode(prompt.tolist())
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.dtype == np.int32 and not prompt.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("m.content[:8]", "short"),
+        ("m.content | capitalize", "Short"),
+        ("m.content[:8] | tojson", '"short"'),
+    ],
+)
+def test_a_template_that_would_print_a_list_of_parts_gets_a_text(content: str, shown: str) -> None:
+    """The template changes the text with which the form of a content is found."""
+    tokenizer = _tokenizer(PLAIN.replace("m.content", content))
+    text = ChatTemplate(tokenizer, options={}).text([_user("short")])
+    assert text == f"<|im_start|>user\n{shown}<|im_end|>\n"
 
 
 def test_declared_tools_stand_in_the_first_prompt() -> None:
