@@ -171,6 +171,24 @@ def end_of_reply(renderer: ChatRenderer) -> str:
     return "".join(letter for letter, _ in pairs)
 
 
+def missing_header(renderer: ChatRenderer) -> str:
+    """Return the text that a template writes before a reply, but not at the end of a prompt.
+
+    The result is empty unless the template ignores add_generation_prompt.
+    """
+    question = (_user(_QUESTION),)
+    try:
+        prompt, shorter = (
+            renderer.template.text(question, add_generation_prompt=each) for each in (True, False)
+        )
+        before, found, _ = renderer.template.text((*question, _reply(_REPLY))).partition(_REPLY)
+    except RenderError:
+        return ""
+    is_ignored = prompt == shorter and found and before.startswith(prompt)
+    header = before[len(prompt) :] if is_ignored else ""
+    return header if header.strip() else ""
+
+
 def describe_traits(traits: Mapping[str, str]) -> str:
     """Return the traits as a table of two columns."""
     width = max(map(len, traits))

@@ -28,7 +28,7 @@ from typing import Any
 
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.rendering import ChatRenderer
-from actors.environment.template_traits import end_of_reply
+from actors.environment.template_traits import end_of_reply, missing_header
 from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of
 from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED, LoraSettings
 from actors.types import Dtype, TokenIds
@@ -129,6 +129,13 @@ def template_warnings(config: Config, model_path: str) -> Iterator[str]:
     if is_raw(tokenizer):
         return
     renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
+    if header := missing_header(renderer):
+        yield (
+            f"model: its chat template writes {header!r} before a reply, but not at the end of a "
+            "prompt, so that the policy must write it itself; expected a template that reads "
+            "add_generation_prompt; write the text at the end of the template too, inside "
+            "{% if add_generation_prompt %}"
+        )
     end = end_of_reply(renderer)
     ids = tokenizer.encode(end, add_special_tokens=False)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})

@@ -227,6 +227,42 @@ def test_a_template_whose_end_of_a_reply_stops_no_engine_is_warned_of(directory:
     assert [*template_warnings(config, str(directory))] == []
 
 
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
+            "<|assistant|>",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}",
+            "assistant: ",
+        ),
+        # As Mistral's: a reply has no header.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+            "{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}",
+            None,
+        ),
+        # The header is at the end of each rendering.
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+            "<|assistant|>",
+            None,
+        ),
+    ],
+)
+def test_a_template_without_a_header_at_the_end_of_a_prompt_is_warned_of(
+    tiny: Path, template: str, header: str | None
+) -> None:
+    config = config_with(tiny, model={"path": str(tiny), "chat_template": template})
+    found = [*template_warnings(config, str(tiny))]
+    if header is None:
+        assert found == []
+    else:
+        assert len(found) == 1 and f"writes {header!r} before a reply, but not at" in found[0]
+
+
 def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:
     config = config_with(tiny, model={"path": str(tiny), "chat_template": "{{ 1 // 0 }}"})
     with pytest.raises(ConfigError, match=r"chat template.*ZeroDivisionError"):
