@@ -54,6 +54,14 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = ("actors", "deploy", "rayloom", "service")
+# Libraries that every run imports, so that a module of the user's with such a name breaks it.
+_LIBRARIES = (
+    "accelerate", "annotated_types", "cloudpickle", "datasets", "docstring_parser", "fastapi",
+    "fsspec", "grpc", "httpx", "huggingface_hub", "jinja2", "jsonschema", "msgspec", "numpy",
+    "opentelemetry", "prometheus_client", "psutil", "pyarrow", "pydantic", "pydantic_core", "ray",
+    "referencing", "regex", "rich", "safetensors", "sqlalchemy", "starlette", "tokenizers", "torch",
+    "tqdm", "transformers", "typer", "typing_extensions", "uvicorn", "vllm", "websockets", "yaml",
+)  # fmt: skip
 _ROOT = Path(__file__).resolve().parents[1]
 
 __all__ = [
@@ -84,15 +92,17 @@ __all__ = [
 
 
 def check_names(path: Sequence[str]) -> None:
-    """Check that no module on a search path hides one of Rayloom's packages.
+    """Check that no module on a search path hides one of Rayloom's packages or libraries.
 
-    A folder without `__init__.py`, such as `deploy/` with YAML files, hides no package.
+    A folder without `__init__.py`, such as `deploy/` with YAML files, hides no package. Libraries
+    are looked for in the first directory, which is that of the user's script or command.
 
     Args:
         path: Directories in search order, such as sys.path.
 
     Raises:
-        ImportError: If a user's module would be imported in place of a package of Rayloom.
+        ImportError: If a user's module would be imported in place of a package of Rayloom or of a
+            library.
     """
     for name in _PACKAGES:
         found = PathFinder.find_spec(name, list(path))
@@ -105,6 +115,24 @@ def check_names(path: Sequence[str]) -> None:
                 f"of a run; expected no module of yours that is called {', '.join(_PACKAGES)}: "
                 "rename it, or start from another directory"
             )
+    _check_libraries(path)
+
+
+def _check_libraries(path: Sequence[str]) -> None:
+    first, *others = path
+    # In such a directory pip has installed packages.
+    if any(Path(first).glob("*.dist-info")):
+        return
+    others = [each for each in others if Path(each).resolve() != Path(first).resolve()]
+    for name in _LIBRARIES:
+        found = PathFinder.find_spec(name, [first])
+        if found is None or found.origin is None or PathFinder.find_spec(name, others) is None:
+            continue
+        raise ImportError(
+            f"got {Path(found.origin).resolve()}, which hides the library {name!r} that Rayloom "
+            "imports; expected no module of yours with the name of a library: rename it, or start "
+            "from another directory"
+        )
 
 
 check_names(sys.path)

@@ -11,10 +11,10 @@ EXIT_REFUSED = 2
 
 
 def main() -> None:
-    """Run the command line, or exit if the current directory hides one of Rayloom's packages."""
+    """Run the command line, or exit if a module in the current directory hides a package."""
     try:
         # The command line imports the user's modules from the current directory.
-        check_names([os.getcwd()])
+        check_names([os.getcwd(), *sys.path])
     except ImportError as error:
         print(f"rayloom: {error}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)

@@ -38,6 +38,26 @@ def test_a_module_that_hides_a_package_is_refused(tmp_path: Path, file: str) -> 
     assert done.stderr == f"rayloom: {refused.value}\n"
 
 
+@pytest.mark.parametrize("file", ["torch.py", "datasets.py", "tokenizers/__init__.py", "yaml.py"])
+def test_a_module_that_hides_a_library_is_refused(tmp_path: Path, file: str) -> None:
+    name = file.partition("/")[0].removesuffix(".py")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "values.yaml").write_text("")
+    # A folder without code hides nothing, and neither does a library where pip installed it.
+    check_names([str(tmp_path), *sys.path])
+    check_names([each for each in sys.path if each.endswith("site-packages")])
+    (tmp_path / file).write_text("")
+    with pytest.raises(ImportError, match=f"got {tmp_path / file}, which hides the lib") as refused:
+        check_names([str(tmp_path), *sys.path])
+    assert f"the library {name!r} that Rayloom imports" in str(refused.value)
+    (tmp_path / "script.py").write_text("import rayloom")
+    assert str(refused.value) in run(tmp_path, "script.py").stderr
+    start = f"import sys; sys.path[0] = {str(ROOT)!r}; from rayloom.__main__ import main; main()"
+    done = run(tmp_path, "-c", start)
+    assert done.returncode == 2
+    assert done.stderr == f"rayloom: {refused.value}\n"
+
+
 def test_a_folder_without_code_and_rayloom_itself_hide_nothing(tmp_path: Path) -> None:
     for name in ("service", "deploy"):
         (tmp_path / name).mkdir()
