@@ -252,6 +252,7 @@ class Observation:
     """
 
     messages: tuple[Message, ...]
+    """One or more messages."""
     tools: tuple[ToolSchema, ...] = ()
     best_return: float | None = None
     """The return of best possible play; None if it is not known."""
@@ -261,6 +262,11 @@ class Observation:
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
+        if not self.messages:
+            raise TypeError(
+                "observation: messages: got none, expected one or more, because they are the "
+                "policy's first prompt; return one, such as Message(role=Role.USER, content=…)"
+            )
         _check_state_key(self.state_key, "observation")
         if not isinstance(self.tools, list | tuple):
             raise TypeError(

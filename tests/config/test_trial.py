@@ -140,6 +140,10 @@ class Counts(Scores):
         self.games.append(task)
         return Observation(messages=(Message(role=Role.USER, content=str(len(self.games))),))
 
+class SaysNothing(Scores):
+    async def reset(self, task):
+        return Observation(messages=())
+
 class Deals(Scores):
     async def reset(self, task):
         task.data["deals"] = task.data.get("deals", 0) + 1
@@ -308,6 +312,12 @@ def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(pla
     config = config_of(options={"reward": "json.py:score"})
     with pytest.raises(ConfigError, match=r"json\.py: by this name Python imports .*rename"):
         tried(config, Trial(), tell=lambda _: None)
+
+
+def test_an_environment_that_begins_without_a_message_is_named(place: Path) -> None:
+    config = config_of(environment="of_trial:SaysNothing", options={}, dataset=None)
+    with pytest.raises(ConfigError, match=r"of_trial:SaysNothing' could .*messages: got none, exp"):
+        check_without_model(config)
 
 
 def test_an_environment_may_change_its_own_copy_of_the_data(place: Path) -> None:
