@@ -50,7 +50,9 @@ class Said:
     def remedy(self) -> str:
         """Return the remedy if a template does not show the text."""
         if self.message.role is Role.SYSTEM:
-            return "send system texts as the first message, or as a user message"
+            # Some templates (Mistral Nemo) do not show the first system text in every chat.
+            first = "" if self.number == 0 else "send system texts as the first message, or "
+            return f"{first}put the text into a user's message"
         if self.message.role is Role.TOOL or self.is_call:
             return "train a model whose template shows calls and their results"
         return "send it in another form, or train a model whose template shows it"

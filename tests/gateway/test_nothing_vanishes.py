@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 from worlds.builders.episode_builders import reply
 from worlds.checks.examples import examples
 from worlds.models.trait_templates import TEMPLATES, renderer, tokenizer
@@ -166,6 +167,30 @@ def test_a_call_and_its_result_are_in_the_prompt_or_refused(trait: str, said: st
     _, text = Chat(trait).ask(history, says("x"))
     for part in (said, '"expression": "sum"', "seven"):
         assert part in text
+
+
+def test_the_remedy_for_an_unshown_system_text_helps() -> None:
+    """Mistral Nemo shows the system text only if the last message is the user's."""
+    template = (
+        "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' }}"
+        "{%- if loop.last and messages[0].role == 'system' %}{{- messages[0].content + ' ' }}"
+        "{%- endif %}{{- m.content + '[/INST]' }}{%- elif m.role != 'system' %}"
+        "{{- '[' + m.role + ']' + m.content + (m.tool_calls | default([]) | string) }}"
+        "{%- endif %}{%- endfor %}"
+    )
+    nemo = ChatRenderer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer("plain").backend_tokenizer, chat_template=template
+        )
+    )
+    called = [user("Hi"), says("", CALL), result(CALL, "7")]
+    words = r"content of message 0 \(system\).*; put the text into a user's message"
+    with pytest.raises(RenderError, match=words) as no:
+        nemo.first_prompt([system("Be terse."), *called], ())
+    assert "first message" not in str(no.value)
+    assert len(nemo.first_prompt([user("Be terse. Hi"), *called[1:]], ()))
+    with pytest.raises(RenderError, match="send system texts as the first message, or put the"):
+        nemo.first_prompt([user("Hi"), system("Be terse."), user("And?")], ())
 
 
 def test_a_text_that_is_said_twice_is_in_the_prompt_twice() -> None:
