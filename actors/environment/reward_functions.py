@@ -305,10 +305,10 @@ class RewardFunction:
             if is_verl and key != "score" and not _is_number(value):
                 continue
             name = str(key)[:MAX_NAME]
-            if name in parts:
+            if name in parts or not name.strip() or not name.isprintable():
                 raise NoScore(
-                    f"reward function {self.name} gave two numbers named {name:.40}, expected "
-                    f"names that differ in their first {MAX_NAME} characters; rename one"
+                    f"reward function {self.name} named a number {name[:40]!r}, expected printable "
+                    f"names that differ in their first {MAX_NAME} characters; rename it"
                 )
             parts[name] = self._number(value, f" as {name}")
         if not 0 < len(parts) <= MAX_PARTS:

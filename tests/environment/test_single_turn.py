@@ -83,6 +83,12 @@ def long_names(completion):
 def equal_names(completion):
     return {1: 1.0, "1": 2.0}
 
+def empty_name(completion):
+    return {"": 1.0}
+
+def odd_name(completion):
+    return {"score": 1.0, "a\\nb": 2.0}
+
 def many(completion):
     return {str(number): 0.0 for number in range(65)}
 
@@ -284,8 +290,10 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
         ("not_known", "gave None as style, expected a number"),
         ("made_of_locks", "gave a Lock, expected a number"),
         ("many", "gave 65 named numbers, expected 1 to 64"),
-        ("long_names", "gave two numbers named a+, expected names that differ"),
-        ("equal_names", "gave two numbers named 1, expected names that differ"),
+        ("long_names", "named a number 'a+', expected printable names that differ"),
+        ("equal_names", "named a number '1', expected printable names that differ"),
+        ("empty_name", "named a number '', expected printable names"),
+        ("odd_name", r"named a number 'a\\nb', expected printable names"),
         ("silent", "none of the reward functions"),
         ("quiet", "none of the reward functions"),
     ],
@@ -327,6 +335,17 @@ async def test_what_a_function_needs_is_a_column() -> None:
 def test_what_is_no_reward_function_is_refused_before_the_start(reward: Any, words: str) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("single_turn", {"reward": named(reward)})
+
+
+def test_a_module_that_changes_the_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moves.py").write_text("import os\nos.chdir('/')\ndef score(completion): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BadRewardFunction, match=r"moves\.py:score: importing .* to /, expected no"):
+        load_functions("moves.py:score")
+    assert Path.cwd() == tmp_path
 
 
 def test_a_file_is_the_module_of_its_path() -> None:
