@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -81,6 +82,7 @@ def find(text: str, *, what: str) -> Any:
     """
     place, _, name = text.partition(":")
     module_name = module_of(text, what=what)
+    here = _directory()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -94,6 +96,13 @@ def find(text: str, *, what: str) -> Any:
             f"{what}: {text}: its module raised {describe(error)}{_importing(error)}; expected a "
             "module that can be imported; correct it"
         ) from error
+    if here is not None and (now := _directory()) != here:
+        os.chdir(here)
+        raise BadName(
+            f"{what}: {text}: importing its module changed the working directory from {here} to "
+            f"{now}, expected no change, because other paths are relative to it; remove os.chdir "
+            "from the module, and use absolute paths"
+        )
     _check_file(module, place, what=what)
     owner: Any = None
     found: Any = module
@@ -115,6 +124,13 @@ def find(text: str, *, what: str) -> Any:
             f"own = {owner.__name__}(), and use own.{part}"
         )
     return found
+
+
+def _directory() -> Path | None:
+    """Return the working directory; None if it was removed."""
+    with suppress(OSError):
+        return Path.cwd()
+    return None
 
 
 def _not_found(place: str, error: ModuleNotFoundError) -> str:
