@@ -312,7 +312,10 @@ class EnvironmentActor:
         )
 
     def _maker_of(self, played: EnvironmentSettings) -> Callable[[], Environment]:
-        """Return the function that makes an environment, in a worker if it is the user's own.
+        """Return a function without arguments that makes one of the actor's environments.
+
+        An environment that is not built in runs in a worker process if its module can be imported
+        there and `rollouts.inline` is false. Otherwise it runs in this process.
 
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """

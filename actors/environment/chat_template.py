@@ -56,7 +56,10 @@ _Calls = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """The form of messages with tool calls that a template needs; most need the default values."""
+    """The form in which a template needs messages with tool calls.
+
+    Most templates need the default values.
+    """
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
@@ -205,8 +208,10 @@ class ChatTemplate:
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
         """Return whether a message with text and calls must be split in two for the template.
 
-        It must be split if the template leaves out a part of the whole message but shows both parts
-        of the split one. form: the format of the whole message. split: that of the split one.
+        The message must be split if the template leaves out its text or its calls when they are in
+        one message, and shows both when they are in two messages.
+
+        form: the format with one message. split: the format with two messages.
         """
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)

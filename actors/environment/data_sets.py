@@ -190,7 +190,10 @@ _NULLS = (
 
 
 def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
-    """Yield a warning for each sign that the author of a row meant to write another prompt."""
+    """Yield a warning for each probable mistake in a row's prompt.
+
+    An example is a prompt that ends with the assistant's answer.
+    """
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         yield (
@@ -215,7 +218,10 @@ def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:
-    """Return whether a column has no name, such as the index that pandas writes into a CSV file."""
+    """Return whether any of the names of a data set's columns is empty.
+
+    pandas, for example, writes its index into a CSV file as a column without a name.
+    """
     return any(not name.strip() for name in names)
 
 
@@ -249,10 +255,11 @@ def _as_json(value: Any) -> Any:
 
 
 def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
-    """Return a chat without the nulls in its calls' arguments and its tools' schemas.
+    """Return a chat, or a part of a chat, without the nulls that Arrow has added.
 
-    Arrow gives the objects of a column the same keys, and the values of added keys are null.
-    is_free: whether `value` is inside a call's arguments or a tool's schema.
+    In a column of objects, Arrow adds to each object the keys of the others, with the value null.
+    Nulls are removed only inside the arguments of calls and the schemas of tools.
+    is_free: whether `value` is inside such arguments or such a schema.
     """
     if isinstance(value, list):
         return [_without_nulls(each, is_free=is_free) for each in value]
@@ -268,7 +275,10 @@ def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
 def _open(
     source: str, *, split: str, subset: str | None, section: str
 ) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
-    """Return the names of the columns, the rows, and whether each column has one type.
+    """Open a data set; return the names of its columns, and its rows.
+
+    The third result is whether each column has one type. It is False for a text file such as JSONL,
+    in which each value has its own type.
 
     Raises: BadTaskFile if the data set cannot be read.
     """

@@ -42,8 +42,8 @@ class ForkServer:
 
         Args:
             preloads: Whether the process imports the modules of `preload` before it forks a worker.
-            max_bytes: Memory in bytes that a worker may use beyond that of the imported modules; 0
-                means no limit.
+            max_bytes: Memory in bytes that a worker may use in addition to the memory of the
+                imported modules; 0 means no limit.
         """
         self.control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:

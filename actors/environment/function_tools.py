@@ -90,8 +90,9 @@ class FunctionTool:
     async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
         """Call the tool and return its answer as text.
 
-        The tool runs in a worker. If it is called in this process instead, a function that is not a
-        coroutine runs in a thread.
+        The tool runs in a worker if `workers.is_contained` says so, or if a worker keeps its
+        instance. Otherwise it runs in this process: a coroutine runs in the event loop, and any
+        other function runs in a thread.
 
         Args:
             limit_s: Seconds that the call may take. They do not include the wait for a worker or a

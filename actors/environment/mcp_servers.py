@@ -202,7 +202,10 @@ class McpServer:
         return code in {CONNECTION_CLOSED, *over_http}
 
     def _opened_now(self) -> _Opened:
-        """Return the future of an open client; begin to open one if none is open."""
+        """Return a future of the open client. If no client is open, begin to open one.
+
+        The future is done as soon as the client is open.
+        """
         if self._keeper is None or self._keeper.done() or self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._opened))

@@ -153,7 +153,10 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether values of an options class are instances of it; a TypedDict's are dicts."""
+    """Return whether the values of an options class are instances of the class.
+
+    The values of a TypedDict are not: they are plain dicts.
+    """
     return not issubclass(section, dict)
 
 
@@ -161,7 +164,8 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of their class.
 
     Return None if the factory takes its options as keyword arguments. If `options` is empty and the
-    factory has a default for them, return the default, or None if it is not of an options class.
+    factory's parameter `options` has a default, return this default; return None instead if the
+    default is not an instance of an options class.
     Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
@@ -230,11 +234,12 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory, with types instead of the names of types.
+    """Return the signature of a factory. Annotations that are texts are replaced by their types.
 
-    An annotation stays a text if it cannot be evaluated. If code in C has no signature, return one
-    that takes any arguments. unknown: the undefined names that earlier calls have found in the
-    annotations, each with a type variable to use in its place.
+    An annotation stays a text if it cannot be evaluated. If the factory has no signature, as some
+    classes written in C, return a signature that takes any arguments.
+    unknown: maps each undefined name in the annotations to a type variable to use in its place.
+    This function finds these names and calls itself with them.
     """
     called: Any = get_origin(factory) or factory
     try:

@@ -5,8 +5,8 @@ messages. To find the delta, the new messages are rendered after two different d
 dummy chat ends as the real reply does: in text, after a thought, or in calls with the same names
 and ids. The delta is used only if its ids are the same after both dummy chats, if the new messages
 do not change how the dummy chats are rendered, and if the delta shows the text of every new
-message. Otherwise the whole chat is rendered, and the reason is counted. If this rendering does not
-show the text of a message or the tools, it is an error. The turn loop and the gateway use this.
+message. Otherwise the whole chat is rendered, and the reason is counted. The whole rendering must
+show the text of every message, and the tools. The turn loop and the gateway use this module.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: _Ending) -> str:
-        """Return the last text in the chat's reply: with calls an argument, otherwise the content.
+        """Return the last text in the chat's reply: an argument if it has calls, else the content.
 
         The text occurs once in the chat. In a rendering, new messages begin after it.
         """
@@ -525,9 +525,9 @@ class ChatRenderer:
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
         """Return how many of the tokens after a reply end it; the rest belong to new messages.
 
-        The tokens with which both arguments begin end the reply. If the template adds nothing to a
-        last reply (`closing_ids` is empty), the first of `tail_ids` ends it if it is an end token.
-        Args: tail_ids: tokens after the reply if messages follow. closing_ids: if none follow.
+        The common prefix of the two arguments ends the reply. If `closing_ids` is empty, only the
+        first of `tail_ids` can end the reply, and does so if it is an end token.
+        Args: tail_ids: tokens after a reply before new messages. closing_ids: after a last reply.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -556,7 +556,8 @@ def _head(text: str, question: str, mark: str) -> str:
 def _only_loses(before: str, after: str) -> bool:
     """Return whether `after` is `before` with at most one contiguous part removed.
 
-    A removed part does no harm: the real prompt is only appended to, so that it keeps the part.
+    The delta may be used if new messages only remove a part from the rendering of a dummy chat: the
+    real prompt keeps the corresponding part, because tokens are only appended to it.
     """
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])

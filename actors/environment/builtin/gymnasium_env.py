@@ -174,7 +174,7 @@ class _Game:
     def play(self, answer: str, prompt: str) -> StepResult | None:
         """Make a move and return its result; return None if the answer is not an action.
 
-        Args: prompt: the text of the next message, with {observation}.
+        Args: prompt: a template for the next message; the observation replaces {observation}.
         """
         action = self._action(answer)
         if action is None:
@@ -250,7 +250,10 @@ def _folded(name: str) -> str:
 
 
 def _format_observation(observation: Any) -> str:
-    """Return an observation as text; a number of numpy is written as 1, not as np.int64(1)."""
+    """Return an observation as text. Numbers and arrays of numpy are written as plain numbers.
+
+    For example, np.int64(1) is written as 1.
+    """
     if isinstance(observation, str):
         return observation
     return str(_plain(observation))

@@ -249,10 +249,12 @@ class SingleTurnEnvironment:
         )
 
     def _answer_in(self, text: str) -> str | None:
-        """Return the answer that `answer_pattern` finds in a text, or the text if none is set.
+        """Return the answer in a text, or None if the text has no answer.
 
-        Returns: None if the pattern finds nothing. Raises: RewardError if the search does not
-        end in time.
+        The option `answer_pattern` finds the answer. If this option is not set, the whole text is
+        the answer.
+
+        Raises: RewardError if the search does not end in time.
         """
         if self._answer_pattern is None:
             return text
@@ -283,9 +285,10 @@ _Scores = dict[RewardFunction | Judge, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | Judge) -> Iterator[None]:
-    """Raise a user function's exception as a RewardError, because only the score is missing.
+    """Convert each exception that a user's function raises in this context to a RewardError.
 
-    RewardError and WorkerLost are raised unchanged.
+    A RewardError says that the answer was given and only its score is missing. RewardError and
+    WorkerLost are raised unchanged.
     """
     try:
         yield
@@ -307,7 +310,11 @@ _NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message of a prompt has a field for which `chat_message` may raise."""
+    """Return whether `check_data` must convert a prompt to messages to find faults in it.
+
+    The result is True if a message of the prompt has a field, such as `tool_calls` or `images`, for
+    which `chat_message` may raise.
+    """
     return not isinstance(prompt, str) and any(
         each.get(key) for each in prompt for key in (*_BOUND_TO_ROLES, *_NOT_TEXT)
     )

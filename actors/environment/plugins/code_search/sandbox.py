@@ -1,4 +1,6 @@
-"""Take from a process, for good, every right that it does not need to read files.
+"""Confine a process, so that it can read files and do little else.
+
+The process cannot get the lost rights back.
 
 This module uses only the standard library.
 

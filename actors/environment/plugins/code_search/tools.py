@@ -88,7 +88,10 @@ class ToolSettings:
 
 
 def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
-    """Return the files that a call of `answer` names; None if the form or a limit is violated."""
+    """Return the files that a call of `answer` names.
+
+    Return None if the argument is not a list of paths, or if the list or a path is too long.
+    """
     files = arguments.get("files")
     if not isinstance(files, list) or len(files) > MAX_ANSWER_FILES:
         return None

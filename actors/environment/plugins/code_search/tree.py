@@ -82,7 +82,10 @@ class _Page:
 
 
 def list_files(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
-    """List a directory or, if a glob is given, all files below it whose path or name matches."""
+    """List the entries of a directory.
+
+    If a glob is given, list instead all files below the directory whose path or name it matches.
+    """
     directory = parts_of(arguments.get("directory", ""))
     wanted = _glob(arguments)
     start = _opened(root, directory, is_directory=True)

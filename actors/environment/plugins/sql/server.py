@@ -42,11 +42,12 @@ def main() -> None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request for the rows that a query finds, or for the schema of the database.
 
-    Args: request: `script` or `path` is the database. `query` is the query; None asks for the
-    schema, with the first `sample_rows` rows of each table. `max_rows` and `max_bytes` limit the
-    answer, and `limit_s` limits the seconds that the request may take.
-    Returns: for a query `columns`, `rows` and `is_cut`; for the schema `tables`. If the request
-    fails, `error`, and `is_database`, which is true if the database itself cannot be used.
+    Args: request: has these entries. `script` or `path` gives the database. `query` is the query;
+    if it is None, the request asks for the schema, with the first `sample_rows` rows of each table.
+    `max_rows` and `max_bytes` limit the answer; `limit_s` limits the seconds for the request.
+    Returns: the answer to a query has the entries `columns`, `rows` and `is_cut`. A request for
+    the schema is answered with the entry `tables`. If the request fails, the answer has `error` and
+    `is_database`, which is true if the database itself cannot be used.
     """
     end = time.monotonic() + request["limit_s"]
     try:
