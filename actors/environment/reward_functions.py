@@ -12,7 +12,7 @@ argument `columns` gets the whole row as a mapping. With tools, `messages` is th
 the prompt, and `environment` (`environments`) is the instance of the class whose methods are the
 tools. `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all
 these arguments, also if the data have a column of the same name; a function reads that column from
-`columns`. Only a column `messages` is passed by its name to a function with lists, as TRL does.
+`columns`. One exception, as in TRL: a function with lists gets a column `messages` as `messages`.
 
 A group function takes lists too, and is called once for the answers of a whole group
 (`load_group_functions`, `RewardFunction.score_group`). The environments single_turn and tools use
@@ -163,10 +163,10 @@ class RewardFunction:
     async def score_group(
         self, completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[Score]:
-        """Return the scores of a group's answers, from one call. All answers have the same row.
+        """Call the function once for all answers of a group, and return the answers' scores.
 
-        Each column is passed as a list with one value for each answer. The function may also name
-        the list of a column NAME as NAMEs, as the library verifiers does.
+        Each column is passed as a list, in which the row's value is repeated for each answer. The
+        list of the column `task` is also passed as `tasks`, as the library verifiers does.
 
         Raises: the same exceptions as `score`.
         """

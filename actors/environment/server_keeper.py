@@ -1,15 +1,16 @@
-"""Run a server for a process, its user, and leave no process behind when either of them ends.
+"""Run a server, and end all of the server's processes when the server or its user ends.
 
     python -I -S server_keeper.py PID COMMAND...
 
-The user starts this program; PID is the user's process id. A server may start other processes
-(launchers such as npx, uvx or `sh -c` do), which would outlive the server and the user. So there
-are two processes between user and server. The first is the user's child, and passes signals on to
-the second, the keeper. The keeper becomes the parent of the server's orphaned descendants, and ends
-all descendants when the server, the first process or the user has ended. The keeper is not the
-user's child, because Ray kills the children of a worker that it ends. Only the server has the
-standard input and output. `mcp_servers` starts this program once for each server; the program
-imports only the standard library, so that it costs little. It needs Linux.
+The user is the process that starts this program; PID is its process id. COMMAND starts the server.
+A server may start other processes (launchers such as npx, uvx or `sh -c` do), which would outlive
+the server and the user. To prevent this, the program consists of two processes. The first is the
+user's child; it starts the second, the keeper, and passes signals on to it. The keeper starts the
+server, and becomes the parent of the server's orphaned descendants. It ends all descendants when
+the server, the first process or the user has ended. The keeper is not the user's child, because Ray
+kills the children of a worker that it ends. Only the server has the standard input and output.
+`mcp_servers` starts this program once for each server; the program imports only the standard
+library, so that it costs little. It needs Linux.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Said:
 
     @property
     def remedy(self) -> str:
-        """Return the remedy if a template does not show the text."""
+        """Return the advice for a user whose model's template does not show this text."""
         if self.message.role is Role.SYSTEM:
             # Some templates (Mistral Nemo) do not show the first system text in every chat.
             first = "" if self.number == 0 else "send system texts as the first message, or "
@@ -61,7 +61,7 @@ class Said:
 def said(messages: Sequence[Message]) -> Iterator[Said]:
     """Yield the texts of messages: contents, and the names and the arguments of their calls.
 
-    Thoughts are left out, because a template need not show those of earlier turns.
+    Thoughts are not yielded, because a template may leave out the thoughts of earlier turns.
     """
     for number, message in enumerate(messages):
         content = _visible(message)
@@ -121,7 +121,8 @@ def marks_in(text: str) -> frozenset[str]:
 def holds(rendering: str, text: str, *, times: int = 1) -> bool:
     """Return whether a rendering shows all words of a text; it may trim, escape or wrap the text.
 
-    times: minimum number of occurrences; ignored if they cannot be counted.
+    times: how often the text must occur at least. Occurrences are counted only if the rendering has
+    the text unchanged or escaped; otherwise one occurrence is enough.
     """
     text = text.strip()
     # One message may be shown unchanged and another, with the same text, escaped.
@@ -141,9 +142,10 @@ def unshown(
 ) -> Iterator[Said]:
     """Yield the texts that a rendering does not show.
 
-    marks: the marks that the template shows in place of the texts; None if they are not known.
-    in_place: a function that appends the mark to a text (`with_mark`), and returns whether the
-    template shows it. It is called if the template does not show the mark that replaces the text.
+    text: the rendering. marks: the marks in another rendering, of the chat with a mark in place of
+    each text (`marked`); None if the marks are not known. in_place: a function that appends its
+    mark to a text (`with_mark`), and returns whether the template then shows the mark. It is called
+    only for texts whose mark is not in `marks`.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:

@@ -113,7 +113,8 @@ class GeneratedTasks:
 class PackedTasks(Sequence[Task]):
     """A list of tasks, stored as JSON in one buffer; each access makes a new Task object.
 
-    Task objects of 100,000 rows would be a million objects, which each garbage collection visits.
+    A list of Task objects would slow down the garbage collector: 100,000 tasks would consist of
+    about a million Python objects, and each full collection would visit them all.
     Invariant: the buffer only grows, so that selections (`selected`) can share it.
     """
 
@@ -355,10 +356,10 @@ def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     Each entry is a name and the number of earlier entries of this name. Among the first j entries,
     a name of count c occurs j c / total times, give or take one.
 
-    A name is late by the difference between j c / total and its entries so far. With n names, entry
-    j is one of the names that are late by 1 / (2 n - 2) or more: the one that would be the first to
-    be late by more than 1 - 1 / (2 n - 2) (R. Tijdeman, The chairman assignment problem, Discrete
-    Mathematics 32, 1980).
+    The delay of a name at entry j is j c / total minus the number of its earlier entries. With n
+    names, let d = 1 / (2 n - 2). Entry j is chosen among the names whose delay is at least d: it is
+    the name whose delay would otherwise be the first to exceed 1 - d (R. Tijdeman, The chairman
+    assignment problem, Discrete Mathematics 32, 1980).
     Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
     total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)

@@ -1,4 +1,4 @@
-"""Find a stop string, or the only group of a user's regular expression, in a model's text.
+"""Search a model's text for stop strings, or for a user's regular expression with one group.
 
 Callers use it to cut a reply at a stop string, to find the score in a judge's reply, and to find
 the answer in a completion. The package `regex` is used because Python's `re` has no time limit: a
@@ -44,9 +44,10 @@ def problem_of(pattern: object) -> str | None:
 
 
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
-    """Return what the only group of a pattern matches last in a text, stripped.
+    """Search a text for a pattern with one group; return the group's text in the last match.
 
-    Matches with an empty group are ignored. Return None if there is no other match.
+    The group's text is stripped. Matches whose group is then empty are ignored. Return None if
+    there is no other match.
     Args: what: words that name the owner of the pattern, for the error's text.
     Raises: RewardError if the search exceeds LIMIT_S.
     """

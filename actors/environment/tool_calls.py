@@ -56,7 +56,10 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def visible_text(text: str) -> str:
-    """Return the stripped text after the last `</think>`; a thought has no answer and no calls."""
+    """Return the text after the last `</think>`, stripped; without this tag, the whole text.
+
+    The thought before the tag is left out, because neither an answer nor calls are read from it.
+    """
     return text.rpartition(END_OF_THOUGHT)[2].strip()
 
 
@@ -161,9 +164,10 @@ def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Return a call's arguments, decoded if a model wrote them as JSON text within JSON.
+    """Return a call's arguments. If they are JSON text instead of an object, decode the text.
 
-    Return a MalformedCall for a text that is not JSON.
+    Some models write the arguments as JSON text within the JSON of the call. Return a MalformedCall
+    if the text is not JSON.
     """
     for _ in range(2):
         if isinstance(arguments, str):

@@ -32,7 +32,7 @@ def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
 
     vLLM's parsers qwen3_coder and qwen3_xml read an argument's type only at the top level of the
     argument's schema. A type that contains itself keeps its references. within: the names of the
-    definitions that contain this one.
+    definitions that this part of the schema is inside of; references to them are not replaced.
     """
     if isinstance(tree, list):
         return [_inlined(each, defs, within) for each in tree]

@@ -90,10 +90,10 @@ async def play_episode(
 
     Args: make_environment: called once; a failure in it is an environment error like any other.
     max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation:
-    whether to record the last observation if the prompt with it leaves no room for a reply. The
-    sample then ends with the observation's tokens that fit into the context, so that a critic can
-    bootstrap from this state. kept: the tokens that may be sampled in an evaluation; None allows
-    every token.
+    whether to record the last observation if it fills the context, so that there is no room for
+    another reply. The sample then ends with those of the observation's tokens that fit, so that a
+    critic can bootstrap from this state. kept: the tokens that may be sampled in an evaluation;
+    None allows every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     # The environment, its tools and its reward functions read these in the episode's context.
@@ -172,9 +172,10 @@ class _Episode:
         return self._assignment.trajectory_id
 
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
-        """Play up to max_turns turns; return an `_Ended` of outcome `max_turns` after the last.
+        """Play turns until the episode ends, and at most max_turns turns.
 
-        Raises: _Ended, with another outcome, if the episode ends earlier.
+        Returns: an `_Ended` with the outcome `max_turns`, if the episode has not ended by itself.
+        Raises: _Ended with another outcome, if the episode ends by itself.
         """
         self._start_turn()
         start = await self._reset(make_environment)

@@ -1,8 +1,8 @@
 """Find a user's functions and classes by name, which is FILE.py:NAME or package.module:NAME.
 
 FILE.py is below the directory in which the command is started; every process of the run has this
-directory on its import path. Reward functions, tools and the sources that a run keeps are found by
-this module.
+directory on its import path. This module finds reward functions and tools, and the files of user
+code of which a run keeps a copy.
 """
 
 from __future__ import annotations
@@ -187,7 +187,10 @@ def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def hides_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a signature is (*args, **kwargs), as a decorator without `wraps` makes it."""
+    """Return whether a function's signature is (*args, **kwargs), and so hides its arguments.
+
+    A decorator that does not use `functools.wraps` makes such a signature.
+    """
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 

@@ -420,7 +420,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _children() -> dict[int, int]:
-    """Return the process group of each child of this process by process id, zombies included."""
+    """Return the children of this process, zombies included: process id -> process group."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

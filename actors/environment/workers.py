@@ -92,10 +92,10 @@ class Pool:
         """Create a pool without starting a process.
 
         Args:
-            size: Maximum number of workers for single calls. It is also the maximum number of
-                workers for instances with coroutines, and the maximum for other instances.
-            memory_mib: Memory in MiB that a worker may use beyond that of the imported modules; 0
-                means no limit.
+            size: Maximum number of workers of each sort: for single calls, for instances with
+                coroutines, and for other instances.
+            memory_mib: Memory in MiB that a worker may use in addition to the memory of the
+                imported modules; 0 means no limit.
         """
         self._size = size
         self._max_bytes = memory_mib * 1024**2
@@ -456,7 +456,7 @@ class Pool:
         return server
 
     def _check_start(self, server: ForkServer) -> None:
-        """End the fork server if it still imports modules, so that it has not forked a worker yet.
+        """End the fork server if it has not forked a worker yet, because an import takes too long.
 
         The pool calls this function LOAD_LIMIT_S after the fork server's start.
         """

@@ -108,8 +108,9 @@ class MergeActor:
         """Build the batch of a taken step.
 
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
-            reference to its RowScores for the plan; empty without a plan. republished: versions
-            that published a step's weights a second time (`actors.policy_age`).
+            reference to the RowScores that the rank computed for its shard of `plan`; empty if
+            `plan` was not called. republished: policy versions that are second publications of
+            one step's weights (`actors.policy_age`).
         Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError if `build_step` or
             `read_scores` raises it.
         """

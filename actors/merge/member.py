@@ -1,4 +1,4 @@
-"""The record of a trajectory while its step is built, and the numbers of its trained tokens.
+"""The record of a trajectory while its step is built, and the numbering of its trained tokens.
 
 Every stage of a step, from the queue to the journal, uses this record. A stage takes members and
 returns new ones with more fields set: `groups` sets the reason, rewards and returns, `scoring` the
@@ -67,8 +67,9 @@ class Member:
 
     @property
     def is_malformed_rewarded(self) -> bool:
-        """Whether the environment rewarded a trajectory whose outcome is malformed, which raises an
-        alarm.
+        """Whether the environment gave a positive return although the last tool call is malformed.
+
+        The step's report counts such trajectories, and they raise an alarm.
         """
         is_malformed = self.trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
         return is_malformed and not self.problem and self.trajectory.episode_return > 0
@@ -88,9 +89,9 @@ def turn_bounds(member: Member) -> Int64s:
 
 
 def token_numbers(sample: Sample, bounds: Int64s) -> Int64s:
-    """Return the number of each trained token of a sample within its trajectory, [M].
+    """Return, for each trained token of a sample, its index among the trajectory's trained tokens.
 
-    Args: bounds: from `turn_bounds`.
+    Args: bounds: from `turn_bounds`.    Returns: [M] int64.
     """
     return np.concatenate(
         [np.arange(bounds[turn.index], bounds[turn.index + 1]) for turn in sample.turns]

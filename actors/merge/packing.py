@@ -148,8 +148,9 @@ def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow
 def unrouted(
     sample: Sample, *, loss_weight: float = 0.0, temperature: float = 1.0
 ) -> WeightedSample:
-    """Prepare a sample for a reference or a critic, which ignore expert records: remove the
-    records.
+    """Prepare a sample for a reference or a critic, without the sample's expert records.
+
+    The trained policy repeats the recorded choices of experts; a reference and a critic do not.
     """
     return WeightedSample(
         sample=sample.without_experts(),
@@ -371,8 +372,10 @@ def _improve(
 ) -> bool:
     """Move a trajectory from rank `high` to rank `low` if that lowers the higher of their costs.
 
-    Only the trajectories whose cost is nearest to half the difference of the two costs are tried.
-    The one that lowers the higher cost most is moved. Return whether a trajectory was moved.
+    Only some trajectories are tried: those whose cost is nearest to half the difference between the
+    two ranks' costs. The trajectory that lowers the higher cost most is moved.
+
+    Returns: whether a trajectory was moved.
     """
     costs = assignment.costs
     half = (costs[high] - costs[low]) / 2

@@ -122,15 +122,16 @@ def row_experts(
     The experts of a token depend on the token and on all tokens before it. A record of a token
     (`actors.expert_records`) is therefore valid in every sample in which the same tokens precede
     it: all these samples share one position of the prefix forest. If several of them have a record
-    of this position, the first sample's record is used for all of them. Flat rows follow the same
-    rule, so that sharing prefixes changes no number. A token that is context in one sample thus
-    gets the record of the sample in which it was sampled.
+    of this position, the first sample's record is used for all of them. So a token that
+    is context in one sample gets the record of the sample in which it was sampled. The same rule
+    holds for rows without shared prefixes, so that sharing prefixes changes no number.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records that are not
         used because another record of their position, with another set of experts, is used.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
-        the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
+        the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c]; the number is 1 if b
+        differs from a, otherwise 0.
     """
     recorded = [(index, s.experts) for index, s in enumerate(samples) if s.experts is not None]
     if not recorded:
@@ -156,9 +157,12 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records with another set of experts than the record that is used at their position.
+    """Count the records that differ from the record that is used at their position.
 
-    Args: counting: [R], for each record the index of the record used at its position.
+    Two records differ if their sets of experts differ.
+
+    Args: indices: the experts of each of the R records. counting: [R], for each record, the index
+    of the record that is used at its position.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
@@ -199,9 +203,10 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring ones, in prefix order; arrays are [N].
 
-    `shared` has the length of the prefix that each item shares with the item before it. The prefix
-    that two items share is as long as the shortest of these prefixes from one item to the other. So
-    these lengths, with `inner` for bundles, are enough to compute the size of a row of any items.
+    `shared` has the length of the prefix that each item shares with the item before it. From these
+    lengths, the size of a row of any items can be computed: the prefix that two items share is as
+    long as the shortest of the prefixes that the neighbours between them share. If items are
+    bundles, the neighbours inside a bundle count too; `inner` has the shortest of their prefixes.
     """
 
     order: list[int]

@@ -76,9 +76,9 @@ def build_step(
     """Make the batch of one step.
 
     Args: groups: from `classify_groups` with these settings, and with scores (`read_scores`) if the
-        settings need a critic or a reference. step: its number, counted from 1. trainer_version:
-        the policy version that the trainer holds. republished: versions that published a step's
-        weights a second time (`actors.policy_age`).
+        settings need a critic or a reference. step: the step's number, counted from 1.
+        trainer_version: the policy version that the trainer holds. republished: policy versions
+        that are second publications of one step's weights (`actors.policy_age`).
     Raises: ValueError if scores are missing, or a trajectory was sampled by a version that the
         trainer does not hold yet.
     """
