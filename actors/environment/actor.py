@@ -128,9 +128,10 @@ class EnvironmentActor:
             await asyncio.gather(*scoring, return_exceptions=True)
 
     async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
-        """Return the lost calls and the memory of the largest worker (`workers.report`).
+        """Show that the actor answers, and return the result of `workers.report`.
 
-        An actor whose event loop is blocked does not answer.
+        The result is the calls of users' functions that gave no answer, and the memory of the
+        largest worker. An actor whose event loop is blocked does not answer.
         """
         return workers.report()
 
@@ -141,10 +142,10 @@ class EnvironmentActor:
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int, limit_s: float
     ) -> tuple[TokenIds, ...]:
-        """Make the first prompts of the tasks, one task after the other, and return the prompts.
+        """Return the first prompts of the tasks, for the trainer's check of log-probabilities.
 
-        Stop when the prompts have num_tokens in all, or after limit_s. The prompt of a task is left
-        out if the task's environment fails or is slow. The run still plays the task.
+        Make the prompts one after the other. Stop when they have num_tokens in all, or after
+        limit_s. A task is left out if its environment fails or is slow; the run still plays it.
 
         Returns: for each prompt, its token ids: [P] int32.
         """

@@ -65,7 +65,9 @@ class Judgement:
 
 
 class Judge:
-    """A client of the model that judges. Several event loops may use it, but not at the same time.
+    """A client of the model that judges.
+
+    Several event loops may use it one after the other, but not at the same time.
 
     Like a `RewardFunction`, it has `name`, `weight`, `check` and `score`.
     """

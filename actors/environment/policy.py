@@ -132,7 +132,7 @@ class UnusableReply(Exception):
 
 
 def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
-    """Check a reply; return the turn that the request's prompt and the reply make.
+    """Check a reply; return the turn, which consists of the request's prompt and the reply.
 
     Raises: UnusableReply if no token was sampled (outcome empty), if `find_misalignment` finds a
     fault or a log-probability is not finite (outcome misaligned), or if the request has tools and

@@ -183,7 +183,7 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the parameter `options` of a factory if its type is an options dataclass or a union.
+    """Return the parameter `options` of a factory whose options are a dataclass or one of several.
 
     Return None if the options are keyword arguments. Raises: BadOptions if the type is not known;
     if it contains an options dataclass but is neither that dataclass nor a union of such

@@ -204,7 +204,7 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns for a call; a copy if the call runs in this process, not a worker."""
+        """Return the columns for a call; copies if it runs in this process and may change them."""
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {
@@ -567,7 +567,7 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
 
 
 def _bound_name(function: Callable[..., Any]) -> str:
-    """Return the name of a method's first argument; empty for a plain function."""
+    """Return the name of a bound method's first argument (self); empty for a plain function."""
     if isinstance(function, partial) and function.args:
         # A method of an instance that a worker keeps: a placeholder takes the place of self.
         return next(iter(inspect.signature(function.func).parameters), "")

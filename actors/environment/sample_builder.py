@@ -4,8 +4,9 @@ A turn extends a sample if the sample's ids are an exact prefix of the turn's pr
 tokens of the prompt are observation, with mask 0. All samples stay open. A turn that could extend
 several samples extends the longest of them, and the newest of equally long ones. `append` takes a
 turn that is known to continue the last turn, so it compares no ids. `add` takes any turn, and
-compares the turn's prompt with every open sample.
-A property test compares both with a plain implementation (`tests/worlds/checks/prefix_merge.py`).
+compares the turn's prompt with every open sample. A property test compares `append` and `add` with
+a plain implementation (`tests/worlds/checks/prefix_merge.py`).
+
 For each open sample the builder keeps only the newest prompt and reply, which have all ids of the
 sample. It keeps no earlier prompt, because all prompts of a long trajectory would need much memory.
 The turn loop, `service.gateway.tree` and `chats` use this module.

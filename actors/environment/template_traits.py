@@ -1,9 +1,9 @@
-"""Find the traits of a model's chat template without vLLM: its form of calls, thoughts and more.
+"""Find the traits of a model's chat template, such as the form in which it writes tool calls.
 
 A form is recognised by certain texts, its signs, in the template or in the template's rendering of
-a call. The engine's replica needs the form of calls to choose vLLM's parser, with which it reads
-replies. The gateway and the checks before a start use the form too. `rayloom check` prints the
-traits. Nothing here depends on the name of a model.
+a call. The engine's replica needs the form to choose vLLM's parser of the model's replies. The
+gateway and the checks before a start use the form too. `rayloom check` prints the traits. Nothing
+here depends on the name of a model.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def call_with_logs(
 
 
 def mean_metrics(calls: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the mean of all numbers that several calls have logged under each name."""
+    """Return, for each name, the mean of all numbers that the calls have logged under it."""
     values: dict[str, list[float]] = {}
     for metrics in calls:
         for name, numbers in metrics.items():

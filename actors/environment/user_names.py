@@ -1,8 +1,8 @@
 """Find a user's functions and classes by name, which is FILE.py:NAME or package.module:NAME.
 
 FILE.py is below the directory in which the command is started; every process of the run has this
-directory on its import path. This module finds reward functions and tools, and the files of user
-code of which a run keeps a copy.
+directory on its import path. This module finds reward functions and tools, and the modules
+whose files a run records at its start.
 """
 
 from __future__ import annotations

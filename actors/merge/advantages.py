@@ -251,9 +251,9 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """Return the reward of each turn, including the KL rewards of its tokens, [K].
+    """Return the reward of each turn, including the KL rewards of the turn's tokens: [K].
 
-    A member without turns gets one reward, [1]: the return that the baseline uses for it.
+    For a member without turns, return one number: the return that the baseline uses for the member.
     """
     if not member.trajectory.turns:
         # A trajectory without turns counts in the baseline, but has no tokens to train.

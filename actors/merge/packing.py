@@ -1,12 +1,12 @@
-"""Pack samples into rows: the same number of micro-batches for every rank, equal in cost.
+"""Pack samples into rows, so that all ranks have equally many rows and about the same cost.
 
-Invariants: every trained token is in exactly one row; all samples of a trajectory are in one row,
-because some losses need whole trajectories; a row has at most `budget` tokens, counted after
-sharing, unless a single trajectory is longer. Trajectories that share a prefix are packed together
-as long as the ranks' costs stay equal: balance has priority over sharing, because a step waits for
-the slowest rank. A rank with fewer rows gets padding rows, which train nothing, so that all ranks
-enter the same collectives. Rows to be scored, and a critic's rows, are distributed by a simpler
-rule (`deal_rows`). Called by `step` and `scoring`.
+Each row becomes one micro-batch. Invariants: every trained token is in exactly one row; all samples
+of a trajectory are in one row, because some losses need whole trajectories; a row has at most
+`budget` tokens, counted after sharing, unless a single trajectory is longer. Trajectories that
+share a prefix are packed together as long as the ranks' costs stay equal: balance has priority over
+sharing, because a step waits for the slowest rank. A rank with fewer rows gets padding rows, which
+train nothing, so that all ranks enter the same collectives. Rows to be scored, and a critic's rows,
+are distributed by a simpler rule (`deal_rows`). Called by `step` and `scoring`.
 """
 
 from __future__ import annotations
@@ -253,16 +253,19 @@ def assign_rows(
     attention_tokens: int,
     share_prefixes: bool,
 ) -> list[list[list[int]]]:
-    """Choose rank and row for each trajectory.
+    """Choose a rank and a row for each trajectory.
 
-    Trajectories are sorted by their first sample. The sorted list is cut into bundles, between the
-    neighbours that share the shortest prefix, until each bundle fits into a row and costs at most
-    one rank's share of the total cost. Then each bundle is assigned to a row, the costliest bundle
-    first: among the rows with room for it, to the row whose rank then costs least. Prefixes that
-    the bundle shares with the row cost nothing. If the ranks then differ by more than BALANCED,
-    single trajectories are moved from the costliest rank to the cheapest. If that is not enough,
-    smaller bundles are tried, and the assignment whose costliest rank costs least is kept. Each
-    rank gets the smallest number of rows with which all bundles fit.
+    1. Sort the trajectories by their first sample. Cut the sorted list into bundles, between the
+       neighbours that share the shortest prefix, until each bundle fits into a row and costs at
+       most one rank's share of the total cost.
+    2. Assign the bundles to rows, the costliest bundle first. Of the rows with room for a bundle,
+       choose the one whose rank has the lowest cost with the bundle. Prefixes that the bundle
+       shares with the row cost nothing. Each rank gets the smallest number of rows with which all
+       bundles fit.
+    3. If the ranks' costs differ by more than BALANCED, move single trajectories from the costliest
+       rank to the cheapest.
+    4. If the costs still differ by more, repeat this with smaller bundles. Keep the assignment
+       whose costliest rank costs least.
 
     Args: trajectories: for each trajectory, its samples as token ids.
     Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.

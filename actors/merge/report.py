@@ -310,7 +310,11 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
 
 
 def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
-    """Compute the statistics of the table STATISTICS that have values; the others are absent."""
+    """Compute the merge actor's statistics in the table STATISTICS.
+
+    Args: values: the values from which statistics are computed, by name. A statistic whose values
+    are empty is left out.
+    """
     arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))

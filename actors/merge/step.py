@@ -291,13 +291,14 @@ def trajectory_weights(
 ) -> NDArray[np.float64]:
     """Return the weight of each trained token of each trajectory of one update.
 
-    The aggregation sets the weight:
-    token_mean: 1 / D; D tokens of the update (Yu et al. 2025, DAPO, equation 8).
-    trajectory_mean: 1 / (N n_i); n_i tokens of trajectory i (Shao et al. 2024, GRPO, equation 3).
-    prompt_mean: 1 / (G n_g); n_g tokens of group g, G groups (DAPO's mean within each prompt).
+    The update has D trained tokens, N trajectories and G groups, counted over the rows of all ranks
+    and the groups without a signal. Trajectory i has n_i trained tokens, its group has n_g. The
+    aggregation sets the weight:
+    token_mean: 1 / D (Yu et al. 2025, DAPO, equation 8).
+    trajectory_mean: 1 / (N n_i) (Shao et al. 2024, GRPO, equation 3).
+    prompt_mean: 1 / (G n_g) (DAPO's mean within each prompt).
     constant: 1 / (N C); C is `constant_tokens` (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
     appendix A: the generation budget).
-    D, N and G include the rows of all ranks, and the groups without a signal.
 
     Args: num_tokens: [N], the number of trained tokens in all samples of each trajectory, at least
         1. group_ids: [N]. without_signal: [3], the tokens, trajectories and groups without a

@@ -269,9 +269,9 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the server refused an action because of the policy's text.
+        """Return whether the policy's text is the reason why the server refused an action.
 
-        Otherwise the configuration is at fault.
+        If the result is False, the options of the environment are at fault.
 
         faults: the faults of the refused action, as pydantic reports them.
         """

@@ -140,7 +140,9 @@ def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
 
 
 def _program(machine: _Machine, *, may_write: bool) -> bytes:
-    """Return the filter's program. It allows `machine.allowed`; other calls fail with EPERM.
+    """Return the filter of system calls, as a program that the kernel runs at each call.
+
+    It allows the calls in `machine.allowed` and opening files to read; other calls fail with EPERM.
 
     may_write: whether the program also allows the calls that write files and make directories.
     """

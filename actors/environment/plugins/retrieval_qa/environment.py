@@ -226,7 +226,8 @@ def normalised(text: str) -> str:
 def grade_answer(answer: str, truths: Iterable[str]) -> dict[str, float]:
     """Score an answer from 0 to 1 against the true answer that fits best: exact_match and f1.
 
-    F1 = 2 hits / (words of the answer + words of the truth). Repeated words count repeatedly.
+    F1 = 2 hits / (words of the answer + words of the truth). A word that occurs twice in both
+    counts twice.
 
     Example: grade_answer("in the city Rome", ["Rome", "Roma"]) -> exact_match 0, f1 1/2
     """
