@@ -355,7 +355,7 @@ def _dataset(
         if isinstance(error, BadTaskFile):
             raise
         if isinstance(error, DatasetsError) and path.is_dir():
-            # One file without rows or with a name twice makes a directory unreadable.
+            # A directory is unreadable if one file has no rows or has two columns of the same name.
             for file in sorted(path.rglob("*.parquet")):
                 with suppress(OSError, pa.ArrowException):
                     _check_parquet(file, what=f"{what}, file {file.relative_to(path)}")

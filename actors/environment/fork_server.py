@@ -27,9 +27,10 @@ preloaded: dict[str, None] = {}
 
 
 def preload(name: str) -> None:
-    """Register a function's module for import before workers are forked.
+    """Register a function, so that fork servers import its module before they fork workers.
 
-    If a pool has already started, each of its workers imports the module on its first call.
+    If a fork server is already running, each of its workers imports the module when the worker
+    first calls the function.
     """
     preloaded[name] = None
 

@@ -37,9 +37,9 @@ from actors.user_code import type_of
 # Seeds are below 2^31, so that every generator accepts them (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
 _KEPT_EPOCHS = 32
-# Group k plays task k. Other tasks that it may play have this added to their index: SLOTS for each
-# replacement (below 2^16), OTHER_TASK for another task of the same source, and OTHER_SOURCE for the
-# next sources of a mixture.
+# Group k plays task k. If it plays another task instead, one of these numbers is added to the index:
+# SLOTS for each replacement (below 2^16), OTHER_TASK for another task of the same source, and
+# OTHER_SOURCE for the next sources of a mixture.
 SLOTS = 2**32
 OTHER_TASK = SLOTS * 2**16
 OTHER_SOURCE = SLOTS * 2**20

@@ -2,7 +2,7 @@
 
 Invariant: `play_episode` never raises, whatever the environment, the policy or the template does;
 it returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly those
-that were sent to and returned by the engine. The environment actor calls it for each assignment.
+that were sent to and returned by the engine. The environment actor calls `play_episode` for each assignment.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class _Episode:
         try:
             await self._step(Action(text=self._shown(turn)))
         except _Ended as ended:
-            # The outcome is that of a cut-off turn, unless its score could not be computed.
+            # The outcome stays the one of a cut-off turn, unless the score could not be computed.
             if ended.outcome not in PLAYED_OUT:
                 raise
             # The environment ended the task here, so its reward is a grade, even if it is 0.

@@ -41,8 +41,8 @@ def credit_group(
 ) -> tuple[list[Member], EvictionReason | None]:
     """Compute the advantages of the trained tokens of a group.
 
-    Args: members: the members in the baseline, at least one; a critic must have scored them if the
-        baseline is critic.
+    Args: members: those members of the group that count in its baseline, at least one. If the
+        setting `baseline` is critic, a critic must have scored them.
     Returns: the members with advantages, and the reason if all advantages are 0, otherwise None.
     """
     if baseline is Baseline.CRITIC:
@@ -122,7 +122,7 @@ def group_advantages(
         case Baseline.MEAN:
             differences = values - mean
         case Baseline.LEAVE_ONE_OUT:
-            # Returns that differ are at least two, so the divisor is not 0.
+            # If returns differ, there are at least two of them, so the divisor is not 0.
             differences = values - (values.sum() - values) / (values.size - 1)
         case Baseline.CRITIC:
             raise AssertionError("advantages: baseline critic has no group advantages")
@@ -297,8 +297,8 @@ def _credit_turns(member: Member, of_turns: Float64s) -> Member:
 def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation) -> float:
     """Return the value of the state after the last action token.
 
-    With bootstrap, the value is V(s_T) for a trajectory that was cut off (truncated, not
-    terminated). In all other cases the value is 0.
+    If `truncation` is bootstrap and the trajectory was cut off (truncated, not terminated), the
+    value is V(s_T). In all other cases it is 0.
 
     Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if no
     observation followed. is_truncated: read from the recorded outcome, not guessed from token ids.

@@ -50,7 +50,7 @@ def journal_step(
 
 
 def members_of(step: JournalStep) -> tuple[Member, ...]:
-    """Rebuild the step's members from its record, with all fields that `weigh_updates` reads."""
+    """Rebuild a step's members from its record, so that `weigh_updates` can weight them again."""
     return tuple(
         Member(
             trajectory=entry.trajectory,

@@ -289,7 +289,7 @@ def trajectory_weights(
     without_signal: Float64s,
     constant_tokens: int,
 ) -> NDArray[np.float64]:
-    """Return the weight of each trained token of each trajectory of one update.
+    """Return for each trajectory of an update the weight that each of its trained tokens gets.
 
     The update has D trained tokens, N trajectories and G groups, counted over the rows of all ranks
     and the groups without a signal. Trajectory i has n_i trained tokens, its group has n_g. The
