@@ -37,7 +37,7 @@ from actors.user_code import type_of
 # Seeds are below 2^31, so that every generator accepts them (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
 _KEPT_EPOCHS = 32
-# Group k plays task k. If it plays another task instead, one of these numbers is added to the index:
+# Group k plays task k. If it plays another task instead, a number is added to the task's index:
 # SLOTS for each replacement (below 2^16), OTHER_TASK for another task of the same source, and
 # OTHER_SOURCE for the next sources of a mixture.
 SLOTS = 2**32

@@ -1,8 +1,9 @@
 """Play one episode, in turns of environment and policy, until it has exactly one outcome.
 
 Invariant: `play_episode` never raises, whatever the environment, the policy or the template does;
-it returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly those
-that were sent to and returned by the engine. The environment actor calls `play_episode` for each assignment.
+it returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly the
+tokens that were sent to the engine and the tokens that it returned. The environment actor calls
+`play_episode` for each assignment.
 """
 
 from __future__ import annotations

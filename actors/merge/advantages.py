@@ -1,16 +1,16 @@
-"""Compute the advantage of each trained token from its trajectory's return, its turn or a critic.
+"""Compute the advantage of each trained token, from the returns of its group or from a critic.
 
-Start with `credit_group`, which chooses the method by the settings baseline and turn_discount.
-baseline and scale are independent settings. Statistics are over trajectories, never over rows, so
-that advantages do not depend on how turns were cut into samples.
+Start with `credit_group`, which chooses the method by the settings `baseline` and `turn_discount`.
+The settings `baseline` and `scale` are independent. Statistics are over trajectories, never over
+rows, so that advantages do not depend on how turns were cut into samples.
 
-With a group baseline a return is compared with the returns of its group, once for each trajectory
-or, with turn_discount, once for each turn. With baseline none and a KL penalty in the reward, a
-token's advantage includes only the penalties of the token itself and of later tokens. With baseline
-critic, GAE runs over the action tokens of one trajectory in the order of play. It steps from one
-action token to the next and skips observations: the decay by lambda counts action tokens only, so
-that a long answer of the environment does not reduce credit. If a trajectory branched (a sub-agent,
-a compacted history), a token's state is its context in the sample in which the token was sampled.
+With a group baseline (mean, leave_one_out), the return of each trajectory is compared with the
+returns of its group; with `turn_discount`, this is done for each turn. With the baseline none
+and a KL penalty in the reward, a token's advantage includes only the penalties of the token itself
+and of later tokens. With the baseline critic, GAE runs over the action tokens of one trajectory in
+the order of play. It skips observations: the decay by lambda counts action tokens only, so that a
+long answer of the environment does not reduce credit. A token's state is its context in the sample
+in which it was sampled; this matters if a trajectory branched (a sub-agent, a compacted history).
 Called by `step`.
 """
 

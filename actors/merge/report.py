@@ -150,8 +150,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         if member.trajectory.is_graded and abs(member.shaped_return) <= MAX_REWARD
     ]
     advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
-    # For each group, the values of its members' `no_signal`. There may be several in a group, because
-    # a member that is out of the loss for another reason has None.
+    # For each group, the values of its members' `no_signal`. A group may have several, because a
+    # member that is out of the loss for another reason has None.
     reasons = [{member.no_signal for member in group} for group in groups]
     return StepReport(
         step=first.step,

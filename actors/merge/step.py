@@ -1,10 +1,11 @@
-"""One training step's data, from classified groups to the shards that the ranks train on; pure.
+"""Make the shards that the ranks train on in one step from the step's classified groups.
 
-Order: `groups` has shaped the rewards and applied the outcome policy, and `scoring` has added
-scores if a reference or a critic is needed; this module then applies the KL in the reward,
-advantages (`advantages`), loss weights, packing (`packing`) and the report.
-Invariant: every trajectory gets exactly one outcome, which is `trained` exactly if its tokens are
-in the batch.
+Before this, `groups` has shaped the rewards and applied the outcome policy, and `scoring` has added
+scores if a reference or a critic is needed. This module subtracts the KL penalty from the rewards,
+computes the advantages (`advantages`) and the loss weights, packs the rows (`packing`) and makes
+the report. The functions here are pure.
+Invariant: every trajectory gets one outcome. The outcome is `trained` if the trajectory's tokens
+are in the batch, and never otherwise.
 
 A group without a signal (equal returns, one member, or a negative return with scale mean) has
 advantage 0. Such a group is trained if the loss has an entropy bonus or a KL term. Otherwise the
