@@ -183,11 +183,12 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the parameter `options` of a factory whose options are a dataclass or one of several.
+    """Return the parameter `options` of a factory.
 
-    Return None if the options are keyword arguments. Raises: BadOptions if the type is not known;
-    if it contains an options dataclass but is neither that dataclass nor a union of such
-    dataclasses; or if the factory has other parameters too.
+    Its type is an options dataclass, or a union of options dataclasses. Return None if the options
+    are keyword arguments. Raises: BadOptions if the type is not known; if it contains an options
+    dataclass but is neither that dataclass nor a union of such dataclasses; or if the factory has
+    other parameters too.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None

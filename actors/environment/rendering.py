@@ -527,7 +527,8 @@ class ChatRenderer:
 
         The common prefix of the two arguments ends the reply. If `closing_ids` is empty, only the
         first of `tail_ids` can end the reply, and does so if it is an end token.
-        Args: tail_ids: tokens after a reply before new messages. closing_ids: after a last reply.
+        Args: tail_ids: the tokens after a reply that is followed by messages. closing_ids: the
+        tokens after the same reply if no message follows.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -565,10 +566,7 @@ def _only_loses(before: str, after: str) -> bool:
 
 
 def _may_repeat(messages: _Messages) -> bool:
-    """Return whether messages are short enough to cache.
-
-    Long texts are seldom rendered again, and use much memory.
-    """
+    """Return whether messages are short enough to cache; long ones are seldom rendered again."""
     num_chars = 0
     for message in messages:
         num_chars += len(message.content) + len(message.reasoning or "")

@@ -143,9 +143,9 @@ def unshown(
     """Yield the texts that a rendering does not show.
 
     text: the rendering. marks: the marks in another rendering, of the chat with a mark in place of
-    each text (`marked`); None if the marks are not known. in_place: a function that appends its
-    mark to a text (`with_mark`), and returns whether the template then shows the mark. It is called
-    only for texts whose mark is not in `marks`.
+    each text (`marked`); None if the marks are not known. in_place: a function that
+    appends a text's mark to the text (`with_mark`), and returns whether the template then shows the
+    mark. It is called only for texts whose mark is not in `marks`.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:

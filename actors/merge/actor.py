@@ -109,8 +109,8 @@ class MergeActor:
 
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
             reference to the RowScores that the rank computed for its shard of `plan`; empty if
-            `plan` was not called. republished: policy versions that are second publications of
-            one step's weights (`actors.policy_age`).
+            `plan` was not called. republished: policy versions under which the weights of a
+            step were published a second time (`actors.policy_age`).
         Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError if `build_step` or
             `read_scores` raises it.
         """

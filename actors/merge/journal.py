@@ -85,8 +85,8 @@ class Journal:
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
         """Write a step; return a warning the first time it cannot be written, else an empty string.
 
-        republished: policy versions that are second publications of one step's weights
-        (`actors.policy_age`).
+        republished: policy versions under which the weights of a step were published a second
+        time (`actors.policy_age`).
         """
         version = result.report.trainer_version
         step = journal_step(

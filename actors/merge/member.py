@@ -67,7 +67,7 @@ class Member:
 
     @property
     def is_malformed_rewarded(self) -> bool:
-        """Whether the environment gave a positive return although the last tool call is malformed.
+        """Whether the environment gave a positive return and the outcome is malformed_tool_call.
 
         The step's report counts such trajectories, and they raise an alarm.
         """

@@ -1,4 +1,4 @@
-"""Make the shards that the ranks train on in one step from the step's classified groups.
+"""Turn a step's classified groups into the shards that the ranks train on.
 
 Before this, `groups` has shaped the rewards and applied the outcome policy, and `scoring` has added
 scores if a reference or a critic is needed. This module subtracts the KL penalty from the rewards,
@@ -79,7 +79,7 @@ def build_step(
     Args: groups: from `classify_groups` with these settings, and with scores (`read_scores`) if the
         settings need a critic or a reference. step: the step's number, counted from 1.
         trainer_version: the policy version that the trainer holds. republished: policy versions
-        that are second publications of one step's weights (`actors.policy_age`).
+        under which the weights of a step were published a second time (`actors.policy_age`).
     Raises: ValueError if scores are missing, or a trajectory was sampled by a version that the
         trainer does not hold yet.
     """
