@@ -92,7 +92,7 @@ class KeyLimits:
     /api/v1/generate, counted together. Bursts of up to this number are allowed. Null: no limit."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
-        """Return these limits, with `defaults` instead of each limit that is None."""
+        """Return these limits; a limit that is None is replaced by the same limit of `defaults`."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return KeyLimits(
             **{
@@ -150,11 +150,12 @@ class Caller:
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
-        """Return the run-wide id of a task or session that this caller's request names.
+        """Return the run-wide id of the task or session that a request of this caller names.
 
-        name: an id without a tenant means the caller's own tenant. An admin may also write
-        TENANT~ID, or ~ID if the run itself is the owner. If a client writes another tenant's id,
-        return an id that no task or session has.
+        If a client names a tenant other than its own, return an id that no task or session has.
+
+        name: the id in the request. An id without a tenant belongs to the caller's own tenant. An
+        admin may also write TENANT~ID, or ~ID if the run itself is the owner.
         """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):
@@ -200,10 +201,12 @@ AGENT, REWARD = "agent", "reward"
 
 
 def session_key(client_key: str, session_id: str, scope: str) -> str:
-    """Return a session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
+    """Return a session's key, which has the form rl.SCOPE.SESSION.DIGEST.
 
-    Args: client_key: raw key of the client that creates the session; the run's secret if the API
-    requires no key. scope: "agent" or "reward".
+    DIGEST is the HMAC-SHA256 of the scope and the session's id; `client_key` is the HMAC's key.
+
+    Args: client_key: raw key of the client that creates the session. If the API requires no key, it
+    is the run's secret. scope: "agent" or "reward".
     """
     text = f"rayloom session\n{scope}\n{session_id}"
     mark = hmac.new(client_key.encode(), text.encode(), sha256).hexdigest()
@@ -238,7 +241,10 @@ def check_key(name: str, scope: Scope, tenant: str) -> None:
 
 
 class KeyBook:
-    """The named keys of a run, as last read from its store, for look-ups by digest or name."""
+    """A copy in memory of the named keys in a run's store; finds a key by its digest or name.
+
+    `update` replaces the copy after the store was read again.
+    """
 
     def __init__(self, keys: Iterable[NamedKey] = ()) -> None:
         self._by_digest: dict[str, NamedKey] = {}

@@ -33,9 +33,9 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 class BodyRoom:
-    """A memory budget for request bodies, reserved in the order of the requests.
+    """A memory budget, from which each large request body reserves its size.
 
-    An object belongs to one event loop.
+    If the budget is used up, later requests wait in order. An object belongs to one event loop.
     """
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:

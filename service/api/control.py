@@ -142,9 +142,9 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    A return to a checkpoint begins a new term. In the new term, a version number may belong to
-    another policy than in the older term. An engine that still has a policy of an older term is
-    therefore listed in `starting`, without a version.
+    A return to a checkpoint begins a new term. The new term gives some version numbers again, to
+    different policies. An engine that still has a policy of an older term is therefore listed in
+    `starting`, without a version.
     """
 
     term: int

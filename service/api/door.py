@@ -1,11 +1,11 @@
 """Checks that Ray Serve's HTTP servers make before every route.
 
 Serve opens an HTTP server in its proxy. If HAProxy replaces the proxy, Serve opens one in each
-replica instead. Serve calls `middlewares` in each process that opens such a server, because the
-variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH has the function's name; `service.launch.cluster`
-sets it. Without these checks Serve's proxy would read bodies of any size from anybody, and show the
-names of all applications to everybody. It would also never close a connection whose client does not
-finish the headers of a request.
+replica instead. Each process that opens such a server first calls the function `middlewares`. Serve
+finds this function by the variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
+`service.launch.cluster` sets. Without these checks, Serve's proxy would read bodies of any size
+from anybody, and show the names of all applications to everybody. It would also keep a connection
+open forever if the client never completes the headers of a request.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Door:
         """Ask the API whether it accepts a request's headers; return the messages of its refusal.
 
         The question is a request with the method OPTIONS. The list is empty if the API accepts the
-        headers, or if an application that is not Rayloom's answers.
+        headers. It is also empty if the answer comes from another application than Rayloom's API.
         """
         asking = {
             **scope,

@@ -137,8 +137,8 @@ class Guards:
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
         """Check a request's headers, host and key; return the refusal, or None if all are accepted.
 
-        method: the method of the client's request. If `door` asks about this request, `door` sends
-        OPTIONS, and the client's method is in a header.
+        method: the method of the client's request. A question that `door` asks about the request
+        has the method OPTIONS itself, and names the client's method in a header.
         Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
@@ -209,7 +209,10 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether a path needs the key of a session, which the path's route itself checks."""
+    """Return whether requests to a path need a session's key.
+
+    The guards do not look up such a key among the run's named keys.
+    """
     return _SESSION_PATH.match(path) is not None
 
 
@@ -255,8 +258,8 @@ class _Body:
     async def replay(self) -> Message:
         """Return the whole body as one ASGI message; later calls return the client's next messages.
 
-        A route makes the second call after it has read the body. This call therefore releases the
-        memory that is reserved for the body.
+        The second call shows that the route has read the body. It therefore releases the memory
+        that is reserved for the body.
         """
         if self._whole is None:
             self.drop()
@@ -287,7 +290,10 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Make an answer close the connection if the request has a body, which stays unread."""
+    """Make the answer to a refused request close the connection, unless the request has no body.
+
+    The server will not read the body, so it cannot read a later request from the connection.
+    """
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer

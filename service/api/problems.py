@@ -167,9 +167,9 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 
 def _problem_of(item: Mapping[str, Any]) -> str:
-    """Return a text that says what a pydantic error got, and what it expected.
+    """Return a text that says which value pydantic refused, and what it expected instead.
 
-    The text shows the value itself unless the value is a list or an object.
+    The text quotes the value, unless the value is a list or an object.
     Example: got 'eight', expected a valid integer
     """
     message, value = _message_of(item), item.get("input")

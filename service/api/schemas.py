@@ -35,9 +35,10 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """Check that a text has only digits, and return the value unchanged. Raises: ValueError.
+    """Check that a text has only digits, and return it unchanged. Raises: ValueError.
 
-    Pydantic itself would accept "+1", "1.0" and " 1 ".
+    Without this check, pydantic would accept "+1", "1.0" and " 1 " as integers. A value that is not
+    a text is not checked.
     """
     if isinstance(text, str) and not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number in digits only")
@@ -331,9 +332,9 @@ class SubmitAnswer(StrictBody):
 
     @staticmethod
     def json_of(reply: SubmitReply, caller: Caller) -> bytes:
-        """Return a reply as the JSON of this answer.
+        """Return the JSON of the answer to a request that was accepted with `reply`.
 
-        msgspec encodes it, because that is faster than making these models.
+        msgspec encodes the reply directly. This is faster than creating a `SubmitAnswer` first.
         """
         return msgspec.json.encode(
             {

@@ -46,8 +46,8 @@ async def patiently(
 ) -> Answer:
     """Call `look` until `is_enough` accepts its answer; return the last answer.
 
-    The wait ends after the time that `prefer` requests, at most MAX_WAIT_S. A header of `response`
-    then tells the client the time that was used.
+    The wait ends after the time that the header `prefer` requests, at most MAX_WAIT_S. If a time is
+    requested, a header of `response` tells the client the limit that was applied.
     """
     wait_s = wait_of(prefer)
     if wait_s:

@@ -1,8 +1,8 @@
 """Accept submissions, show their states, and assign them to free group numbers in order.
 
-A submission is stored before the client learns that it was accepted. Which group plays it is stored
-before this group is admitted. Ended submissions are removed from memory; the store keeps the newest
-of them. The supervisor has one queue, and calls it only from its event loop.
+A submission is stored before the client learns that it was accepted. The id of the group that plays
+it is stored before this group is admitted. Ended submissions are removed from memory; the store
+keeps the newest ones. The supervisor has one queue, and calls it only from its event loop.
 """
 
 from __future__ import annotations
@@ -455,10 +455,10 @@ class SubmissionQueue:
         """Cancel a submission unless a training step has taken it; return the result of `view`.
 
         Nothing changes if the submission is unknown, or has already been trained, evicted or
-        cancelled.
-        Args: evict: evicts a group from the trajectory queue, and returns whether it did. It
-        returns False in two cases. If a step has taken the group, nothing changes. If the group is
-        not admitted yet, this call waits for the admission and tries again. sees: as in `view`.
+        cancelled. If its group is not admitted yet, wait for the admission before the eviction.
+        Args: evict: evicts a group from the trajectory queue, and returns True. It returns False if
+        a step has taken the group, or if the group is not admitted yet.
+        sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
         # One call at a time: a second one would find the group evicted but not stored as cancelled.
@@ -490,7 +490,7 @@ class SubmissionQueue:
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
         """Store that a submission is cancelled, unless its group or the term has changed meanwhile.
 
-        Args: group, term: the values that the caller saw. Returns: whether it was cancelled.
+        Args: group, term: their earlier values. Returns: whether the submission was cancelled.
         """
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
@@ -536,10 +536,10 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Bind the first submissions of the backlog to open slots of the window.
+        """Bind the first submissions of the backlog to open slots, which are free group numbers.
 
-        If the backlog is empty, wait up to WAIT_S for a submission. Returns: the group for each
-        slot that got a submission. Raises: LeaseLost, StoreError.
+        If the backlog is empty, wait up to WAIT_S for a submission. Returns: a group for each slot
+        to which a submission was bound. Raises: LeaseLost, StoreError.
         """
         self._has_news.clear()
         if not self._table.num_waiting:

@@ -149,8 +149,9 @@ class SubmissionTable:
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
         """Return the submission's id and the result that the feed shows for a recorded event.
 
-        Return None for an event that the feed does not show: no client submitted the rollout, or
-        the event admits a rollout of a submission after the first admission of that submission.
+        Return None for an event that the feed does not show. The feed shows no event of a rollout
+        that no client submitted. It shows one admission for each submission, namely the first, and
+        not the admissions of the submission's other rollouts.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -164,11 +165,12 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
-        A submission is over if no return to a checkpoint can undo the end of its rollouts. If no
-        step took any of them and all were evicted, it is over earlier: as soon as the newest
+        A submission is over if no return to a checkpoint can undo the end of its rollouts. If all
+        its rollouts were evicted before a step took any, it is over earlier: as soon as the newest
         checkpoint contains the evictions. Otherwise the number of such submissions would grow
-        without a limit while no step is trained. The earlier end applies only to submissions that
-        were admitted after `last_event_seq`: the queue of an older checkpoint may have the others.
+        without a limit while no step is trained. The earlier end does not apply to a submission
+        that was admitted by the event `last_event_seq` or an earlier one. Its group may be in the
+        queue of an older checkpoint, and would be played again after a return to this checkpoint.
         Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
         undo. newest_event_seq: number of the newest checkpoint's last event.
         """
@@ -263,8 +265,8 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
     """Return whether a submission is over because all its rollouts were evicted without a step.
 
-    `SubmissionTable.over` says why the submission must have been admitted after `last_event_seq`,
-    and all its evictions must have numbers up to `newest_event_seq`.
+    The submission must have been admitted after the event `last_event_seq`, and its evictions must
+    not be after the event `newest_event_seq`. `SubmissionTable.over` gives the reasons.
     """
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False

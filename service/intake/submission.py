@@ -87,8 +87,9 @@ class RolloutRequest:
         asked_samples: the number of samples that the client requests; None uses the run's default.
 
         The digest is made of what the client sent, without the run's defaults: they may change when
-        the run is resumed. Of a task with several sessions, the digest includes only the keys of
-        the first session; all others are derived from the same key of the client.
+        the run is resumed. If the task has several sessions, the digest includes only the first
+        session's keys. The keys of all its sessions are derived from the same key of the client, so
+        the other keys would add nothing.
         Raises: ValueError if there is not one session for each sample.
         """
         num_samples = asked_samples or default_samples
