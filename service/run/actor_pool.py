@@ -57,8 +57,9 @@ PROMPTS_LIMIT_S = 20.0
 class ActorPool:
     """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The constructor starts the actors; they play rollouts while `watch` runs. Each kind of actor has
-    a subclass, which sets the words for this kind in ids and messages.
+    The constructor starts the actors; they play rollouts while `watch` runs. There is a subclass
+    for the gateway and one for environment actors. Its class variables are the words that ids and
+    messages use for its actors.
     """
 
     part: Part
@@ -324,9 +325,10 @@ async def play(
     """Divide an evaluation's rollouts among the actors, and return their results.
 
     actors: the environment actors by id. plays: the rollouts to play. idle_s: if no rollout of an
-    actor ends for so many seconds, the actor's rollouts are abandoned. keeps_tokens: whether a
-    result refers to a line for the evaluation's file, with the rollout's tokens. notice: called
-    with a message if an actor's rollouts are lost. slots_share: the part of
+    actor ends for so many seconds, the actor's rollouts are abandoned. keeps_tokens: whether each
+    result has a reference to the rollout's line for the evaluation's file; the line has the
+    rollout's tokens. notice: called with a message if an actor's rollouts are lost. slots_share:
+    the part of
     rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
@@ -429,11 +431,13 @@ class EvaluationFiles:
 
 
 def write_lines(path: Path, played: Sequence[Played]) -> int:
-    """Write the results' lines to a temporary file, and rename it to `path`.
+    """Write an evaluation's file to `path`, with one line of JSON for each rollout in `played`.
+
+    Rollouts without a line are left out. The lines are written to a temporary file, which is then
+    renamed; after an error it is removed.
 
     Returns: the number of lines.
-    Raises: OSError; RayError if the actor that owns a line has died. After an error the temporary
-    file is removed.
+    Raises: OSError; RayError if the actor that owns a line has died.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     lines = [each.line for each in played if each.line is not None]

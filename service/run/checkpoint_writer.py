@@ -41,8 +41,9 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: calls the function that it is given, which uses the trainer. If ranks of the
-        trainer were restarted and now have other weights, `call_trainer` publishes them first.
+        call_trainer: a wrapper for all calls of the trainer. Its argument is a function that calls
+        the trainer. If the trainer's ranks were restarted and have other weights, the wrapper
+        publishes these weights before it calls the function.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent
@@ -129,8 +130,9 @@ class CheckpointWriter:
     async def commit_when_written(self, step: int) -> None:
         """Copy the queue's state now; start a task that commits it once the checkpoint is written.
 
-        The task runs during the next step. The queue's later events may be stored before the
-        commit, because they have higher numbers than the events in the copied state.
+        The task runs during the next step. Meanwhile, events that the queue records after the copy
+        may be stored before the commit. This is harmless: their numbers are higher than the number
+        of the last event in the copy, so a term that continues from the copy can ignore them.
         """
         version, snapshot = self._parts.trainer.version, await self._parts.queue.cut()
         self._writing = asyncio.create_task(

@@ -150,10 +150,10 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Tell all engines to freeze the turns that they sample.
+        """Tell all engines to stop sampling, and to keep the turns that they have begun.
 
-        If `is_held` is False, tell them to continue. Engines that start later do the same. Raises:
-        ActorLost.
+        If `is_held` is False, tell them to continue these turns. The order also holds for engines
+        that start later. Raises: ActorLost.
         """
         if self._board is not None:
             await self._board_handle().hold(is_held)

@@ -240,13 +240,15 @@ def readiness(
 class EngineWatch:
     """Counts the engines that are lost, and the engines that come back.
 
-    It also measures for how long fewer engines than expected have had the current version. An
-    engine is counted once it has had the current version for the first time. It is not lost while
-    it loads a newer version, or if it was stopped because fewer engines were requested. An engine
-    that comes back has a new name. num_expected: the expected number of engines, at first the
-    requested number. It rises when more engines appear, and falls when engines are stopped on
-    request. num_current: the number of engines that have the current version. num_lost: the number
-    of engines that were lost at the last check.
+    It also measures how long some of the expected engines have been without the current version.
+    An engine is counted from the time when it first has the current version. It is not lost while
+    it loads a newer version. It is not lost either if it was stopped because the user requested
+    fewer engines. An engine that comes back has a new name.
+
+    num_expected: the expected number of engines, at first the requested number. It rises when more
+    engines appear, and falls when engines are stopped on request. num_current: the number of
+    engines that have the current version. num_lost: the number of engines that the last check found
+    to be lost.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -287,7 +289,10 @@ class EngineWatch:
         return f"{', '.join(changes)}; {len(self._seen)} of {self.num_expected} ready"
 
     def behind_s(self, now: float) -> float:
-        """Return for how many seconds fewer engines than expected have had the current version."""
+        """Return how many seconds have passed since all expected engines had the current version.
+
+        Return 0 if all of them had it at the last check.
+        """
         return 0.0 if self._behind_since is None else now - self._behind_since
 
 

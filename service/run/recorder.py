@@ -74,10 +74,10 @@ FAULTS = frozenset(
 class RunRecorder:
     """The recorder of the loop's events, for all terms of a process; call `begin_term` first.
 
-    `events` and `rollouts` update metrics, traces and submissions at once, and keep what must be
-    stored; the next call of `step` or `checkpoint` stores it in the same transaction as the step or
-    checkpoint. The asynchronous calls use the store in its thread, and complete even if the caller
-    is cancelled. If a newer term exists, a write raises LeaseLost.
+    `events` and `rollouts` update metrics, traces and submissions at once, but write nothing to the
+    database. The next call of `step` or `checkpoint` stores the events and results together with
+    its step or checkpoint, in one transaction. The asynchronous calls use the store in its thread,
+    and complete even if the caller is cancelled. If a newer term exists, a write raises LeaseLost.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class RunRecorder:
     async def begin_term(self, lease: Lease) -> None:
         """Begin a term: from now on, write under `lease`.
 
-        Begin the term also for submissions, traces, trackers, audit and uploads. What an older term
-        has not stored yet is dropped. Raises: StoreError.
+        The term also begins for submissions, traces, trackers, audit and uploads. Drop the events
+        and results of an older term that are not stored yet. Raises: StoreError.
         """
         self.term = lease.term
         self._pending, self._pending_results = [], []

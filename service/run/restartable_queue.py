@@ -159,8 +159,10 @@ class RestartableQueue:
     ) -> Any:
         """Make a call that changes the queue; record the answer's events, and return its value.
 
-        The call completes even if the caller is cancelled, because the cuts of later calls wait for
-        its cut. admitted: groups that this call adds to the queue.
+        The answer contains a cut, which is the queue's state with the events since the last cut.
+        Cuts are processed in order. The call completes even if the caller is cancelled; otherwise
+        the cuts of later calls would wait forever for this one. admitted: groups that this call
+        adds to the queue.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
         call.add_done_callback(_read_error)
@@ -246,15 +248,16 @@ Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
-    A cut is the queue's state with the events since the last cut. The starts of the queue's process
-    are numbered, and a cut has the number of its start (`opening`). Cuts from a process that has
-    been replaced are refused.
+    A cut is the queue's state with the events since the last cut. Each process of the queue has a
+    number, and each of its cuts has this number as `opening`: 0 for the first process, 1 after the
+    first restart. Cuts of a process that has been replaced are refused.
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Expect the cuts of the queue's first process, which is opening number 0.
+        """Expect the cuts of the queue's first process.
 
-        keep: called with each cut, in order, and with the groups that the cut's call admitted.
+        keep: called once for each cut, in order. Its second argument has the groups that were
+        admitted by the call whose answer contained the cut.
         """
         self._keep = keep
         self._num_kept = [0]
@@ -265,8 +268,8 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The number of times that the queue was restarted; only cuts since the last restart
-        count."""
+        """The number of times that the queue was restarted. `take_in` accepts only cuts with this
+        number as their `opening`."""
         return len(self._num_kept) - 1
 
     @property
@@ -278,8 +281,8 @@ class CutsInOrder:
         """Wait until this cut and all earlier cuts of the queue are passed to `keep`.
 
         A cut is the queue's state with the events since the last cut.
-        Returns: False if the cut is from a queue that has died, so that the cut's call had no
-        effect.
+        Returns: False if the queue that made the cut has died before that. The call whose answer
+        contained the cut then had no effect.
         """
 
         def is_kept() -> bool:

@@ -252,8 +252,9 @@ class RestartableTrainer:
     ) -> _Result:
         """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
 
-        If the new ranks have other weights, these must be published first: the call raises
-        WeightsMoved. is_publish: whether the call is part of a publication; such a call is allowed.
+        If new ranks have other weights than the lost ranks, raise WeightsMoved until these weights
+        are published. is_publish: whether the call is a part of this publication; such a call does
+        not raise WeightsMoved.
         """
         while True:
             if self._must_publish and not is_publish:
@@ -320,9 +321,9 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Give the ranks' weights the number `version`.
+        """Give the ranks' weights the version number that the lost ranks' weights had.
 
-        `version` may have been published already, before the ranks were lost.
+        Do nothing if the weights have the number `version` already.
         """
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
@@ -330,8 +331,9 @@ class RestartableTrainer:
     async def _take_over(self) -> None:
         """Compare the new ranks' state with the state of the lost ranks.
 
-        If the weights differ, and an engine may have the weights of the current version, give the
-        new weights the next version. Otherwise they get the current version.
+        Then give the new ranks' weights a version number. This is the next number if the weights
+        differ from the lost ones, and an engine may have loaded the lost ones under the current
+        number. Otherwise it is the current number.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

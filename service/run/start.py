@@ -79,7 +79,10 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
 
 
 def phase_values(phase: Phase) -> tuple[Metric, ...]:
-    """Return the metrics that show `phase`, for the time in which the run has no supervisor."""
+    """Return the metrics that show the run's phase as `phase`.
+
+    The metrics endpoint shows them while the run has no supervisor that could report its phase.
+    """
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
     metrics.phase.show({each: float(each == phase) for each in PHASES})

@@ -109,8 +109,8 @@ class Supervisor:
         process owns the run. replaces: HOST:PID of the owner that this process is known to replace;
         empty if there is none. returns_to: directory of the checkpoint from which the first term
         continues; empty for the newest. notice: first notice of the run; empty for none.
-        root_process: the process that started the run's own Ray, whose memory is measured together
-        with that of its descendants. None if the run uses a cluster.
+        root_process: the process that started the run's own Ray; its memory and its descendants'
+        memory are measured. None if the run uses a cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -302,9 +302,9 @@ class Supervisor:
         return await self._own_submissions.sessions(wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return a page of the results of submitted rollouts.
+        """Return a page of the feed, which has the events of tasks, rollouts and sessions.
 
-        after: number of the last entry that the caller has read. sees: the tenant whose results are
+        after: number of the last entry that the caller has read. sees: the tenant whose entries are
         visible, or None for all. Raises: LeaseLost, StoreError.
         """
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
@@ -385,7 +385,7 @@ class Supervisor:
         return self._submissions
 
     def _check_owned(self) -> None:
-        """Raise LeaseLost if another process owns the run: this process may have an older state."""
+        """Raise LeaseLost if another process owns the run, so that no outdated state is shown."""
         if self._lost is not None:
             raise LeaseLost(str(self._lost))
 

@@ -30,11 +30,12 @@ def task_index(slot: OpenSlot) -> int:
 
 
 class Curriculum:
-    """A chooser of tasks, by the share of passed samples in each task's newest groups.
+    """Chooses the tasks to play, so that tasks that are too easy or too hard are played less often.
 
-    Each task that the run can play more than once has its own results; tasks made from seeds share
-    the results of their environment. Choices depend on earlier training, so a run that continues
-    from a checkpoint restores the results stored with the checkpoint.
+    How hard a task is shows in its results: the share of passed samples in each of its newest
+    groups. A task that the run can play more than once has results of its own. Tasks that are made
+    from seeds are played once; all such tasks of an environment share their results. The results
+    are stored with each checkpoint, and a run that continues from the checkpoint restores them.
     """
 
     def __init__(

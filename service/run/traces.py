@@ -1,8 +1,8 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-Only the supervisor writes a trace, when the rollout leaves the ledger, trained or evicted. The
-supervisor uses events that it receives in any case, so actors pass no trace context. It receives
-them when it polls the queue, so a time may be late by one poll. The stages of the rollout's step
+The supervisor writes the whole trace when the rollout is trained or evicted. It makes the trace
+from the queue's events, so the actors pass no trace context to each other. It receives these
+events when it polls the queue, so a time may be late by one poll. The stages of the rollout's step
 follow each other without a gap, and the last stage ends when the rollout leaves the ledger. A
 thread sends the traces over OTLP; traces that a collector does not accept in time are dropped. If a
 supervisor dies, the traces of the rollouts in flight begin when its successor starts. `RunRecorder`
@@ -85,7 +85,7 @@ class RolloutTraces:
         """The trained rollouts of each step that is not recorded yet, by step."""
 
     def begin_term(self) -> None:
-        """Forget the rollouts of older terms: all that have no recorded end are played again."""
+        """Forget the rollouts in flight, because the new term plays them again from the start."""
         self._in_flight.clear()
         self._evicted.clear()
         self._trained.clear()
@@ -93,8 +93,9 @@ class RolloutTraces:
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
         """Add ended attempts to their rollouts, then write the traces of evicted rollouts.
 
-        Before this, call `events` with the events of the same cut of the queue, because they tell
-        which rollouts were evicted. summaries: the ended attempts. now: seconds since 1970.
+        The queue reports attempts and events together. Call `events` with the events first, because
+        they say which rollouts were evicted.
+        summaries: the ended attempts. now: seconds since 1970.
         """
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)
