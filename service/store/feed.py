@@ -67,8 +67,9 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    The field `void_after` has the number of another entry. In a tenant's copy, this is the number
-    that the other entry has in the tenant's own feed.
+    `entry.void_after` is a number in the whole feed; certain entries after it are void
+    (`FeedEntry.void_after`). In a tenant's copy, the number is replaced by the tenant's own number
+    for the same place in the feed.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)

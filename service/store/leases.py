@@ -106,10 +106,12 @@ def own_name() -> str:
 
 
 def process_of(owner: str) -> str:
-    """Return a text that identifies the owner's process, even among processes with the same PID.
+    """Return a text that no other process ever has, even if it gets the same PID later.
 
-    The text does not depend on a clock that can be set. It is empty if no such process runs on this
-    machine.
+    The text contains the machine and the time of the process's start. On Linux this time is counted
+    from the machine's boot, so a change of the clock has no effect on it.
+
+    owner: HOST:PID. Returns: an empty text if no such process runs on this machine.
     """
     host, _, pid = owner.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit() or not _is_running(int(pid)):

@@ -173,9 +173,10 @@ def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> l
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Return a query for a span's records of one kind that come after a step and a number.
+    """Return a query for a span's records of one kind that come after a position (`Place`).
 
-    Each row of the result has a record, the record's step, and its number (`Place`).
+    step, number: the position. Each row of the query's result has a record's step, its number, and
+    the record.
     """
     if kind is RecordKind.STEP:
         columns = tables.steps.c
@@ -209,9 +210,10 @@ def newest_records(store: ReadOnlyStore) -> tuple[StepRecord | None, EvaluationR
 def mean_returns(store: ReadOnlyStore, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
     """Return the mean return at each step, divided by the best possible return if this is known.
 
-    Returns: for each step, (True, mean of the scheduled evaluation), or (False, mean of the
-    training rollouts) if the step has no such evaluation. If the pairs are sorted, all steps with
-    an evaluation come after the steps without one. Steps without a known mean are left out.
+    Returns: a pair for each step. It is (True, mean of the scheduled evaluation), or (False, mean
+    of the training rollouts) if the step has no such evaluation. The greatest pair belongs to the
+    best step, because any step with an evaluation counts as better than a step without one. Steps
+    without a known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -318,10 +320,10 @@ def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first, each directory once.
 
     The queue snapshot of such a checkpoint is still stored (`retention`). If a term continued from
-    an older checkpoint, the checkpoints after the older one are left out. If an operator requested
-    the return, they are left out at once. Otherwise the term continued from the older checkpoint
-    because the later ones could not be read. In this case they are left out as soon as the term has
-    committed a checkpoint. Until then they may still be used, if they can be read again.
+    an older checkpoint than the newest, the later checkpoints are left out. There are two cases. If
+    an operator requested the return, the later checkpoints are left out at once. If the later
+    checkpoints could not be read, they are left out once the term has committed a checkpoint. Until
+    then the run may still return to them, because they may be readable again.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:

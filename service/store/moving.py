@@ -188,7 +188,10 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Return a query for the last number that a column's sequence gave in PostgreSQL, or null."""
+    """Return a query for the last number that PostgreSQL's sequence of a column has given.
+
+    The query's result is null if the sequence has given no number yet.
+    """
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

@@ -160,12 +160,12 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL to connect with: `url`, with the server and user of the environment's URL.
+    """Return the URL to connect with: the database of `url` on the environment's server.
 
-    The environment's URL also replaces the port, the password and the TLS options, because all of
-    these may change between two starts. If the environment has no URL, or a URL of another
-    database, `url` is returned unchanged. So the environment's password is only sent to the
-    environment's server. Raises: StoreError.
+    The host, port, user, password and TLS options are taken from the environment's URL, because all
+    of these may change between two starts. `url` is returned unchanged if it has a password, if the
+    environment has no URL, or if the environment's URL names another database. So the environment's
+    password is sent only to the environment's server. Raises: StoreError.
     """
     if url.password is not None:
         return url

@@ -1,8 +1,9 @@
 """Store the durable state of a run in SQLite or in PostgreSQL, under a lease.
 
-Invariants: each new term has a greater number, and only the owner of the newest term writes. One
-transaction commits a checkpoint: it checks the lease, and stores the checkpoint and its ledger. One
-transaction takes the next lease: it also checks the earlier owner.
+Invariants: each new term has a greater number, and only the owner of the newest term writes. To
+commit a checkpoint takes one transaction, which checks the lease, and stores the checkpoint and its
+ledger. To take a lease also takes one transaction, which checks that the earlier owner is dead if
+the caller requests this check.
 """
 
 from __future__ import annotations
@@ -262,7 +263,7 @@ class RunStore(ReadOnlyStore):
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
         """Call `body` in a transaction that checks no lease, and return the result.
 
-        Use it only for rows that belong to no term, such as those of keys. Raises: StoreError.
+        Use it only for rows that belong to no term, such as rows with keys. Raises: StoreError.
         """
         return self._database.write(body)
 
@@ -325,8 +326,9 @@ class RunStore(ReadOnlyStore):
         """Commit a checkpoint, so that a later term can continue from it.
 
         From now on, the rollouts that the checkpoint's ledger marks as trained count as trained.
-        Args: directory: name in the run's directory of checkpoints. new_entries: the feed's
-        entries about the ledger up to last_event_seq.
+        Args: directory: name in the run's directory of checkpoints. new_events: the ledger's events
+        that are not stored yet. last_event_seq: number of the last event that `queue_snapshot`
+        contains. new_entries: entries to append to the feed; they report events up to that one.
         Raises: LeaseLost.
         """
         row: dict[str, Any] = {

@@ -204,7 +204,11 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 
 class _Rows:
-    """The state of some sessions, to which changes are applied, and the rows to write for them."""
+    """Applies changes to the state of sessions in memory, and collects the rows to write.
+
+    An object is used in one transaction: `take` applies one change after another, and the collected
+    rows are written after the last change.
+    """
 
     def __init__(
         self,
@@ -212,9 +216,10 @@ class _Rows:
         changes: Sequence[Change],
         marks: dict[tuple[str, int], tuple[str, float]],
     ) -> None:
-        """Read the state of the sessions that `changes` name.
+        """Read the stored state of each session to which one of `changes` belongs.
 
-        marks: the request id and the time of each stored turn that a change adds again.
+        marks: the request id and the time of each turn that is stored already, although a change
+        adds it (the result of `_marks`); empty if no such turn is expected.
         """
         sessions, submissions = tables.sessions.c, tables.submissions.c
         found = connection.execute(
@@ -418,9 +423,9 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the request id and the time of each turn in `changes` that is stored already.
+    """Return the stored turns among the turns that `changes` add, to recognize repeated changes.
 
-    The key is the session's id and the turn's number, as in `_Rows.marks`.
+    Returns: a turn's request id and time, by the session's id and the turn's number.
     """
     turns = tables.session_turns.c
     added = [

@@ -82,8 +82,8 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Store these requests as accepted, in one transaction; return a submission for each.
 
-        Args: request_keys: the columns `request_key` and `request_digest`, by the task's id, for
-        tasks of a request with an Idempotency-Key.
+        Args: request_keys: for each task of an HTTP request with an Idempotency-Key, by the task's
+        id, the digest of this key and the digest of all tasks of the HTTP request.
         Raises: LeaseLost.
         """
         accepted_at = time.time()
@@ -197,11 +197,12 @@ class SubmissionStore:
         keep: int,
         keep_entries: int,
     ) -> None:
-        """Store the final states of submissions, and delete the data that ended ones do not need.
+        """Store the final states of submissions, and delete the rest of their data.
 
-        Args: views: the final states. rollout_ids: the rollouts of these submissions. keep: number
-        of the newest ended submissions to keep. keep_entries: number of the feed's newest entries
-        to keep.
+        Also delete all ended submissions but the newest `keep` ones, and all entries of the feed
+        but the newest `keep_entries` ones.
+
+        Args: views: the final states. rollout_ids: the rollouts of these submissions.
         Raises: LeaseLost.
         """
         table, bindings, results = tables.submissions, tables.bindings, tables.results
@@ -301,8 +302,9 @@ class SubmissionStore:
         return [(position, name, ended) for position, name, ended in rows]
 
     def begin_term(self, lease: Lease) -> None:
-        """Add an entry to the feed if the term continues from an older checkpoint than the newest.
+        """Tell clients about a return to an older checkpoint, by an entry in the feed.
 
+        Do nothing if the lease continues from the newest checkpoint, or from none.
         Raises: LeaseLost, StoreError.
         """
         parent, commits = lease.parent, tables.checkpoints.c
@@ -371,9 +373,10 @@ class SubmissionStore:
 
 
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
-    """Delete the turns of submissions' sessions, and the contents of their uploads.
+    """Delete the turns of these submissions' sessions, and the contents of their uploads.
 
-    `SessionStore.apply` adds no turn to a submission whose request is deleted.
+    The caller also deletes the submissions' requests, in the same transaction. No turn is added
+    later, because `SessionStore.apply` refuses turns of a submission without a request.
     """
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))

@@ -261,9 +261,10 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Give a group the number of members that a policy states.
+        """Set a group's number of members to the number in a client's policy, if it has one.
 
-        Raises: GroupDiffers if the group has another number, or more uploads than that.
+        Raises: GroupDiffers if the group already has another number of members, or if it has more
+        uploads than the policy's number.
         """
         wanted = policy.num_members
         group = self._groups.get(policy.id) or _new_group(policy.id)
