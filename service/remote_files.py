@@ -302,8 +302,9 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that was probably meant by a relative path after `file://`.
+    """Return the absolute path that the user probably meant by an address `file://PATH`.
 
+    path: PATH, which is not absolute. The error about the address suggests the result.
     Example: localhost/a -> /a; data/a -> /data/a
     """
     first, _, rest = path.partition("/")

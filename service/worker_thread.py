@@ -72,7 +72,10 @@ class WorkerThread:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Answer:
-        """Call a function in the thread, unless the caller is cancelled before its turn."""
+        """Call a function in the thread after all earlier calls, and return its answer.
+
+        If the caller is cancelled before the function's turn, the function is not called.
+        """
         call = partial(function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 

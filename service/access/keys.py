@@ -128,8 +128,8 @@ class NamedKey:
 class Caller:
     """The sender of a request, with the permissions that the request's key gives.
 
-    The key is a named key, or the first admin key, with which the operator starts the service and
-    which has no name. If the API requires no key, anyone is an admin.
+    The key is a named key or the first admin key. The first admin key has no name; the operator
+    gives it to the service at the start. If the API requires no key, every sender is an admin.
     """
 
     name: str = ""

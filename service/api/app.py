@@ -262,9 +262,10 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add the security and the answers that all routes have in common to an OpenAPI operation.
+    """Complete the description of one route in the OpenAPI document.
 
-    What the route itself declares stays unchanged.
+    Add the key that the route requires, and the errors with which the guards may answer. The
+    route's own declarations have precedence.
     """
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])

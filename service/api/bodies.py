@@ -93,9 +93,10 @@ def announced_bytes(headers: Headers) -> int | None:
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Return whether a body is so large that memory is reserved before it is read.
+    """Return whether memory must be reserved for a body before the body is read.
 
-    num_bytes: length of the body; None if it is not known.
+    num_bytes: length of the body. If it is None, the length is not known, and memory must be
+    reserved too.
     """
     return num_bytes is None or num_bytes > LARGE_BYTES
 

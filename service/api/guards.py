@@ -1,9 +1,9 @@
 """Check a request's host, headers' size, key and body before its route runs.
 
 The check of the key includes its scope and its rate. Invariants: no byte of a body is read before
-the request's key was looked up; at most `MAX_BODIES_BYTES` of large bodies are in memory at once,
-from their first byte until the route has read them. A request that is refused before its body was
-read is answered at once, and its connection is closed.
+the request's key was looked up; the large bodies in memory have at most `MAX_BODIES_BYTES` in all.
+A body counts from its first byte until the route has read it. A request that is refused before its
+body was read is answered at once, and its connection is closed.
 
 This module also answers an unexpected error of a route as a problem. Starlette's own handler would
 raise the error again, and the server might then damage the answer.

@@ -312,7 +312,10 @@ class TurnAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMarked:
-    """A change of a session: the client received a stored turn, or disconnected before it did."""
+    """A change of a session: it was learnt whether the client received a stored turn.
+
+    The client has not received the turn (`is_unseen`) if it disconnected before the answer.
+    """
 
     session_id: str
     number: int

@@ -217,7 +217,10 @@ class CheckpointWriter:
         self._answer_requests(self.newest)
 
     def _answer_requests(self, newest: Checkpoint) -> None:
-        """Answer the requests for a checkpoint of the newest committed step or an earlier one."""
+        """Answer the requests that accept `newest`, the checkpoint that was committed last.
+
+        A request accepts a checkpoint of its own step or of any later step.
+        """
         served = [each for each, step in self._requests.items() if step <= newest.step]
         for answer in served:
             del self._requests[answer]

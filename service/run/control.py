@@ -115,9 +115,10 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin a lease's term: complete a requested return, and restore stored pauses.
+        """Begin the term of a lease.
 
-        Raises: StoreError.
+        If an operator requested a return to a checkpoint, mark this operation as done or failed.
+        For the first term of this process, restore the stored pauses. Raises: StoreError.
         """
         asked, self._return = self._return, None
         self.returning.clear()

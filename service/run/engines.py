@@ -321,9 +321,10 @@ class Publisher:
         Args: quiet_limit_s: the term ends if no engine makes progress with its start or its load
         for so many seconds. measure: returns a context manager that measures a phase of a
         publication. text: text of the first check; None uses a fixed text of 17 tokens in all
-        checks. most_tokens: an engine's limit for prompt tokens. check_every: every publication
-        whose number is a multiple of this checks the whole text; 0: none does. dtype, is_quantised:
-        decide how large a difference may be (see `LogprobCheck`). clock: returns seconds.
+        checks. most_tokens: an engine's limit for prompt tokens. check_every: number of
+        publications after which the whole text is due to be checked again; 0: it never is. dtype,
+        is_quantised: decide how large a difference may be (see `LogprobCheck`). clock: returns
+        seconds.
         """
         self._trainer = trainer
         self._board = board

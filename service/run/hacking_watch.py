@@ -191,7 +191,7 @@ class _Shadow:
 
 
 def asking_apart(config: Config, *, model: str) -> Ask | None:
-    """Return a function that calls the run's shadow verifier in its own actor.
+    """Return a function that calls the run's shadow verifier, which runs in a separate actor.
 
     The function's first call starts the actor. Returns: None if there is no shadow verifier.
     """

@@ -322,10 +322,10 @@ class RunFailed(Exception):
 
 
 class FaultCount:
-    """A count of the faults since the run last made progress; faults older than a day are left out.
+    """A count of the faults since the run last made progress.
 
-    A run that waits for submissions makes no progress, and its faults may be weeks apart; without
-    this rule they would add up.
+    Faults older than a day do not count. Otherwise a run that waits for submissions would fail in
+    the end: it makes no progress while it waits, and has a fault every few weeks.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -403,10 +403,11 @@ class FailureWatch:
         )
 
     def constant_reward(self, step: int, report: StepReport) -> str | None:
-        """Return a notice if in each group of the last CONSTANT_STEPS steps all returns were equal.
+        """Return a notice if the last CONSTANT_STEPS steps had only groups with a constant return.
 
-        With equal returns all advantages are 0. The notice is returned once for each series of such
-        steps. Returns: None if there is no notice.
+        A group has a constant return if all its rollouts have the same return. All its advantages
+        are then 0. The notice is returned once for each series of such steps. Returns: None if
+        there is no notice.
         """
         is_constant = 0 < report.num_groups <= report.num_zero_variance_groups
         self._num_constant = self._num_constant + 1 if is_constant else 0

@@ -269,9 +269,9 @@ class Loop:
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         """Train a built step, publish its weights, and report its rollouts' outcomes to the queue.
 
-        The step is recorded once the engines have loaded its weights: in this call if training is
-        synchronous, or if an evaluation or a checkpoint is due; otherwise while the next step runs
-        (`_loading`).
+        The step is recorded once the engines have loaded its weights. This call waits for that if
+        training is synchronous, or if an evaluation or a checkpoint is due. Otherwise the task
+        `_loading` waits and records the step, while the next step runs.
         """
         parts, step, watch = self._parts, self._step, Stopwatch()
         giving_up = asyncio.create_task(self._give_up_after_grace())

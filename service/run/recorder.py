@@ -208,7 +208,10 @@ class RunRecorder:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure this block as a stage of a start; record the seconds unless the block fails."""
+        """Measure the time of this block, and record it as the stage `name` of the run's start.
+
+        Nothing is recorded if the block raises an error.
+        """
         began = time.monotonic()
         yield
         self.stage_ended(name, time.monotonic() - began)

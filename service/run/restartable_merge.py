@@ -30,7 +30,7 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """A handle of the merge actor, which starts a new actor if the actor dies.
+    """A handle of the merge actor. If the actor dies, the handle starts a new one.
 
     The calls raise PayloadsLost, and ActorLost after MAX_ATTEMPTS; `build` also raises ScoresLost.
     """

@@ -113,7 +113,10 @@ class RunView:
         return self._memory.num_bytes
 
     def _show_constants(self) -> None:
-        """Set the metrics that never change: package versions, and the limits of other metrics."""
+        """Set the metrics that never change: versions of packages, and limits.
+
+        The limits are those that the configuration sets, such as the queue's largest size.
+        """
         config, metrics, versions = self._config, self._metrics, self._package_versions
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)

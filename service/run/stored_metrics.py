@@ -49,8 +49,8 @@ class StoredMetrics:
     def step(self, record: StepRecord, events: Iterable[LedgerEvent], totals: RunTotals) -> None:
         """Add a stored step to the counters, and show it in the gauges.
 
-        events: the events stored with the step. totals: totals of all steps ever stored, with this
-        one.
+        events: the events stored with the step. totals: totals of all steps ever stored, including
+        this step.
         """
         steps = self._metrics.steps
         with self._metrics.together():

@@ -187,7 +187,8 @@ class Database:
     def answers_since(self, connection: Connection) -> float:
         """Return when the PostgreSQL server started, by the clock of `now`; 0 for SQLite.
 
-        Before that time the server was down, so that no owner could renew its lease.
+        The silence of a lease's owner is counted from this time at the earliest, because no owner
+        could renew its lease while the server was down.
         """
         if self.is_sqlite:
             return 0.0
@@ -221,7 +222,7 @@ class Database:
     def copy_to(self, target: Path) -> None:
         """Copy an SQLite database to the file `target`, which is replaced if it exists.
 
-        The copy has the newest commit, and nothing of an open transaction.
+        The copy has all committed transactions, and nothing of a transaction that is still open.
         Raises: StoreError.
         """
         assert self._file is not None, "only SQLite is copied; PostgreSQL has its own tools"

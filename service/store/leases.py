@@ -62,7 +62,7 @@ class LeaseOwner:
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
     """Check that a stored run has the requested kind. Raises: StoreError if the kinds differ.
 
-    stored: kind of the stored run; None if no run is stored, and every kind is allowed.
+    stored: kind of the stored run; None if no run is stored, so that the run may be of any kind.
     """
     if stored is not None and stored is not asked:
         raise StoreError(

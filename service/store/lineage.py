@@ -192,9 +192,9 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: ReadOnlyStore) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """Return the newest step record and the newest record of a scheduled evaluation, each or None.
+    """Return the newest record of a step, and the newest record of a scheduled evaluation.
 
-    Records that a later term undid are left out.
+    Records that a later term undid are left out. A result is None if there is no such record.
     """
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
@@ -398,9 +398,10 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """Return the policy version with which each term of the run started, even undone terms.
+    """Return, for each term of the run, the version of the policy with which the term started.
 
-    The version is 0 if the term did not start from a checkpoint.
+    Terms that a later term undid are included. The version is 0 if a term did not start from a
+    checkpoint.
     """
     leases, checkpoints = tables.leases, tables.checkpoints
     parent = checkpoints.c.id == leases.c.parent_checkpoint

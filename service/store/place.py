@@ -179,8 +179,10 @@ def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 def changed_url(url: URL, given: str) -> URL:
     """Return the URL to connect with after the file with the database's URL has changed.
 
-    given: the new text of the file. Return `url` with the server and the user of `given`. Raises:
-    ValueError if `given` is not a URL, or names another database than `url`.
+    The result has the database of `url`, and the server and the user of `given`.
+
+    given: the new text of the file. Raises: ValueError if `given` is not a URL, or names another
+    database than `url`.
     """
     try:
         own = _parsed(given, source=FILE_VARIABLE)

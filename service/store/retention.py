@@ -41,10 +41,10 @@ def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozense
 
     While no collapse of the reward is suspected, keep two steps. One is the milestone: the newest
     step that is at least MILESTONE_STEPS before `steps[0]`. The other is the oldest step after the
-    milestone, which becomes the milestone later. If there is no milestone, keep the oldest step if
-    `steps[0]` is at least MILESTONE_STEPS, else no step.
-    While a collapse is suspected, keep one step: the newest that is at least SLOW_STEPS before
-    `collapsed_since`, or the oldest step if there is no such step.
+    milestone; it becomes the milestone later. If no step is old enough for a milestone, keep only
+    the oldest step, and before step MILESTONE_STEPS of the run keep none.
+    While a collapse is suspected, keep one step: the newest step that is at least SLOW_STEPS before
+    `collapsed_since`. If there is none, keep the oldest step.
 
     Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
     suspected collapse; None if no collapse is suspected.

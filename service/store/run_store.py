@@ -53,7 +53,7 @@ class RunStore(ReadOnlyStore):
     Several threads may call it. If the database does not answer, a call waits for up to
     `patience_s`, so that a restart of PostgreSQL, a lock, or a disk that is full for a moment does
     not end a run. Raises: StoreError if the database cannot be opened, is not a database, has
-    another format, or would be SQLite on a network or FUSE file system.
+    another format, or is an SQLite file on a network or FUSE file system.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Invariants: a turn is inserted once, and then only its `is_unseen` changes; no turn is added to a
 session that has ended, or whose submission is cancelled or over. The row of a session is inserted
-and deleted with its submission (`service.store.submissions`); in between only the gateway changes
-it, under the run's term.
+and deleted together with its submission (`service.store.submissions`). In between only the gateway
+changes the row, except that the end or cancellation of the submission ends the session.
 """
 
 from __future__ import annotations

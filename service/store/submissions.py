@@ -279,10 +279,13 @@ class SubmissionStore:
     def page(
         self, wanted: TaskFilter, *, after: int, limit: int
     ) -> list[tuple[int, str, SubmissionView | None]]:
-        """Return position, id and final state of the first `limit` submissions after a position.
+        """Return the first `limit` submissions that match `wanted`, in the order of acceptance.
 
-        The submissions match `wanted`, except for the status, which the caller has to check. The
-        final state is None if a submission is not over.
+        The caller must still check the status, because the store does not know the status of all
+        submissions.
+        Args: after: only submissions with a position greater than this are returned.
+        Returns: for each submission its position, its id, and its final state; the state is None if
+        the submission is not over.
         Raises: StoreError.
         """
         accepted = tables.submissions.c
