@@ -161,8 +161,8 @@ class RestartableQueue:
 
         The answer contains a cut, which is the queue's state with the events since the last cut.
         Cuts are processed in order. The call completes even if the caller is cancelled; otherwise
-        the cuts of later calls would wait forever for this one. admitted: groups that this call
-        adds to the queue.
+        the cuts of later calls would wait forever for this call's cut. admitted: groups that this
+        call adds to the queue.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
         call.add_done_callback(_read_error)

@@ -331,9 +331,9 @@ class RestartableTrainer:
     async def _take_over(self) -> None:
         """Compare the new ranks' state with the state of the lost ranks.
 
-        Then give the new ranks' weights a version number. This is the next number if the weights
-        differ from the lost ones, and an engine may have loaded the lost ones under the current
-        number. Otherwise it is the current number.
+        Then give the new ranks' weights a version number: the next number, if these weights differ
+        from the lost ranks' weights and an engine may have loaded the lost ranks' weights under the
+        current number; otherwise the current number.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

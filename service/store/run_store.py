@@ -1,9 +1,9 @@
 """Store the durable state of a run in SQLite or in PostgreSQL, under a lease.
 
-Invariants: each new term has a greater number, and only the owner of the newest term writes. To
-commit a checkpoint takes one transaction, which checks the lease, and stores the checkpoint and its
-ledger. To take a lease also takes one transaction, which checks that the earlier owner is dead if
-the caller requests this check.
+Invariants: each new term has a greater number, and only the owner of the newest term writes. A
+checkpoint is committed in one transaction, which checks the lease and stores the checkpoint with
+its ledger. A lease is taken in one transaction too. If the caller requests it, this transaction
+checks that no earlier owner is alive.
 """
 
 from __future__ import annotations
