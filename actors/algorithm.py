@@ -390,7 +390,10 @@ class AlgorithmSettings:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether a truncated trajectory's last state has the critic's value; if not, it has 0."""
+        """Whether the critic's value of a truncated trajectory's last state enters the advantages.
+
+        If not, that state has the value 0.
+        """
         return self.has_critic and self.critic.truncation == "bootstrap"
 
     @property

@@ -6,8 +6,8 @@ span of tokens changed. The span begins at the first token that differs. To find
 searches the rest of the prompt for the last few tokens of the sample. The reason is
 
 - history_rewritten, if these last tokens are not found, if the change only deletes tokens after the
-  first prompt (a stripped thought, a rolled-back or compacted history), or if it covers several
-  `regions`
+  first prompt (a stripped thought, a rolled-back or compacted history), or if it covers more than
+  one region, such as an action and the next observation (`regions`)
 - tools_changed, if the change is within the first prompt, which has system text and tool schemas
 - template, if the change is only an insertion, or is in an observation
 - retokenised, if the change is in sampled tokens, which were encoded differently
@@ -63,10 +63,10 @@ def branch_reason(
 
 
 def regions(turns: Sequence[TurnSpan]) -> NDArray[np.int32]:
-    """Return the number of each token's region, up to the last turn's end, [T] int32.
+    """Number the regions of a sample, and return the region of each token: [T] int32.
 
-    The first prompt is region 0; then each action has an odd number, and each observation an even
-    number.
+    A region is the first prompt (number 0), an action (an odd number) or an observation (an even
+    number). The last region is the action of the last turn.
     """
     borders = [0, *(each for turn in turns for each in (turn.start, turn.end))]
     lengths = np.diff(borders)

@@ -131,8 +131,8 @@ async def wait_while_moving(
     """Wait while workers make progress, until all of them have answered or one has failed.
 
     Args: progress: returns the amount of work that each worker has done so far; workers that do not
-    answer are absent. idle_s: return after this many seconds without progress or another answer.
-    look_s: seconds between two checks.
+    answer are absent. idle_s: return if, for this many seconds, no worker has made progress and no
+    further answer has arrived. look_s: seconds between two calls of `progress`.
     """
     seen: dict[int, int] = {}
     num_done, since = 0, time.monotonic()

@@ -100,7 +100,11 @@ class AtomicRegistry(CollectorRegistry):
     """
 
     def __init__(self, change: threading.RLock | None = None) -> None:  # type: ignore[valid-type]
-        """Create a registry. change: the lock of another registry, if both change together."""
+        """Create a registry.
+
+        change: the lock of another registry, if code changes values of both registries together;
+        None creates a new lock.
+        """
         super().__init__()
         self.change = change or threading.RLock()
 

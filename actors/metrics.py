@@ -170,8 +170,8 @@ class RolloutMetrics:
 class LedgerMetrics:
     """The admitted rollouts by their state, and the stored rollouts.
 
-    If the run returns to a checkpoint, the gauges return to the values of that checkpoint; the
-    counter counts all rows ever stored.
+    If the run returns to a checkpoint, the gauges return to their values at that checkpoint. The
+    counter of stored rows never decreases: it still includes the rows after the checkpoint.
     """
 
     def __init__(self, registry: AtomicRegistry) -> None:

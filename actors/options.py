@@ -184,8 +184,8 @@ def _refuse_bool(given: object) -> object:
 def read(kind: type[Options], given: object, *, where: str) -> Options:
     """Return an instance of a class of options, made from plain values.
 
-    Args: kind: a class that `is_options_type` accepts, or a union of them. where: the place that
-    errors name.
+    Args: kind: a class that `is_options_type` accepts, or a union of such classes. where: the path
+    of the options in the configuration, for error messages.
     Raises: BadOptions if the values do not fit.
     Example: read(GuessingOptions, {"low": -1}, where="options")
         -> BadOptions("options.low: got -1, expected 0 or more")
@@ -282,8 +282,9 @@ def _shown(bound: Any) -> Any:
 
 
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
-    """Return a hint for an unknown key, the last part of `location`: the key that was likely meant.
+    """Return a hint for the error of an unknown key, which is the last part of `location`.
 
+    The hint names the key that the user probably meant, or all known keys if none is similar.
     Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
     name = str(location[-1])

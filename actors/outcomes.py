@@ -44,7 +44,10 @@ class OutcomeRule:
     """Amount subtracted from the return, with train_penalised; 0 with every other disposition."""
 
     def masks(self, *, is_graded: bool) -> bool:
-        """Return whether the rule keeps a trajectory out of the loss without dropping it."""
+        """Return whether the rule masks a trajectory, which is then neither dropped nor trained.
+
+        is_graded: whether the trajectory's return is a grade (`Trajectory.is_graded`).
+        """
         is_scored = self.disposition is Disposition.SCORE
         return self.disposition is Disposition.MASK or (is_scored and not is_graded)
 
@@ -109,8 +112,9 @@ class OutcomePolicy:
         return self.overrides.get(outcome, DEFAULT_RULES[outcome])
 
     def is_retried(self, outcome: Outcome, *, attempt: int) -> bool:
-        """Return whether a rollout is played again after this outcome and `attempt` earlier failed
-        attempts.
+        """Return whether a rollout whose attempt ended with this outcome is played again.
+
+        attempt: number of the rollout's attempts that failed before this one.
         """
         return attempt < self.rule(outcome).max_retries
 

@@ -197,7 +197,7 @@ class Sample:
     The sample's arrays are read-only.
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
     [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may follow the
-    last turn; a critic reads the value of a truncated trajectory there.
+    last turn. It ends the last state of a truncated trajectory, whose value a critic estimates.
     """
 
     trajectory_id: str
@@ -404,8 +404,9 @@ class Trajectory(Attempt):
         """Whether the return is a grade of the trajectory, which a baseline may use unchanged.
 
         A trajectory that was played to its end is graded, unless its reward could not be computed.
-        A truncated or aborted trajectory is graded only if a reward was given or, if was_rewarded
-        is None, if its last turn has a reward component or a reward other than 0.
+        A truncated or aborted trajectory is graded if `was_rewarded` says that it got a reward. If
+        was_rewarded is None, the trajectory is graded if its last turn has a reward component or a
+        reward other than 0.
         """
         if self.outcome in PLAYED_OUT:
             return True

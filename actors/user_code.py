@@ -281,10 +281,10 @@ class LostCallCounter:
 
     @property
     def calls(self) -> tuple[LostCalls, ...]:
-        """The calls that gave no answer, added up over the tasks.
+        """The calls that gave no answer, as one entry for each function and each way of ending.
 
-        There is one entry for each pair of a function and a `LostCalls.end`; the pair that occurred
-        first is the first entry.
+        The calls of all tasks are counted together. The entries are in the order in which they
+        first occurred.
         """
         counts: Counter[tuple[str, str]] = Counter()
         tasks: dict[tuple[str, str], list[str]] = {}

@@ -489,9 +489,12 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 
 
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
-    """Return the error of the rank to blame: one that died, else one that failed, else a late one.
+    """Return the error with which to report that a call did not succeed on all ranks.
 
-    limit: the text that follows "no" in the error of a late rank, such as "answer within 60 s".
+    The error is about a rank that died. If no rank died, it is about a rank whose call raised; if
+    no call raised, about a rank that has not answered in time.
+    limit: the text that follows "no" in the error about such a late rank, for example "answer
+    within 60 s".
     """
     failed = [
         (rank, error)

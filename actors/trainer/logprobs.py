@@ -165,7 +165,8 @@ def _slopes(
 ) -> Tensor:
     """Return the gradient for the logits, in the memory of log_softmax [C, V].
 
-    The other arguments are [C, 1], except targets, [C].
+    Args: targets: [C]. of_logprobs, of_entropies: the gradients of the loss for the chunk's
+    log-probabilities and entropies, [C, 1] each; of_entropies may be None. entropies: [C, 1].
     """
     if of_entropies is None:
         slopes = log_softmax.exp_().mul_(-of_logprobs)

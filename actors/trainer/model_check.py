@@ -67,10 +67,11 @@ def hidden_states(
 def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | None = None) -> None:
     """Refuse an architecture whose results in a packed row differ from transformers' own results.
 
-    The function reads no weights. A configuration that cannot be made narrow passes, because its
-    loaded model is checked later.
+    The function reads no weights: it runs a small copy of the model with random weights. If such a
+    copy cannot be made or run, the architecture is not refused here, because the loaded model is
+    checked later.
 
-    Args: max_context_tokens: the longest context; None for the number of the model's positions.
+    Args: max_context_tokens: the run's longest context; None for the longest that config allows.
     Raises: NotImplementedError.
     """
     if config.get_text_config() is not config:
@@ -158,7 +159,10 @@ def _refused(name: str, error: Exception) -> NotImplementedError:
 
 
 def longest_context(config: PreTrainedConfig) -> int:
-    """Return the number of a model's positions; _COPY_CONTEXT if the configuration has none."""
+    """Return the longest context in tokens that a model's configuration allows.
+
+    If the configuration does not say it, return _COPY_CONTEXT.
+    """
     return int(getattr(config, "max_position_embeddings", None) or _COPY_CONTEXT)
 
 

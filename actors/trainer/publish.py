@@ -2,8 +2,9 @@
 
 Invariant: names and tensors are those of the model's checkpoint, each once (a tied head is sent
 only as the embedding). A model with adapters is sent with the adapters merged into its weights, or
-only its adapters are sent, under PEFT's names. If transformers holds a layer's experts as one
-tensor, or names a module differently, the engine still receives what it would read from a file.
+only its adapters are sent, under PEFT's names. transformers may hold a layer's experts as one
+tensor, or give a module another name than the files do; the engine still receives the names and
+tensors of the files.
 Gathering is collective: every rank iterates to the end, even if it keeps nothing. Called by
 `TrainerRank`.
 """

@@ -130,9 +130,10 @@ class TrainerSettings:
 
     @property
     def lora_shape(self) -> LoraSettings | None:
-        """Return the adapters' settings with publish_merged at its default, for comparisons.
+        """Return the adapters' settings for a comparison of two configurations.
 
-        How adapters are published does not change their shape.
+        Settings that differ only in publish_merged become equal: that setting only decides how
+        adapters are published, so a run may resume with another value.
         """
         return self.lora and replace(self.lora, publish_merged=False)
 

@@ -259,9 +259,9 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Create AdamW with its moments and step counts at zero.
 
-    torch creates this state at the first update. To save or load a state that does not exist yet,
-    torch's checkpointing would run an extra update. A run that resumes from a checkpoint before the
-    first update would then have a bias correction that is one step ahead.
+    torch itself creates moments and step counts only at the first update. If a checkpoint is saved
+    or loaded before that, torch's checkpointing makes an update of its own to create them. The step
+    counts, and so the bias correction, of the resumed run would then be one update ahead.
     """
     kind = HostMomentsAdamW if settings.moments_on_host else torch.optim.AdamW
     optimizer = kind(

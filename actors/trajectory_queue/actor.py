@@ -7,8 +7,9 @@ it as the queue's own object. Readers get references. Every wait has a deadline;
 means that nothing was available before the deadline.
 
 If a queue dies, Ray restarts it with the same handles but without its state, and calls wait until
-the supervisor has opened it. Every answer to the training loop has a cut (`QueueCut`). The next
-queue is opened from the newest cut, so that loop and queue agree.
+the supervisor has opened it. Every answer to the training loop contains a cut (`QueueCut`): the
+queue's state, and its events since the last answer. A restarted queue is opened with the state of
+the newest cut, so that the training loop and the queue agree.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class TrajectoryQueue:
         """Start from `snapshot`, or empty if `snapshot` is None. All other calls wait for this
         call.
 
-        Args: opening: number of the opening in the term, from 0. keeps_taken: whether the groups of
-            taken steps stay taken.
-        Returns: False if this queue was already opened under another number.
+        Args: opening: how often the term has opened a queue before. keeps_taken: as for
+            `QueueState`.
+        Returns: whether this queue is now open with this number; False if it was opened before with
+            another number.
         """
         if self._opening is None:
             self._state = QueueState(self._settings, snapshot=snapshot, keeps_taken=keeps_taken)
@@ -81,7 +83,8 @@ class TrajectoryQueue:
     async def admissible(self, timeout_s: float) -> tuple[list[OpenSlot], QueueCut]:
         """Wait up to timeout_s until new tasks can be admitted.
 
-        Returns: the free group numbers, to which `admit` can give tasks; empty after timeout_s.
+        Returns: the free group numbers, to which `admit` can give tasks, empty if there are none
+            within that time; and a cut.
         """
         await self._opened.wait()
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
@@ -211,9 +214,9 @@ class TrajectoryQueue:
         return self._cut()
 
     async def set_loaded_version(self, version: int) -> QueueCut:
-        """Record that every ready engine holds `version`, counted in steps.
+        """Record that every ready engine holds the weights that step number `version` has produced.
 
-        Raises: ValueError if `version` is lower than the version recorded before.
+        Raises: ValueError if `version` is lower than the number recorded before.
         """
         await self._opened.wait()
         self._state.set_loaded_version(version)
@@ -262,7 +265,7 @@ class TrajectoryQueue:
         return replace(self._state.stats(now=time.monotonic()), blocked_s=dict(self._blocked_s))
 
     async def cut(self) -> QueueCut:
-        """Return the events since the last cut, and the current state."""
+        """Return the queue's state, and its events since the last cut that any call returned."""
         await self._opened.wait()
         return self._cut()
 
@@ -286,8 +289,10 @@ class TrajectoryQueue:
         ]
 
     def _cut(self) -> QueueCut:
-        """Make a cut. Call this directly after a change, without an await between the two, so that
-        no event is lost.
+        """Return the queue's state, and its events since the last call of this method.
+
+        Call this directly after a change, without an await between the two, so that the caller who
+        made the change gets its events.
         """
         self._notify()
         assert self._opening is not None

@@ -64,13 +64,13 @@ class RolloutExchange:
     ) -> None:
         """Create an exchange; `run` starts it.
 
-        Args: play: function that plays one rollout to its end; if it raises, the rollout is an
-        infrastructure error. `stop` and the death of the queue cancel the function's call; after
-        the queue's death another attempt at the same rollout may begin before the cancelled call
-        has ended. queue: handle of the trajectory queue actor. environments: names of the
-        environments whose tasks are taken. num_slots: number of rollouts held at a time, >= 1.
-        is_durable: whether a rollout that a stop cancels is dropped, so that another actor delivers
-        it; otherwise it is sent as cancelled.
+        Args: play: function that plays one rollout to its end. If it raises, the rollout counts as
+        an infrastructure error. Calls of `play` are cancelled by `stop`, and if the queue dies. In
+        the second case the next attempt of a rollout may begin while its cancelled call still runs.
+        queue: handle of the trajectory queue actor. environments: names of the environments whose
+        tasks are taken. num_slots: number of rollouts held at a time, >= 1. is_durable: what
+        happens to the rollouts that `stop` cancels. If True, they are dropped, and another actor
+        delivers them later; if False, they are sent to the queue with the outcome cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -108,9 +108,9 @@ class RolloutExchange:
             self._is_running = False
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
-        """Take no more rollouts, wait drain_s for the current ones, cancel the rest, send results.
+        """Take no more rollouts, and wait up to drain_s seconds until the current ones have ended.
 
-        Returns after `run` has ended, or limit_s after the drain.
+        Then cancel the others, and wait up to limit_s until all results are sent and `run` ends.
         """
         self._is_stopping = True
         self._has_free_slots.set()
@@ -291,7 +291,7 @@ class GroupExchange:
         self._scoring = TaskSet()
 
     async def run(self) -> None:
-        """Take, score and return groups until cancelled; repeat calls of the queue that fail."""
+        """Take, score and return groups until cancelled; repeat failed calls to the queue."""
         try:
             while True:
                 await self._take()

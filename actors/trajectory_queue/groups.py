@@ -366,10 +366,11 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 
 
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
-    """Restore a group from its snapshot; rollouts that have not left the ledger are pending again.
+    """Restore a group from its snapshot.
 
-    is_taken: whether a step has taken the group, so that its batch may be built already. If so,
-    these rollouts are finished instead of pending, and their payloads count as lost.
+    Rollouts that have left the ledger stay gone. The others are pending again.
+    is_taken: whether a step has taken the group. If so, the other rollouts are not pending but
+    finished, because the step's batch may be built already; their payloads count as lost.
     """
     group = Group(
         number=snapshot.number,

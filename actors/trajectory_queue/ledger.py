@@ -263,7 +263,11 @@ class Ledger:
         )
 
     def snapshot(self, *, waiting: TokenCounts) -> LedgerSnapshot:
-        """Return the ledger's state. waiting: counts that are added to the dropped tokens."""
+        """Return the ledger's state.
+
+        waiting: the tokens of finished attempts that wait for a step. In the snapshot they count as
+        dropped, because a queue that starts from it repeats these attempts.
+        """
         return LedgerSnapshot(
             admitted=self._admitted,
             trained=self._trained,

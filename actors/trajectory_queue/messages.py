@@ -127,7 +127,7 @@ class QueueSnapshot:
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:
-        """Return a snapshot for a cut, which has the ids of the tasks but not their data."""
+        """Return this snapshot with the tasks' ids but without their data, as a cut contains it."""
         groups = (replace(group, task=replace(group.task, data={})) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
@@ -143,7 +143,8 @@ class QueueCut:
     """The events and summaries since the last cut, and the queue's state.
 
     Each ledger event is in exactly one cut. All events up to the snapshot's last_event_seq are in
-    this cut or in earlier cuts. The queue actor adds the numbers and the snapshot.
+    this cut or in earlier cuts. `QueueState.drain` fills the fields up to `failed_groups`; the
+    queue actor fills the others.
     """
 
     events: tuple[LedgerEvent, ...] = ()

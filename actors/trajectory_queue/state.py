@@ -60,7 +60,7 @@ class QueueState:
     ) -> None:
         """Start from a snapshot; every rollout that was in flight is pending again.
 
-        keeps_taken: whether the groups of taken steps stay taken, because the trainer has them.
+        keeps_taken: if False, roll back all taken steps; if True, the training loop has them still.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -258,7 +258,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Let the next drain return a summary that was withheld until its group was scored."""
+        """Let the next drain return the rollout's summary, withheld until its group was scored."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 

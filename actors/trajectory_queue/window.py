@@ -230,8 +230,9 @@ def oldest_admitted_version(
 
 
 def _advance(oldest: int, beyond: set[int]) -> int:
-    """Return the first number, from `oldest` on, that is not in `beyond`; remove the numbers
-    before it from `beyond`.
+    """Return the smallest number, at least `oldest`, that is not in `beyond`.
+
+    Remove the numbers from `oldest` up to the returned number from `beyond`.
     """
     while oldest in beyond:
         beyond.discard(oldest)

@@ -105,9 +105,10 @@ class WeightBoard:
     # Methods for the trainer and the supervisor
 
     async def open_term(self, term: int) -> Keeping | None:
-        """Announce a new term of the run, and return the settings of a detached board.
+        """Announce a new term of the run to the board, which from now on refuses older terms.
 
-        From now on, older terms are refused. Raises: StaleTerm if a newer term is known.
+        Returns: the settings with which the board was started; None if it is not detached.
+        Raises: StaleTerm if a newer term is known.
         """
         self._board.check_term(term)
         self._seen_at = self._clock()

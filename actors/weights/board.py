@@ -187,11 +187,12 @@ def check_tokens(vocab_size: int) -> Int32s:
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return how many engines may share a broadcast with an engine whose last broadcasts failed.
+    """Return how many engines a broadcast may have if one of them failed in earlier broadcasts.
 
-    num_waiting: number of engines that wait for a seat. num_failed: number of that engine's
-    consecutive failures. The first retry still has all engines, because a member that died no
-    longer waits for a seat.
+    The first failure changes nothing: if a member had died, the next broadcast is without it. Each
+    further failure divides the number by four.
+    Args: num_waiting: number of engines that wait for a seat. num_failed: number of consecutive
+    broadcasts that failed for the engine.
     Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
@@ -272,7 +273,7 @@ class Board:
             self._furthest_start, self._moved_at = work, now
 
     def started(self, replica_id: str, stages: StartStages) -> None:
-        """Record that a replica has started; the replica counts from its first poll on."""
+        """Record that a replica has started; it is live only after its first poll."""
         self._stages[replica_id] = stages
 
     def heartbeat(
@@ -386,11 +387,12 @@ class Board:
         self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
 
     def _settle(self, now: float) -> None:
-        """Reset the measure of progress.
+        """Set the measure of the replicas' progress back to the start.
 
-        From then on, only a start or a load that gets further than all others counts as progress.
-        A replica that crashes in each start or load returns with another name; without this rule
-        the board would wait for such replicas without a limit.
+        After this call, a start or a load counts as progress only if it gets further than every
+        other start or load since the call. The reason is a replica that crashes in each start or
+        load: Serve starts it again under another name, and if each repetition counted as progress,
+        the board would wait for it forever.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0

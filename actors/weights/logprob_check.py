@@ -166,7 +166,7 @@ def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: in
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the text, with at most its last FAR_TOKENS tokens to be scored."""
+    """Return the same text with fewer tokens to score: only its last FAR_TOKENS tokens."""
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
@@ -329,7 +329,10 @@ class LogprobCheck:
         }
 
     def after(self, earlier: LogprobCheck | None) -> LogprobCheck:
-        """Return this check joined with an earlier check, for the record of one step."""
+        """Return this check with the comparisons of an earlier check added.
+
+        The record of a step has one check, although its engines may have been checked twice.
+        """
         if earlier is None:
             return self
         return replace(

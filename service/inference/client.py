@@ -99,8 +99,8 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 def as_answer(error: Failure) -> Failure:
     """Return an error with the same message that can be pickled and sent to the client.
 
-    The returned error is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. An error of
-    vLLM may have a subclass that cannot be pickled.
+    The returned error is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. vLLM raises
+    errors of its own subclasses of these, some of which cannot be pickled.
     """
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
@@ -293,9 +293,8 @@ async def until_available(
     no engine.
     Args: margin_s: seconds to wait after deadline_s, so that an attempt can report the missed
         deadline itself.
-    Raises: PolicyUnavailable if the deadline passed, and any attempt had found no engine or lost
-        its engine; PolicyDeadlineExceeded if the deadline passed and no attempt had failed; any
-        other error of an attempt, at once.
+    Raises: if the deadline has passed: PolicyUnavailable if any attempt found no engine or lost its
+        engine, otherwise PolicyDeadlineExceeded. Any other error of an attempt is raised at once.
     """
     lost: PolicyUnavailable | None = None
 

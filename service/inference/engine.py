@@ -2,7 +2,7 @@
 
 The module does not use Ray. Invariants: Nothing is sampled before a policy version is loaded.
 Requests in flight survive an update, and their replies name the version of each token. No
-trajectory begins during an update: its cache salt is the version that computes its first prompt.
+trajectory begins during an update, so one version computes its first prompt: its cache salt.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _Update = TypeVar("_Update", bound=WeightTransferUpdateInfo)
 
 
 class StagedBuffer:
-    """A weight group's bytes in an anonymous memory file, until `close`."""
+    """An anonymous memory file with the bytes of a weight group; `close` removes it."""
 
     def __init__(self, buffer: Bytes) -> None:
         self.num_bytes = int(buffer.nbytes)

@@ -84,10 +84,10 @@ def check_other_nodes(
 
 
 def check_api_place(service: ServiceSettings) -> None:
-    """Check that the API can be reached from this node.
+    """Check that the API will be reachable from this node.
 
-    Serve's proxy listens only on the head node. If this is another node, the proxy must not listen
-    on the loopback address. Raises: ConfigError if it does.
+    Serve's proxy, which serves the API, runs only on the head node.
+    Raises: ConfigError if this is another node, and service.host is a loopback address.
     """
     here = ray.get_runtime_context().get_node_id()
     [head] = [node for node in alive_nodes() if HEAD_NODE in node.resources]

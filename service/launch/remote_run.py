@@ -225,9 +225,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory at the address that is not an interrupted upload of this run.
+    """Return the name of a directory at the address that this run did not make; None without one.
 
-    Return None if all directories are interrupted uploads of this run.
+    The function must be called only if the address has no complete copy. Then the directories that
+    this run made are those of its interrupted uploads.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

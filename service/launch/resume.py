@@ -71,7 +71,8 @@ def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, s
 def newest_complete(checkpoints: Path) -> Path | None:
     """Return the directory of the newest complete checkpoint; None if no checkpoint is complete.
 
-    The function does not read the database, so a recovery may have undone the checkpoint's step.
+    The function does not read the database. So the checkpoint may be of a step that a recovery has
+    undone.
     """
     numbered: list[tuple[int, int, Path]] = []
     for directory in checkpoints.glob("step-*-t*"):

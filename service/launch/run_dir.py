@@ -122,7 +122,7 @@ class RunDir:
     ) -> Iterator[ReadOnlyStore]:
         """Open the run's database for reading, and close it at the end of the `with` block.
 
-        Args: patience_s: seconds to wait for the database; None for the field patience_s.
+        Args: patience_s: seconds to wait for the database; None for `RunDir.patience_s`.
         may_be_older, any_format: see `ReadOnlyStore`. Raises: StoreError.
         """
         store = ReadOnlyStore(

@@ -62,7 +62,10 @@ def flex_forest_attention(
     scaling: float | None,
     is_compiled: bool = True,
 ) -> Tensor:
-    """Attend along the paths of a forest.
+    """Compute the attention of one packed row, whose segments form a forest.
+
+    A token attends to the earlier tokens of its segment and of the segment's ancestors, as far as
+    the window reaches.
 
     Args: query: [1, H, T, D]. key, value: [1, K, T, D], H a multiple of K. is_compiled: False runs
     the slow reference, for comparison.

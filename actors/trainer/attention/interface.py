@@ -37,9 +37,11 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attend along the paths of a packed row; the signature is transformers'.
+    """Compute the attention of one packed row; transformers' models call this function.
 
-    Dropout is never applied: the trained log-probabilities must be the engine's.
+    A token attends only to the earlier tokens of its segment and of the segment's ancestors
+    (`forest`). Dropout is never applied, because the engine applies none, and both must compute the
+    same log-probabilities.
 
     Args: query: [1, H, T, D]. key, value: [1, K, T, D], H a multiple of K.
         sliding_window: number of keys that a query sees, including itself; None for all.

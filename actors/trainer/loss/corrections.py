@@ -76,9 +76,9 @@ def sequence_log_ratio(
 
     s_i = exp(mean_t(current_t - denominator_t)), ratio_t = sg[s_i] p_t / sg[p_t], over all trained
     tokens t of trajectory i.   Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, section 4.1 for
-    s_i, section 4.3 (GSPO-token) for the straight-through form, whose value and gradient are those
-    of GSPO if the tokens of a trajectory share one advantage and one weight (deviation: a
-    trajectory's tokens are those of all its samples, not of one response).
+    s_i, section 4.3 (GSPO-token) for the straight-through form. If the tokens of a trajectory share
+    one advantage and one weight, the form has the same value and gradient as GSPO (deviation: the
+    mean is over the tokens of all samples of a trajectory, not of one response).
 
     Args: log-probabilities: [M] float32, nats. trajectory_index: [M] int64.
     Returns: ln ratio_t, [M] float32: ln s_i at each token of i, with gradient 1 for the token's

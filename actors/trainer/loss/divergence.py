@@ -83,9 +83,9 @@ def corrected_reference_kl(
 ) -> Tensor:
     """Estimate KL(current || reference) from tokens that another policy sampled.
 
-    The estimate is r k, with r = exp(current - behaviour). With k1 and k3 gradient flows through r
-    too, and value and gradient are unbiased. k2 is used for its gradient, so its weight is sg[r],
-    without gradient.
+    The estimate is r k, with r = exp(current - behaviour). For k1 and k3, r has a gradient too, so
+    that the estimate and its gradient are both unbiased. k2 is biased and is used only for its
+    gradient, so its weight is sg[r], which has no gradient.
     Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3 (deviation: the
     denominator is the behaviour policy).
 

@@ -74,7 +74,10 @@ class MicroBatchTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the update's loss. Its other fields, each [M], serve statistics."""
+    """A micro-batch's share of the update's loss (`loss`), and values for statistics.
+
+    The statistics are computed from the other fields, which have one value for each token, [M].
+    """
 
     loss: Tensor
     """Scalar float32, with gradient; no other field has a gradient."""

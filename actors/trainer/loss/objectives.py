@@ -3,9 +3,10 @@
 All objectives raise a token's probability if its advantage is positive and lower it if the
 advantage is negative; they differ in how they limit the change. At ratio 1, each has the gradient
 -A of the plain policy gradient for the token's log-probability. `token_losses` applies the
-objective that the settings name and marks the *clipped* tokens: the objective removed their
-gradient or, in the objectives that bound a detached weight (cispo, reinforce), bounded their
-weight. A token is clipped high at a high ratio, and clipped low at a low ratio.
+objective that the settings name, and marks the *clipped* tokens. The objectives cispo and reinforce
+multiply a token by a weight without gradient; there, a token is clipped if its weight was bounded.
+In the other objectives, a token is clipped if the objective removed its gradient. A token is
+clipped high at a high ratio, and clipped low at a low ratio.
 Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
 p the token's probability.
 """
@@ -107,12 +108,13 @@ def dppo(
 ) -> Tensor:
     """Compute a policy-gradient loss that is 0 for tokens outside a trust region.
 
-    loss = -keep sg[min(r, ratio_cap)] A log p, keep from `divergence.outside_trust_region`.
-    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879. The paper's surrogate is keep r A. The loss has
-    the form of the authors' code (sail-sg/Stable-RL, cap 20); both have the same gradient if
-    r <= ratio_cap.
+    loss = -keep sg[min(r, ratio_cap)] A log p.   Source: Qi et al. 2026 (DPPO), arXiv 2602.04879.
+    The paper maximises keep r A. Our loss is the one in the authors' code (sail-sg/Stable-RL, with
+    a cap of 20). Loss and paper have the same gradient if r <= ratio_cap.
 
-    Args: [M] float32; keep: [M] bool.    Returns: [M] float32.
+    Args: keep: [M] bool, False for the tokens that `divergence.outside_trust_region` finds. The
+        others: [M] float32.
+    Returns: [M] float32.
     Example: ratio 2, advantage 1, log p ln .5, keep [1, 0], cap 20 -> [2 ln 2, 0]
     """
     losses = reinforce(ratio, advantages, current_logprobs, ratio_cap=ratio_cap)
