@@ -3,10 +3,10 @@
 In shapes, T is the number of a row's packed tokens, S the number of its segments, and M the number
 of its trained tokens. A row is a forest: a token attends to the earlier tokens of its segment and
 of the segment's ancestors; in a row without shared prefixes every segment is a root. Invariants:
-segment_lengths sums to T; segments are in preorder, so that a parent precedes its children and a
-subtree has no gap; position_ids count along each path from a root; the target of loss position p is
-the token after p in its segment, or the first token of a child if p is the last of its segment; all
-samples of a trajectory are in one row.
+segment_lengths sums to T; segments are in preorder, so that a parent precedes its children and the
+segments of a subtree are adjacent; position_ids count along each path from a root; all samples of a
+trajectory are in one row. The token at a loss position predicts the position's target: the next
+token of its segment or, at the segment's end, the first token of a child.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ValueRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShard:
-    """One rank's share of a training step: its optimiser updates in order."""
+    """One rank's share of a training step: its rows for each optimiser update, in order."""
 
     step: int
     """The step's number, counted from 1."""

@@ -66,7 +66,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 Options = TypeVar("Options")
 
-# Types of pydantic's core that read true as 1, and entries of its schemas that hold no schemas.
+# Types of number that pydantic's core reads from true as 1, and those keys of its schemas whose
+# values are not schemas.
 _NUMBERS = ("int", "float", "complex", "timedelta")
 _NO_SCHEMAS = ("default", "expected", "members", "metadata", "serialization")
 
@@ -140,7 +141,7 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
 
 
 def _with_strict_numbers(schema: Any) -> Any:
-    """Return a schema of pydantic's core whose numbers refuse true and false."""
+    """Return a copy of a pydantic core schema in which numbers refuse the values true and false."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_with_strict_numbers, schema))
     if not isinstance(schema, dict):
@@ -315,7 +316,7 @@ def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
     """
     found = sections_in(annotation)
     for part in location:
-        # Of a union, the location has the name of the class too.
+        # An error in a union has the name of one of the union's classes as a part of its location.
         chosen = [each for each in found if each.__name__ == part]
         inner = [
             section
@@ -323,7 +324,7 @@ def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
             if part in (types := _types_of(each))
             for section in sections_in(types[str(part)])
         ]
-        # Another part is a key of a mapping, whose values all have one type.
+        # A part that is neither a class nor a field is the key of a mapping: keep its value's type.
         found = chosen or inner or found
     return [name for each in found for name in _types_of(each)]
 

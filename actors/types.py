@@ -24,8 +24,8 @@ TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 # The version of a token that is not trained, in a sample's versions.
 NO_VERSION = -1
-# Added to the number of a version that a recovery has undone, because other weights get the same
-# number and its tokens must not be attributed to them.
+# Added to the number of a version that a recovery has undone. Other weights get that number later,
+# and the tokens of the undone version must not be attributed to them.
 UNDONE = 1 << 30
 # The environment of the tasks that external agents play over HTTP.
 SESSION = "session"

@@ -126,8 +126,8 @@ async def in_thread(
         try:
             return call()
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            # The first two as in `_contained`. A future cannot hold a StopIteration, so that the
-            # caller would wait forever.
+            # SystemExit and KeyboardInterrupt would end the event loop, as in `_contained`. With
+            # StopIteration, which a future cannot hold, the caller would wait forever.
             raise _CallExited(describe(error)) from error
 
     return await loop.run_in_executor(_threads, work)
@@ -141,10 +141,9 @@ def num_abandoned() -> int:
 async def bounded(call: Callable[[], Awaitable[_Result]], *, limit_s: float) -> _Result:
     """Return the result of a call that is awaited for at most limit_s seconds.
 
-    Args: call: a function that returns the awaitable; if it raises itself, that is an error of the
-    call too.
-    Raises: CallTimedOut; CallFailed for any exception of the call; asyncio.CancelledError only if
-    the caller itself is cancelled (the call is then cancelled too).
+    Args: call: a function that returns the awaitable.
+    Raises: CallTimedOut; CallFailed if the function or the awaitable raises; asyncio.CancelledError
+    only if the caller itself is cancelled (the call is then cancelled too).
     """
     task = asyncio.ensure_future(_contained(call))
     try:
@@ -246,7 +245,7 @@ class LostCalls:
 
 
 class LostCallCounter:
-    """The counts of one pool's lost calls."""
+    """A counter of lost calls: the calls to a pool of workers that gave no answer."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str, str]] = Counter()

@@ -51,8 +51,9 @@ def check_versions(
     """Raise if the shard's versions do not fit the version that the trainer holds.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
-    token, in training steps; None: no limit. republished: versions that published the same step
-    again. If trainer_version is one of them, a shard made for the version before it is accepted.
+    token, in training steps; None: no limit. republished: versions that belong to the same step as
+    the version before them. If trainer_version is one of them, a shard that was made for the
+    version before it is accepted too.
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)

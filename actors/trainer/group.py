@@ -514,7 +514,7 @@ def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> T
 def _start_failure(
     method: str, answers: Sequence[asyncio.Future[Any]]
 ) -> TrainerStartFailed | None:
-    """Return the first error that a rank raised itself; None if there is none or a rank died."""
+    """Return the first error that a rank's own code raised; None without one, or if a rank died."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
     if any(isinstance(error, ACTOR_DEATHS) for error in errors):
         return None

@@ -67,7 +67,7 @@ class HostMomentsAdamW(torch.optim.AdamW):
                         old.copy_(new, non_blocking=True)
                 devices.add(own.device)
         for device in devices:
-            # A copy to the host is complete only after the device has reached it.
+            # Wait until the device has made the copies to the host.
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 

@@ -271,7 +271,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
             layer.register_forward_pre_hook(_evaluate)
-            # Do this also if the second computation ends early, which torch does by an exception.
+            # always_call, because torch may end the second computation early by an exception.
             layer.register_forward_hook(_ask_again, always_call=True)
 
 

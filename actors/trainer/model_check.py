@@ -253,8 +253,8 @@ def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
         return max_context_tokens
     if max_context_tokens <= original:
         return max_context_tokens
-    # Keep the quotient of the two lengths, because it is a scale that was compared with the
-    # engine's before.
+    # Keep the quotient of the two lengths. It determines the scale of cosines and sines, which
+    # `longrope_table` has compared with the engine's.
     longest = narrow.max_position_embeddings * _COPY_SWITCH // original
     kept = {
         name: value

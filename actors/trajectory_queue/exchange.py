@@ -50,7 +50,10 @@ class QueueDied(Exception):
 
 
 class RolloutExchange:
-    """A playing process's exchange with the queue; its methods are called in one event loop."""
+    """The exchange of rollouts between the queue and a process that plays them.
+
+    All methods are called in one event loop.
+    """
 
     def __init__(
         self,
@@ -190,7 +193,7 @@ class RolloutExchange:
         self, assignment: RolloutAssignment, num_deaths: int, task: asyncio.Task[None]
     ) -> None:
         self._plays.discard(task)
-        # A cancelled task either raised its cancellation again or had not started.
+        # If the task is not cancelled, `_play` has kept the trajectory that the play returned.
         if not task.cancelled():
             return
         if self._is_durable:

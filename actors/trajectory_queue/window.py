@@ -211,14 +211,15 @@ def oldest_admitted_version(
     num_ahead: int = 0,
     republished: Sequence[int] = (),
 ) -> int:
-    """Return the oldest version that may have sampled a token of a group; older tokens are stale.
+    """Return the oldest version whose tokens a group may contain; older tokens are stale.
 
     The returned version is the first version of step max(0, floor(k / P) - S), which is the oldest
     version that can be loaded when group k is admitted. If no token of the group is older than this
     version, no token exceeds the age bound when the group is trained. A session may have older
     tokens if its group was admitted again with another number after a recovery.
 
-    Args: num_ahead: the policy version minus the number of steps, at the start of the term.
+    Args: num_ahead: how much larger the policy version was than the step's number when the term
+        started.
         republished: the term's versions that belong to the same step as the version before them.
     Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
     """

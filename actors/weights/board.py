@@ -28,8 +28,8 @@ from actors.weights.logprob_check import CheckText, EngineScores
 # longer than a poll, because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
 NUM_CHECK_TOKENS = 17
-# Number of consecutive failures after which an engine ends itself. After this many, an engine at
-# fault among 64 that share a broadcast is in a group without others (`largest_group`).
+# Number of consecutive failed broadcasts after which an engine ends itself. By then, even if 64
+# engines share a broadcast at first, the engine at fault is alone in its group (`largest_group`).
 MAX_FAILED_BROADCASTS = 5
 # Number of names of ended replicas that are kept; readers check for losses every half second.
 MAX_RETIRED = 256

@@ -55,11 +55,12 @@ class Bounds:
     """Bound for a single token; None if a token's scores may differ by any amount."""
 
 
-# No run measures these bounds. They are larger than rounding if trainer and engine compute the same
-# function, and far smaller than the 0.5 to 6 nats of model families that they compute differently.
-# In bfloat16 rounding depends on the model: two programs differ by 0.01 nats on average with tiny
-# models, and by 0.03 to 0.065 with SmolLM2-135M, of which each differs by 0.044 from float32.
-# A single unlikely token may differ by 0.5.
+# These bounds are constants; no run measures its own. If trainer and engine compute the same
+# function, rounding stays below the bounds. With model families that trainer and engine compute
+# differently, the difference is 0.5 to 6 nats, far above the bounds.
+# In bfloat16 rounding depends on the model: trainer and engine differ by 0.01 nats on average with
+# tiny models, and by 0.03 to 0.065 with SmolLM2-135M. With that model each of the two differs by
+# 0.044 from float32. A single unlikely token may differ by 0.5.
 BOUNDS: Mapping[Dtype, Bounds] = {
     Dtype.FLOAT32: Bounds(mean=1e-4, largest=1e-2),
     Dtype.BFLOAT16: Bounds(mean=0.1, largest=None),

@@ -75,7 +75,8 @@ class ReplicaAffinityRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return one group of replicas, from which Serve picks the replica with the shortest queue.
 
-        The group is the replica that the request's session id names, or else two random replicas.
+        If the request's session id names a live replica, the group has only that replica.
+        Otherwise it has two random replicas.
         """
         if not candidate_replicas:
             return []

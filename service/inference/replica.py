@@ -243,8 +243,8 @@ class InferenceReplica:
 
     async def check_health(self) -> None:
         """Raise PolicyUnavailable if the replica is unhealthy; Serve then replaces it."""
-        # Do not leave this to Serve, which repeats a failed check three times and then waits for a
-        # graceful end, which a dead engine cannot reach.
+        # Do not leave this to Serve: it repeats a failed check three times, and then waits for a
+        # graceful end, which a dead engine never reaches.
         await self._end_if_dead()
         await self._engine.check_health()
         if self._pulling.done():

@@ -117,7 +117,11 @@ class _ForestAttention(torch.autograd.Function):
 def _attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally within each piece. No real query sees a padded key: padding is at the end."""
+    """Compute the attention of each piece to itself; return the outputs and the normalisers.
+
+    A token attends to itself and to the earlier tokens of its piece. The padding is at the end of a
+    piece, so no token attends to it.
+    """
     padded = [_pad(rows, plan) for rows in (query, key, value)]
     outs, normalizers = [], []
     for start, bucket in _slots(plan):
