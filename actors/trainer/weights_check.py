@@ -183,10 +183,12 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Return the tensors of the files that belong to a layer or a module of the model.
+    """Return the unexpected tensors that show that the files do not fit the configuration.
 
-    The other tensors belong to parts that a causal model does not have, such as the layers that
-    predict several tokens at once (MTP), or buffers of earlier versions of transformers.
+    Such a tensor belongs to a kind of layer or module that the model has, but the configuration has
+    no parameter for it. The other unexpected tensors do no harm: they belong to parts that a causal
+    model does not have, such as the layers that predict several tokens at once (MTP), or are
+    buffers of earlier versions of transformers.
     """
     parameters = {name for name, _ in model.named_parameters()}
     kinds = {_INTEGERS.sub("*", name) for name in parameters}

@@ -265,8 +265,8 @@ class QueueState:
     def release_actor(self, actor_id: str) -> int:
         """End a dead actor's attempts as infrastructure errors; give the actor no more rollouts.
 
-        Rollouts of a durable environment do not fail: they are pending again, as if they had never
-        been handed out.
+        Rollouts of a durable environment (`QueueStateSettings.durable`) do not fail: they are
+        pending again, as if they had never been handed out.
         Returns: the number of rollouts that the actor held.
         """
         self._released.add(actor_id)
@@ -344,11 +344,11 @@ class QueueState:
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
-        """Stop handing out rollouts, because no turns are sampled, or start to hand them out again.
+        """Begin a hold, in which no turns are sampled and no rollouts are handed out; or end it.
 
-        A rollout that was handed out when the hold began, and that ends by a time-out or an
-        infrastructure error, is played again without counting a failure. Durable environments are
-        an exception, because their clients would send the same result again.
+        If a rollout was handed out when the hold began, and ends by a time-out or an infrastructure
+        error, it is played again without counting a failure. Durable environments are an exception,
+        because their clients would send the same result again (`QueueStateSettings.durable`).
         """
         self._is_held = is_held
         if is_held:
