@@ -2,9 +2,10 @@
 
 helm/values.schema.json is written by hand except for two parts. `properties.config` is the schema
 of the configuration tree; with it, helm refuses a key that Rayloom does not know. The definitions
-`io.k8s.…` are Kubernetes' own strict ones; with them, helm refuses a typo inside an affinity or a
-volume. helm/files/config-defaults.yaml has those defaults of the configuration that the templates
-read. Tests compare each file with its source. This module needs the development tools.
+`io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
+affinity or a volume. The chart's templates read some defaults of the configuration from
+helm/files/config-defaults.yaml, which this module writes too. Tests compare each file with its
+source. This module needs the development tools.
 """
 
 from __future__ import annotations

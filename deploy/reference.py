@@ -94,7 +94,10 @@ def _rows(prefix: str, section: Schema, sections: Schema) -> Iterator[str]:
 
 
 def _resolved(setting: Schema, sections: Schema) -> tuple[Schema, str]:
-    """Return a setting's schema, after following a reference, and the description in one line."""
+    """Return the schema of a setting and its description, which is one line of text.
+
+    If the setting refers to a section, return the section's schema.
+    """
     options = (setting, *setting.get("anyOf", ()), setting.get("items", {}))
     names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
     target = sections[names[0]] if names else setting
@@ -137,7 +140,7 @@ def _code(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text with the characters escaped that end a cell of a table or begin a tag."""
+    """Escape the characters that would end a cell of a Markdown table or begin an HTML tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

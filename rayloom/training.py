@@ -96,14 +96,17 @@ def train(
 
     Args:
         config: A YAML file, or its content as a mapping. Without a configuration, dataset and a
-        reward are required. model: Directory or hub name of the model. Defaults to the
-        configuration's model, or to the tiny model if it has none. dataset: A file, a data set of a
-        hub, or rows, such as a list of dicts. reward: Functions that score one rollout. The scores
-        of several functions are added. group_reward: Functions that score the rollouts of a group
-        together. tools: Functions that the policy may call, or classes of tools. run_dir: Directory
-        of a new run. Defaults to runs/NAME-TIME. resume: Directory of a run to continue with its
-        own data and functions. Cannot be combined with dataset, functions or run_dir. settings:
-        Sections of the configuration, such as run={"steps": 20}.
+            reward are required.
+        model: Directory or hub name of the model. Defaults to the configuration's model, or to the
+            tiny model if it has none.
+        dataset: A file, a data set of a hub, or rows, such as a list of dicts.
+        reward: Functions that score one rollout. The scores of several functions are added.
+        group_reward: Functions that score the rollouts of a group together.
+        tools: Functions that the policy may call, or classes of tools.
+        run_dir: Directory of a new run. Defaults to runs/NAME-TIME.
+        resume: Directory of a run to continue with its own data and functions. Cannot be combined
+            with dataset, functions or run_dir.
+        settings: Sections of the configuration, such as run={"steps": 20}.
 
     Raises:
         ConfigError: If the configuration, the data or a function is refused; nothing has started.

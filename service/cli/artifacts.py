@@ -84,7 +84,7 @@ def export_to(
     dtype: Dtype = Dtype.FLOAT32,
     only_adapter: bool = False,
 ) -> Progress:
-    """Write a checkpoint as a Hugging Face model directory, and return its progress.
+    """Write a checkpoint as a Hugging Face model directory; return its manifest's content.
 
     command: name of the command for errors. only_adapter: write the checkpoint's adapters in
     PEFT's format. Raises: ConfigError if the export fails.
@@ -149,9 +149,10 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
-    """Return the run's checkpoints; None if they cannot be read because of the database's format.
+    """Return the run's checkpoints, even if another version of Rayloom made the database.
 
-    Raises: StoreError if the database has this version's format and still cannot be read.
+    Return None if the database's format is not the current one and cannot be read.
+    Raises: StoreError if the format is the current one, and the database still cannot be read.
     """
     number = store.format_number()
     try:

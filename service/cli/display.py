@@ -55,8 +55,8 @@ _ENDINGS: frozenset[Phase] = _ENDED | {"recovering", "stopping"}
 class ProgressState:
     """The state of a display; it must receive every status, in order.
 
-    The state keeps the rewards of the steps that the run has not undone: all of them, or the reward
-    of every 2nd, 4th, … step, so that at most MAX_REWARDS rewards are kept.
+    The state keeps at most MAX_REWARDS rewards. If the run has more steps, it keeps only the reward
+    of every 2nd, 4th, … step. Rewards of undone steps are dropped.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class ProgressState:
     def absorb(self, status: RunStatus, *, now: float) -> list[tuple[str, bool]]:
         """Add a status at `now` (seconds since 1970), and return the new lines.
 
-        Each line has whether it is a notice: a fault or a warning, which stays on the terminal.
+        Returns: pairs of a line and a flag. The flag is true if the line is a notice, which is a
+        fault or a warning and stays on the terminal.
         """
         previous, self.status, self.now = self.status, status, now
         lines: list[tuple[str, bool]] = []

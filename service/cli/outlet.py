@@ -61,7 +61,11 @@ def escape_unencodable(stream: IO[str] | None) -> None:
 
 @contextmanager
 def outlet(stream: IO[str] | None) -> Iterator[None]:
-    """Guard writes to `stream` in the block; after a failure, drop buffered and later output."""
+    """Guard a block that writes to `stream`.
+
+    If a write fails because the stream is lost, leave the block without an error. Drop the output
+    that is still buffered, and all later output to the stream.
+    """
     escape_unencodable(stream)
     try:
         yield

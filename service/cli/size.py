@@ -149,8 +149,9 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
     """Return how much larger the database is if `rayloom serve` starts the run.
 
-    num_turns_kept: number of sessions that are kept since the oldest checkpoint. of_experts: bytes
-    that record which experts one token used; None if the architecture is not known.
+    num_turns_kept: number of ended sessions whose turns are still stored, which are the sessions of
+    the steps since the oldest checkpoint. of_experts: bytes that record which experts one token
+    used; None if the architecture is not known.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES

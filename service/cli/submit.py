@@ -184,9 +184,10 @@ class _Submitting:
             self.progress.show(self.summary())
 
     def _has_room(self, batch: list[Task]) -> bool:
-        """Submit a batch. Returns: whether the service had room; otherwise retry later.
+        """Submit a batch. Return False if the service has no room, or the batch is too large.
 
-        If the batch was too large, the next batch has half as many tasks.
+        The caller then submits the tasks again later. After a batch that was too large, the next
+        batch has half as many tasks.
         """
         try:
             self.client.submit(

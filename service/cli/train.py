@@ -267,7 +267,10 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Report whether a second signal interrupted the run or only its end; return the exit code."""
+    """Tell the user what a second signal interrupted, and return the exit code.
+
+    It interrupted either the run itself, or only the ending of the parts of a run that was over.
+    """
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)

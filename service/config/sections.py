@@ -48,7 +48,7 @@ SystemMessages = Literal["merge", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Length of a run, its seed, and how much of it is kept."""
+    """Length of a run, its seed, and which of its checkpoints and trajectories are kept."""
 
     __pydantic_config__ = STRICT
 
@@ -265,7 +265,10 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Convert an evaluation's settings to `Sampling`; the k of pass@k are the powers of two."""
+    """Convert an evaluation's settings to `Sampling`.
+
+    pass@k is computed for each power of two k that is at most the number of samples.
+    """
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,

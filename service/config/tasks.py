@@ -180,7 +180,7 @@ def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
 
 @contextmanager
 def _named_refusals(name: str) -> Iterator[None]:
-    """Run a block; put the name of a part of the mixture into a ConfigError that it raises."""
+    """Run a block. If it raises a ConfigError, add `name`, a part of the mixture, to its text."""
     try:
         yield
     except ConfigError as error:

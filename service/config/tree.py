@@ -143,7 +143,11 @@ class Config:
 
     @property
     def outcome_policy(self) -> OutcomePolicy:
-        """The outcome table: the defaults, replaced by a critic's rows, then by the run's rows."""
+        """The rule for each outcome.
+
+        With a critic, `algorithm.critic.truncation_rule` replaces the default rules of truncated
+        rollouts. The rules in `rollouts.outcomes` replace all others.
+        """
         algorithm = self.algorithm
         of_critic = {}
         if algorithm.has_critic:
@@ -168,14 +172,17 @@ class Config:
 
     @property
     def policy_schedule(self) -> ScheduleSettings:
-        """The schedule of the policy's learning rate; null `updates` become the run's updates."""
+        """The schedule of the policy's learning rate.
+
+        If its `updates` is null, the number of the policy's updates in the run is filled in.
+        """
         return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
 
     @property
     def critic_schedule(self) -> ScheduleSettings:
-        """The schedule of the critic's learning rate; null `updates` become run.steps.
+        """The schedule of the critic's learning rate.
 
-        A critic makes one update in each step.
+        If its `updates` is null, run.steps is filled in: a critic makes one update in each step.
         """
         return self._planned(self.algorithm.critic.schedule, 1)
 

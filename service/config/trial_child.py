@@ -205,10 +205,10 @@ async def _call_all(
 def _misspelt(
     function: RewardFunction | Judge, columns: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an argument and a column that the user probably meant by it.
+    """Yield each argument whose name is probably a misspelt column, and this column.
 
-    No column has the argument's name, so that the argument keeps its default, but the column's name
-    is almost the same.
+    Such an argument has a default value, and no column has the argument's name, but one column has
+    almost the same name. The function would always get the default value.
     Example: `def score(completion, anwser=None)` and a column answer yield ("anwser", "answer").
     """
     if not isinstance(function, RewardFunction) or function.named is None:
@@ -224,8 +224,9 @@ def _misspelt(
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
     """Return two answers, each as its text, its description and whether it is a reference answer.
 
-    column: the column with the reference answers; None chooses one, or made-up answers. Raises:
-    ConfigError if the first task lacks `column`.
+    A made-up answer takes the place of each reference answer that the data lack. column: the column
+    with the reference answers; None chooses a column. Raises: ConfigError if the first task lacks
+    `column`.
     """
     found = reference_of(task, column)
     if found is None and column is not None:

@@ -431,11 +431,11 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return the share of each member's advantage that does not depend on any other single member.
+    """Return the share of each member's advantage that remains without any one other member.
 
-    Leave out each other member j in turn, and compute the advantage A_i of member i again. The
-    share f_i = min(1, min_{j != i} |A_i without j| / |A_i|) is the least part that remains of A_i.
-    It is 1 for A_i = 0 and in groups of two.
+    For a member i, leave out each other member j in turn, and compute the advantage A_i again. The
+    share is the least part of A_i that remains: f_i = min(1, min_{j != i} |A_i without j| / |A_i|).
+    The share is 1 if A_i = 0, and in groups of two.
 
     Args: returns: [G] float, returns of the baseline's members. Returns: [G] float, in [0, 1].
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded

@@ -73,10 +73,10 @@ class GroupCommit:
         start."""
 
     def add(self, change: Change, done: asyncio.Future[None] | None = None) -> None:
-        """Queue a change, which is stored soon, after all earlier ones; do not wait.
+        """Queue a change and return at once; the change is stored soon, after all earlier ones.
 
-        A change of a session that has ended in the store is left out. done: completed when the
-        change is stored, or gets the error, such as TooLate.
+        The change is not stored if its session has already ended in the store. done: completed
+        when the change is stored; if it is not stored, `done` gets the error, such as TooLate.
         Raises: LeaseLost, StoreError if writing has failed; RuntimeError after `close`.
         """
         if self.failure is not None:

@@ -114,7 +114,8 @@ def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | 
     """Derive a session's outcome from its turns, because the client states no outcome.
 
     Args: refusal: the session's newest request that was refused because of a limit, if any.
-    judged: number of the turn that the client named for the reward, or None.
+    judged: number of the turn to which the client gave the session's reward; None if the client
+    named no turn.
     """
     counted = trained(tree)
     main = judged_of(tree, counted, judged)
@@ -156,8 +157,9 @@ def check_turns(
 ) -> None:
     """Check that all turns that a client rewards exist and are trained. Raises: Refused.
 
-    Args: turn_rewards: rewards by the number of the turn. judged: number of the turn that the
-    client named for the session's reward, or None.
+    Args: turn_rewards: the rewards of single turns, by the number of the turn.
+    judged: number of the turn to which the client gave the session's reward; None if the client
+    named no turn.
     """
     num_turns, without = tree.num_turns, left_out(tree)
     for param, named in (
@@ -206,10 +208,10 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the error for a request to end or reward a session that has already ended.
+    """Return the error for a request to end or reward a session that something else has ended.
 
-    The session may also be about to end. What ended it, or is ending it, is a time limit or a
-    different request, not an earlier copy of this request.
+    A time limit or a different request has ended the session, or is ending it now. A request that
+    only repeats the one that ended the session does not get this error.
     """
     end = stored.end
     how = (
@@ -231,8 +233,9 @@ def stopping() -> Refused:
 
 
 def left_out(tree: SessionTree) -> dict[int, LeftOutReason]:
-    """Return the turns that are not trained if the session ends now: the reason for each, by its
-    number, in ascending order.
+    """Return why turns are not trained if the session ends now.
+
+    Returns: the reason for each untrained turn, by the number of the turn, in ascending order.
     """
     topics = _topics_of(tree.nodes) if tree.leaves_titles_out else {}
     found: dict[int, LeftOutReason] = {}
@@ -259,7 +262,8 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     turn whose conversation has another turn or quotes a sampled reply. If there is no such turn, it
     is the trained turn with the longest prompt; of several, the newest.
 
-    Args: counted: the trained turns. named: the number of the named turn, or None.
+    Args: counted: the trained turns. named: number of the turn to which the client gave the reward;
+    None if the client named no turn.
     """
     for node in counted:
         if node.turn.number == named:
@@ -296,10 +300,10 @@ def samples_of(
     Example: if turn 1 continues turn 0, and turn 2 begins another conversation, there are two
     samples: one of turns 0 and 1, one of turn 2.
 
-    Args: reward, components: the session's reward and its parts, which the judged turn gets in
-    addition to its own reward. turn_rewards: rewards by the number of the turn; rewards of
-    untrained turns are ignored. judged: number of the turn that the client named for the session's
-    reward; None: `judged_of` chooses it.
+    Args: turn_rewards: the rewards of single turns, by the number of the turn; rewards of untrained
+    turns are ignored. reward, components: the session's reward and its parts. One turn, the judged
+    turn, gets them in addition to its reward in `turn_rewards`. judged: number of the turn to which
+    the client gave the session's reward; None: `judged_of` chooses the judged turn.
     """
     builder = SampleBuilder(trajectory_id)
     counted, by_turn = trained(tree), turn_rewards or {}

@@ -467,7 +467,11 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
 
 
 def _stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
-    """Return the stop reason that the client sees: length, calls in the message, or stop."""
+    """Return the reason that the client sees for the end of a reply.
+
+    It is "length" if the reply reached its maximum length, "calls" if the message calls tools, and
+    otherwise "stop".
+    """
     if finish_reason is FinishReason.LENGTH:
         return "length"
     return "calls" if message.call_texts else "stop"

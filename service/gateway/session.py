@@ -1,10 +1,11 @@
 """A session in memory: its agent's turns, and the rules by which it changes.
 
 Invariants: only this file writes a session's fields. Everything that happens to a session is a
-`Change`: `Session.apply` does in memory what `service.store.sessions` does in the database, so that
-loading a session replays its changes. A turn is stored before a client receives it. A session ends
-once; a repeated request to end it waits for the first. If a client repeats its request for a turn,
-the turn is unseen only if the client also leaves before the answer to the newest of these requests.
+`Change`. `Session.apply` makes the change in memory, and `service.store.sessions` makes the same
+change in the database. A session that is loaded from the database therefore has the same state. A
+turn is stored before a client receives it. A session ends once; a repeated request to end it waits
+for the first. If a client repeats its request for a turn, only the newest of these requests counts:
+the turn is unseen if the client leaves before that request is answered.
 `service.gateway.sessions` makes and calls sessions.
 """
 
@@ -107,7 +108,7 @@ class Session:
 
     @property
     def is_live(self) -> bool:
-        """Whether the session has not ended and is not being ended, even if not yet admitted."""
+        """Whether the session has not ended and is not being ended; it may wait for admission."""
         return self.stored.end is None and self._ending is None
 
     @property

@@ -339,9 +339,9 @@ class SessionTree:
     ) -> SessionTurn | None:
         """Return the turn that already answers this request; None if a turn must be sampled.
 
-        This is the turn of an earlier request with the same id or the same idempotency key. If
-        there is none, and the request is marked as a retry and equals the newest request, it is the
-        turn of the newest request, with the exceptions in `_is_another`.
+        First look for a request with the same id or the same idempotency key, and return its turn.
+        If there is none, the request may be marked as a retry and equal the newest request. Then
+        return the newest request's turn, unless `_is_another` says that it cannot be the answer.
         Raises: Refused if a different request had the same idempotency key.
         """
         number = self._by_request.get(request_id)
@@ -392,10 +392,10 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Find the last message of a conversation that a turn has sampled, and return the turn.
+        """Return the turn whose reply is the last sampled message of a conversation.
 
-        Return several turns if their conversations have equal texts. Return no turn if none of the
-        messages was sampled.
+        Messages after this reply were not sampled in this session. Return several turns if their
+        conversations have equal texts up to the reply. Return no turn if no message was sampled.
         Args: links: the links of the conversation's messages. tools: if given, ignore turns whose
         tools have another key.
         """
@@ -496,10 +496,11 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 
 
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
-    """Return whether a conversation that a request begins has instructions as its first message.
+    """Return whether the conversation that a request begins has instructions as its first message.
 
-    named: the turn that the request names as its previous turn, or None. Even with such a turn, a
-    request with new instructions or new tools begins a conversation.
+    If the request has no field `instructions`, those of the named turn's conversation are used.
+    named: the turn that the request names as its previous turn, or None. A request that names a
+    turn still begins a conversation if it has new instructions or new tools.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

@@ -57,7 +57,9 @@ Numbers = list[float] | Packed
 
 
 class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Tokens [start, end) of a sample; policy version `version` sampled the trained ones."""
+    """A range [start, end) of a sample's tokens, and the policy version that sampled its trained
+    tokens.
+    """
 
     version: int
     start: int

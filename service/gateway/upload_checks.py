@@ -121,8 +121,9 @@ def _check_order(samples: Sequence[Sample]) -> None:
 def _check_duplicates(samples: Sequence[Sample]) -> None:
     """Check that no token would be trained twice.
 
-    Raises: Violation if two samples have the same turn after the same prompt, and the turn's tokens
-    that both samples train have equal log-probabilities.
+    Two samples may have a turn with the same tokens after the same prompt. If both samples train
+    some of these tokens, and with equal log-probabilities, they contain one and the same turn.
+    Raises: Violation in this case.
     """
     ends = sorted({turn.end for each in samples for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
@@ -267,12 +268,12 @@ def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
 
 
 def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
-    """Return a copy of a sample with the fields of its branch: `parent` and the reason.
+    """Return a copy of a sample that states from which sample it branches off, and why.
 
     The parent is the earlier sample that shares the longest prefix with the sample's first prompt;
-    of several, the newest. Of the earlier sample, only tokens that existed when that prompt was
-    sent are compared. `SampleBuilder` does the same.
-    stated: the client's reason, which takes precedence over the one that the token ids show.
+    of several, the newest. Tokens of an earlier sample that did not exist yet when this prompt was
+    sent are not compared. `SampleBuilder` chooses the parent by the same rule.
+    stated: the reason that the client gave; None derives the reason from the token ids.
     """
     if not earlier:
         return sample

@@ -269,11 +269,12 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 
 
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
-    """Return the number of missing members of all groups.
+    """Return how many members are missing in all groups together.
 
-    The full size of a group is the highest number among its members, plus 1. If more than half of
-    the groups have the same larger size, that size counts instead. Example: a group with the
-    members 0, 1 and 4 misses 2; if most groups have five members, one with 0 and 1 misses 3.
+    The size of a group is the highest number among its members, plus 1. If more than half of the
+    groups have the same size, a smaller group counts with this size. Example: a group with the
+    members 0, 1 and 4 misses two members. If most groups have five members, a group with the
+    members 0 and 1 misses three.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:

@@ -69,11 +69,11 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A rise of the share of marked trajectories, which are those that show a pattern.
+    """A rise of the share of trajectories that show a pattern.
 
-    mark: [N], whether each trajectory is marked and belongs to those among which the share was
-    computed. before: the share in the earlier steps. now: the share in the newest steps. onset: the
-    step in which the rise began.
+    The share may be computed among only some of the trajectories. mark: [N], whether a trajectory
+    is one of these and shows the pattern. before: the share in the earlier steps. now: the share in
+    the newest steps. onset: the step in which the rise began.
     """
 
     mark: Bools
@@ -105,11 +105,12 @@ def _rise(
     min_rise: float = MIN_RISE,
     before: float | None = None,
 ) -> _Seen | None:
-    """Return the rise of the share of marked trajectories in the newest steps; None if too small.
+    """Return the rise of the share of marked trajectories; None if there is no clear rise.
 
-    among: the trajectories among which the share is computed. before: the share with which the
-    newest share is compared; None uses the median share of the earlier steps. min_share: smallest
-    newest share that counts. min_rise: smallest difference of the two shares that counts.
+    The share in the newest steps is compared with an earlier share. among: the trajectories among
+    which both shares are computed. before: the earlier share; None uses the median share of the
+    earlier steps. The rise is clear only if the newest share is at least `min_share`, and exceeds
+    the earlier share by at least `min_rise`.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)

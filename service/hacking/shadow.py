@@ -80,7 +80,11 @@ class ShadowVerifier:
         self._renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
 
     def verdicts(self, step: JournalStep) -> Verdicts:
-        """Check a sample of the graded trajectories."""
+        """Let the verifier check a sample of the step's graded trajectories.
+
+        Returns: by trajectory id, the result of `_verdict`. Trajectories for which the function
+        returned None are left out.
+        """
         graded = [e.trajectory for e in step.entries if e.trajectory.is_graded]
         chosen = sorted(
             (each for each in graded if each.samples),
@@ -140,8 +144,9 @@ class ShadowVerifier:
         *,
         extras: frozenset[str] = frozenset(),
     ) -> _Found | str:
-        """Set the run's settings for the trajectory's environment, and then call the function.
+        """Call the function in the same context as in a run, and within the same time limit.
 
+        The context has the settings of the trajectory's environment, the task's id and the step.
         ask: makes the call. columns, extras: checked by `RewardFunction.check`. Returns: what `ask`
         returned; a text with the reason if the call failed.
         """

@@ -408,10 +408,10 @@ def _check_member(
 def _check_sum(
     members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
 ) -> Iterator[tuple[Check, str]]:
-    """Yield a problem if the advantages of a group should add up to 0 but do not.
+    """Yield a problem if a group has a baseline but its advantages do not add up to 0.
 
-    They should with the baselines mean and leave-one-out, whatever the scale. For a member that
-    was not trained, the advantage is used that follows from the group's returns.
+    With the baselines mean and leave-one-out the sum is 0, whatever the scale. A member that was
+    not trained counts with the advantage that follows from the group's returns.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return

@@ -42,11 +42,13 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
-    """Return the parts of the run's terms that were not undone, as the run's database records them.
+    """Return which parts of the run were not undone, as the run's database records them.
 
-    Each part (`Span`) maps to the ids of its refused rollouts. A rollout is refused if the trainer
-    refused its update, which was not finite. The journal records such a rollout as trained, because
-    it was written before the update. Return None if the journal was copied without the database.
+    Returns: for each term that was not undone completely, its remaining part (`Span`) and the ids
+    of this part's refused rollouts. The trainer refused the update with these rollouts, because
+    the update was not finite. The journal still records them as trained, because it was written
+    before the update.
+    Return None if the journal was copied without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:
@@ -105,8 +107,8 @@ def surviving_files(
 ) -> list[JournalFile]:
     """Return one journal file for each step, without the files of steps that were undone.
 
-    Args: spans: each term of which at least one step was not undone, with the last such step. If
-    None, each step's file of the newest term is returned.
+    Args: spans: for each term that was not undone completely, its last step that was not undone. If
+    `spans` is None, the newest term's file of each step is returned.
     Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. Returned are
     term 1's files of steps 1 and 2, and term 2's file of step 3.
     """

@@ -155,10 +155,11 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    For each candidate step, the shortfalls (`border` minus mean return) of this step and all later
-    steps are added up; the step with the largest sum is returned. The candidates begin
-    LEVEL_STEPS // 4 steps before the level last fell below the border, because the mean return of
-    single steps falls earlier than the level.
+    The shortfall of a step is `border` minus its mean return. For each candidate step, add up the
+    shortfalls of this step and all later steps. Return the candidate with the largest sum. The
+    level, an average of several steps, falls later than the mean return of single steps. The first
+    candidate is therefore LEVEL_STEPS // 4 steps before the step since which the level has been at
+    or below the border.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0

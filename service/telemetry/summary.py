@@ -60,8 +60,8 @@ class LogprobChecks:
     """The worst results of the log-probability checks of all steps, and the time of the checks.
 
     A check compares the log-probabilities of trainer and engines for a text. Each value is the
-    largest of all steps, or None if no engine has answered. The first step of a term includes the
-    check at the term's start.
+    largest of all checks, or None if no engine has answered. There is a check after each step, and
+    one at the start of each term.
     """
 
     tokens: float | None

@@ -37,10 +37,11 @@ class UserCalls:
         self._noticed: Counter[str] = Counter()
 
     def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
-        """Add what an environment actor has counted since its last report.
+        """Process a report of an environment actor: add the calls that it had not reported before.
 
-        Args: lost: the actor's counts since its start. resident_bytes: memory of the actor's
-        largest worker process; 0 if the actor has no worker.
+        Args: lost: all calls that the actor has counted since its start; the calls that it reported
+        earlier are subtracted. resident_bytes: memory of the actor's largest worker process; 0 if
+        the actor has no worker.
         """
         with self._metrics.together():
             for each in lost:

@@ -171,8 +171,9 @@ def own_config(run: Path, *, option: str = "--resume ", is_sft: bool = False) ->
 
 
 def with_model(overrides: list[str], model: str | None) -> list[str]:
-    """Return the overrides, with overrides added that select the model of the option --model.
+    """Return the overrides, followed by overrides that select `model`, the value of --model.
 
+    If --model was not given, `model` is None, and nothing is added.
     The model's name is quoted as JSON, because YAML would read some names as numbers.
     """
     if model is None:

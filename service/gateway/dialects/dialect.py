@@ -63,7 +63,8 @@ class Reads(Protocol):
         """Make a request, and the form of its answer, from a parsed body. Raises: only Refused.
 
         Args: headers: their names may have any case. ignores: whether to accept an unsupported
-        parameter without which the answer has the same form. `ChatRequest.ignored` then lists it.
+        parameter if it does not change the form of the answer; it is then listed in
+        `ChatRequest.ignored`.
         """
         ...
 

@@ -470,8 +470,9 @@ def make_request(
 ) -> ChatRequest:
     """Make a request from the values that a dialect has read.
 
-    The headers have the idempotency key and say whether the request is a retry. A header or the end
-    of the model's name marks a call outside the task (`ChatRequest.is_auxiliary`).
+    The headers contain the idempotency key and say whether the request is a retry. A call is
+    outside the task (`ChatRequest.is_auxiliary`) if a header says so, or if the model's name ends
+    with AUXILIARY_SUFFIX.
     """
     lower = {name.lower(): value for name, value in headers.items()}
     key = lower.get("idempotency-key", "")
