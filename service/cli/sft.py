@@ -42,7 +42,7 @@ from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.health import RunFailed
 from service.run.sft import SftRun, num_steps_of
 
-# The directory of the exported model in that of the training.
+# Name of the directory of the exported model, within the training's directory.
 EXPORT = "export"
 # Settings of `sft` that a resumed training may change.
 _CHANGEABLE = ("epochs", "checkpoint_every", "keep_checkpoints")

@@ -34,8 +34,8 @@ MAX_PARAMETERS = 1e14
 # (8 turns of 256 sampled and 256 observed tokens) and 5.1 (40 turns of 256 and 512).
 JOURNAL_BYTES = 5.1
 # Bytes of a token with its share of the text and of the row, measured with random tokens of four
-# letters: 22 to 31 in an evaluation's file (JSON), and 11 (turns of 512 new and 256 sampled tokens)
-# to 18 (64 and 64) in the database's row of a session's turn.
+# letters. In an evaluation's file (JSON) they were 22 to 31. In the database's row of a session's
+# turn they were 11 (turns of 512 new and 256 sampled tokens) to 18 (turns of 64 and 64).
 EVALUATION_BYTES = 32
 SESSION_BYTES = 20
 # Bytes of a ledger event with its index: 47 were measured; the longer names of submitted tasks take

@@ -112,7 +112,7 @@ def open_tasks(
         )
     except ValueError as error:
         raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
-    # A task of a file is its seed too, and its data may be empty.
+    # Two tasks of a file with equal data may differ in their seeds, so files are not checked.
     if settings.dataset is not None and (count := found.num_trained_held_out):
         _logger.warning(
             "data set %s: %d of the held-out tasks have the same data as training tasks, so that "

@@ -118,7 +118,7 @@ class GroupCommit:
             await asyncio.wait([self._writing])
 
     def _hide(self, change: Change) -> None:
-        # During the close the queue still accepts this change, which belongs to a turn in it.
+        # The queue accepts this change even during `close`, if it still has entries to write.
         is_over = self.failure is not None or (self._is_closed and self._writing is None)
         if isinstance(change, TurnAdded) and not is_over:
             number = change.turn.number

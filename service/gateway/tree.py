@@ -193,8 +193,9 @@ class SessionTree:
         self.leaves_titles_out = leaves_titles_out
         self.nodes: list[Node] = []
         """The turns, in their order; only the tree changes the list."""
-        # Turns by the key of the conversation up to their reply, and messages by the key up to
-        # them; None if there are several messages that differ.
+        # `_sampled` has turns by the key of the conversation up to and including their reply.
+        # `_copies` has messages by the key of the conversation up to and including the message. The
+        # value is None if the key belongs to several messages that differ.
         self._sampled: dict[bytes, list[Node]] = {}
         self._copies: dict[bytes, Message | None] = {}
         self._tools: dict[bytes, tuple[ToolSchema, ...]] = {}

@@ -297,8 +297,9 @@ EARLIER_STEPS = 100
 MIN_TRAJECTORIES = 40
 # Smallest number of groups with both kinds of members for a gain.
 MIN_MIXED_GROUPS = 4
-# A newer value that is this number of spreads from the earlier ones is new. At four, the chance is
-# about 1 in 30,000 for a normal spread, over hundreds of steps and ten patterns.
+# A value counts as new if its distance from the earlier values is at least this number of spreads.
+# With four and a normal distribution, chance alone gives such a value once in about 30,000. That is
+# rare enough for hundreds of steps and ten patterns.
 NUM_SPREADS = 4.0
 # Factor from the median deviation to the standard deviation, for a normal spread.
 MAD_TO_SD = 1.4826

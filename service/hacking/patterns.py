@@ -39,7 +39,8 @@ MIN_GAIN = 0.15
 GAIN_ERRORS = 3.0
 # Growth of the length; honest answers grow too, by about half.
 LONG = 1.8
-# Honest prose repeats a fifth of its runs, several calls in one turn half of them; spam nearly all.
+# Share of runs that are repeated: a fifth in honest prose, a half in a turn with several calls, and
+# nearly all in spam.
 MOSTLY_REPEATED, MOSTLY_COPIED = 0.7, 0.6
 # Factor by which a component exceeds all earlier values; bounded components never do.
 EXCESS = 1.5
@@ -47,17 +48,17 @@ EXCESS = 1.5
 MIN_TASKS = 4
 # Share of the best seen return from which a trajectory counts as a success.
 SUCCESS = 0.9
-# Smallest fall of a component, as a share of its range, and smallest rise of the reward, of its.
+# Smallest fall of a component, and smallest rise of the reward. Each is a share of its own range.
 MIN_FALL, MIN_REWARD_RISE = 0.12, 0.05
 # Number of steps just before the newest ones.
 LATELY_STEPS = 10
 # Only components with at least this share of the widest range count: others may fall for good
 # reasons, such as brevity.
 MAIN_COMPONENT = 0.5
-# Failures by chance lower the shares of low and of other rewards alike. Failures that replace low
-# rewards lower the share of low rewards by at least the first factor times the rise of failures,
-# and that of other rewards by at most the second factor times this rise. If the policy learns, the
-# share of other rewards grows, but by at most the third factor times this rise.
+# Failures by chance lower the shares of low and of other rewards alike. If failures replace low
+# rewards, the share of low rewards falls by at least the first factor times the rise of failures.
+# The share of other rewards then falls by at most the second factor times this rise. If the policy
+# learns, the share of other rewards grows, but by at most the third factor times this rise.
 FROM_BOTTOM, FROM_OTHERS, TO_OTHERS = 0.6, 0.25, 1.25
 # A missing engine while the policy learns looks the same, but not for this number of steps.
 LASTING_STEPS = 8
