@@ -220,10 +220,10 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of a setting that is a section, or an empty schema if it is not.
+    """Return the JSON schema of the section that a setting contains.
 
     A setting may also map names to sections, as `mixture` does. Then return a schema with one
-    property for each of these names.
+    property for each of these names. If the setting contains no section, return an empty schema.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:

@@ -172,8 +172,8 @@ def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[
     """Try the functions of a configuration, and return the first observation of each environment.
 
     tell: called with each warning. Returns: the observations by the environment's name.
-    Raises: ConfigError if an import, a first task or a function can never work, or if the data lack
-    the column that `trial` names.
+    Raises: ConfigError if a module cannot be imported, a first task cannot begin, or a function can
+    never work. Also if the data lack the column that `trial` names.
     """
     trials = _Trials(config, trial)
     while not trials.is_done:

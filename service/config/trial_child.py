@@ -267,10 +267,11 @@ async def _stepped(
 ) -> tuple[Observation | None, tuple[Fate, str, float]]:
     """Take a task's first step with the answer `text`.
 
-    is_copied: whether the result must be picklable, because a run's worker process sends it to the
+    is_copied: whether the result must be picklable: in a run, a worker process sends it to the
     actor.
-    Returns: the observation of `reset`, or None if `reset` raised; and a tuple that describes the
-    step: how it ended, the problem in words, and 0.0, because a step has no score here.
+    Returns: the observation of `reset`, or None if `reset` raised, and a description of the step.
+    The description has three parts: how the step ended, the problem in words, and 0.0 in place of a
+    score.
     """
     begun = None
     try:

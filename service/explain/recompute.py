@@ -44,7 +44,11 @@ from service.telemetry.records import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSource:
-    """A step, and the newest available weights that were trained before this step."""
+    """The data from which a step's gradient is recomputed.
+
+    They are the step's journal, its record, and the weights of the newest readable checkpoint from
+    before the step, or of the model from which training started.
+    """
 
     run: Path
     """The run's directory, as the user gave it."""
@@ -83,7 +87,10 @@ class StepSource:
 
 
 def find_source(run: Path, number: int) -> StepSource:
-    """Find the sources for recomputing a step. Raises: ConfigError."""
+    """Find the data from which the gradient of step `number` is recomputed.
+
+    Raises: ConfigError if they are missing or cannot be used.
+    """
     journal = open_journal(run)
     run_dir = journal.run_dir
     if run_dir is None or not journal.has_database:
@@ -254,10 +261,10 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
 
 
 def _one_rank(config: Config, model: str) -> RankSettings:
-    """Return the run's trainer settings for one rank in this process.
+    """Return the run's trainer settings, changed for one rank in this process.
 
-    Models that only help to compute advantages are left out, because the journal has the
-    advantages.
+    The critic and the reference model of the reward are left out. They only help to compute
+    advantages, which the journal already has.
     """
     has_gpu = config.trainer.device == "cuda" and torch.cuda.is_available()
     trainer = replace(

@@ -43,8 +43,8 @@ class GroupCommit:
     """Writes the changes of all sessions of a gateway; nothing else in the gateway writes sessions.
 
     If the database does not answer, `commit` gives up after `hold_s`. The writer retries for
-    longer, until the `RunStore` gives up, because a transaction may have been committed before its
-    connection broke. Then, or if the lease is lost, the writer has failed: it writes nothing more,
+    longer, because a transaction may have been committed before its connection broke. If the
+    `RunStore` gives up too, or if the lease is lost, the writer has failed: it writes nothing more,
     and the gateway ends. The next gateway continues from the stored changes. They may include
     turns that no client received, if the last transaction was committed without a confirmation.
     """

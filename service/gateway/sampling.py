@@ -207,8 +207,9 @@ class Sampler:
     async def prompt(self, place: Place, *, may_call: bool) -> Prompt:
         """Make the prompt of a request. place: the request's position in the session's tree.
 
-        Raises: Refused if the chat template cannot render a message or leaves it out, if the calls
-            in a reply could not be parsed, or if the messages are far too long.
+        Raises: Refused if the chat template cannot render a message or leaves a message out, if the
+            request has tools but no parser could read their calls, or if the messages are far too
+            long.
         """
         if num_characters := self._num_too_many(place):
             raise self._no_room(f"{num_characters} characters")

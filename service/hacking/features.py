@@ -196,8 +196,8 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
     """Return the token with which most answers end; -1 if no answer was ended by a stop.
 
-    If any answer has several tokens, answers of a single token are ignored: the single token may be
-    ordinary text if a stop string, and not a stop token, ended the answer.
+    Answers of a single token are ignored if there are longer answers. A single token may be
+    ordinary text, because a stop string instead of a stop token may have ended the answer.
     """
     ended = [
         parts[-1]

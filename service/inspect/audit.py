@@ -520,7 +520,7 @@ def missing_steps(
     """Return the recorded steps that should have a journal file but have none.
 
     recorded: steps in the database. plan: says how many journal files are kept; None if unknown.
-    Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
+    Example: of steps 1 to 4, the files of the newest three are kept; present [3] -> (2, 4)
     """
     first, last = min(present), max(present)
     if plan is not None and plan.journal_steps:

@@ -253,7 +253,10 @@ def _definitions() -> tuple[tuple[str, str], ...]:
 
 
 def help_of(name: str) -> str:
-    """Return a statistic's explanation, without a capital: the page shows it after the name."""
+    """Return a statistic's explanation with a small first letter.
+
+    The page shows the explanation after the statistic's name, in the same sentence.
+    """
     text = BY_NAME[name].help.replace("`", "")
     return text[0].lower() + text[1:]
 

@@ -330,7 +330,11 @@ def _statistic_table(group: str, totals: RunTotals) -> Table:
 
 
 def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
-    """Return a table of the rollouts in flight by state, with their sum and the sum's limit."""
+    """Return a table that counts the rollouts in flight in each state.
+
+    Its last row has the sum, and `max_items`, which the sum may not exceed. max_lag: shown in a
+    note below the table.
+    """
     if queue is None:
         return Table(caption="Window", header=(), rows=())
     in_flight = queue.ledger.in_flight

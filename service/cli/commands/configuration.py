@@ -304,8 +304,9 @@ def quick_tree(
 ) -> dict[str, Any]:
     """Return all sections of a run's configuration except `tasks`.
 
-    Args: dataset: data set after which the run is named. model: a directory or hub name; None for
-    the tiny model.
+    Args: dataset: the data set, from whose name the run's name is made. model: a directory or hub
+    name; None for the tiny model. has_tools: whether the policy may call tools, which needs several
+    turns.
     """
     tree = _tree(dataset, model=model, has_gpu=has_gpu)
     if has_tools:

@@ -395,9 +395,10 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Return the fields `namespace` and `name` that a call has in the answer, by full name.
+    """Return the fields with which an answer names a called function that is in a namespace.
 
-    The full name is the name by which the policy calls a function of a namespace.
+    The policy calls such a function by one full name, which is the key here. The client expects the
+    two fields `namespace` and `name` instead.
     """
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
