@@ -3,8 +3,8 @@
 RUN_LABELS in rules.yaml is replaced by the labels that distinguish runs, and PLACE_LABELS by the
 labels that distinguish releases. The chart's PodMonitor adds `release` to every series, and
 Prometheus' operator adds `namespace`; `cluster` is needed if Thanos or Mimir evaluates the rules
-for several clusters. A series without one of these labels, as on a laptop, is grouped with an empty
-value.
+for several clusters. On a laptop the series lack these labels; Prometheus then groups them as if
+the labels were empty.
 
 Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
 `{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a

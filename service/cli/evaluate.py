@@ -92,8 +92,9 @@ def run_evaluate(
 
     Args: stages: display of the start's progress; the caller has begun its first stage.
     run: the run's directory; None if a configuration was given instead. checkpoint: name of a
-    checkpoint in the run, or a directory; None uses the run's newest checkpoint, or without a run
-    the model itself. uses_model: whether the configured model plays instead of a checkpoint.
+    checkpoint in the run, or a directory. If it is None, the run's newest checkpoint plays, or the
+    configured model if there is no run. uses_model: whether the configured model plays instead of a
+    checkpoint.
     set_name: a name in evaluation.sets; empty for the run's own held-out tasks. num_tasks: number
     of tasks to play, from the beginning of the set; None plays all. out: file for the rollouts;
     None uses the default name.

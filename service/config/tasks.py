@@ -345,7 +345,7 @@ def check_prompt(
 
     If the environment builds its prompts from data, check all prompts instead; it is enough if the
     prompt of one task fits.
-    Args: config: not a mixture. observation: the first observation of the environment. tell: called
+    Args: config: has no mixture. observation: the environment's first observation. tell: called
     with each warning. Raises: ConfigError if the prompt cannot be rendered or does not fit.
     """
     if _first_messages(config) is not None:

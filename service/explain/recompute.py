@@ -1,9 +1,10 @@
 """Recompute a step's gradient from the journal and a checkpoint, split by trajectory. Uses no Ray.
 
-The journal has the trained samples and their advantages. The functions of the merge actor compute
-the loss weights of the rows. One rank of the trainer, in this process, computes the gradients with
-the trainer's loss. The inputs are the step's journal file, the step's record and an earlier
-checkpoint. This module only reads files. It is called by `rayloom explain`.
+The inputs are the step's journal file, the step's record and an earlier checkpoint. The journal has
+the trained samples and their advantages. This module computes the samples' loss weights with the
+functions that the merge actor uses in a run. One rank of the trainer, in this process, then
+computes the gradients with the trainer's loss. This module only reads files. `rayloom explain`
+calls it.
 """
 
 from __future__ import annotations

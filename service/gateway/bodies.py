@@ -181,7 +181,8 @@ class SessionsBody(StrictBody):
 
         Args: caller: the client, from whose key the sessions' keys are derived. group_size: number
         of sessions if the body sets none.
-        Raises: ValueError for limits beyond the run's, or sampling other than the run's.
+        Raises: ValueError if a limit exceeds the run's limit, or if a sampling parameter differs
+        from the run's.
         """
         self._check_sampling(rollouts)
         if self.session is None and self.join_seconds is not None:

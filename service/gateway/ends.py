@@ -423,10 +423,10 @@ def _starts_over(node: Node, root: Node) -> bool:
 
 
 def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether a turn may be a title.
+    """Return whether a turn may only have made a title for an earlier conversation.
 
-    Such a turn is the only one of its conversation, was offered no tools, quotes no sampled
-    reply, and its messages contain the first user text of an earlier conversation.
+    This is so if the turn is the only one of its conversation, was offered no tools and quotes no
+    sampled reply, and its messages contain the first user text of an earlier conversation.
     """
     if not node.is_alone or _is_quoting(node, nodes):
         return False

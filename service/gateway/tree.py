@@ -525,9 +525,10 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | None:
     """Choose, among turns with equal texts, the turn that a client continues; None if ambiguous.
 
-    Three criteria are used, in this order: the client sends back the ids of the turn's calls; it
-    sends back its reasoning; a client received the turn. If all remaining turns have the same token
-    ids, the newest is returned.
+    First keep the turns whose calls have the ids that the client sends back. Of these, keep the
+    turns whose reasoning the client sends back. Of these, keep the turns that a client received. A
+    criterion that no turn meets is skipped. If all remaining turns have the same token ids, return
+    the newest; otherwise the choice is ambiguous.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None

@@ -330,7 +330,7 @@ def check_groups(
 
 
 def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float] | None:
-    """Return a group's advantages (r_i - b_i) / s; None for a group that gives no learning signal.
+    """Return a group's advantages (return - baseline) / scale; None without a learning signal.
 
     The audit computes them with plain sums, independently of the code that trains.
 
