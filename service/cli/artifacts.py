@@ -164,8 +164,9 @@ def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
 
 
 def move(run: Path, options: StoreOptions) -> str:
-    """Move a run's database to another place in a new term, and return a sentence about it.
+    """Move a run's database to another place, and return a sentence about it.
 
+    The move takes a new term of the run, so that no process of an older term writes any more.
     Raises: ConfigError if the move is refused.
     """
     run_dir = RunDir(path=run)

@@ -188,7 +188,7 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the error for an item's id in a body if no answer of the session has such an item.
+    """Return the error for a body with the id of an item that no answer of the session has.
 
     where: position of the id in the body.
     """

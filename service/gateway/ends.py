@@ -52,7 +52,7 @@ _WHY_LEFT_OUT = {
 
 
 def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
-    """Return the end of a session that expired or was discarded, without its client's finish.
+    """Return the end of a session that expired or was discarded before its client finished it.
 
     why: text for people. at: time of the end, in seconds since 1970.
     """

@@ -96,7 +96,7 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Return a table with each name's means over the first and over the last steps.
+    """Return a table with two means for each name: over the first steps and over the last steps.
 
     The tuple is empty if no step has a value.
     """

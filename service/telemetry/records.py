@@ -183,9 +183,9 @@ def step_record(
 
 
 def finished_record(record: StepRecord, check: LogprobCheck | None) -> StepRecord:
-    """Return a step's record with the numbers of the log-probability check, and the current time.
+    """Add the numbers of the step's log-probability check, and the current time, to its record.
 
-    check: None if no engine answered.
+    check: None if no engine answered. Returns: the new record.
     """
     checked = {} if check is None else check.statistics
     known = only_known({**record.statistics, **checked})

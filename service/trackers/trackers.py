@@ -45,7 +45,7 @@ MAX_CHARS = 2000
 
 
 class Completions:
-    """Reads the completions that trackers show from a run's journal.
+    """Reads from a run's journal the completions that trackers show.
 
     most: number of trajectories of each step to read, beginning with the first.
     """

@@ -129,7 +129,7 @@ def read_fields(
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
     """Add an unsupported parameter to the list `ignored`.
 
-    Raises: Refused, with the reason `why`, if the list is None; Refused if it has too many entries.
+    Raises: Refused, with the reason `why`, if `ignored` is None. Refused if the list is full.
     """
     if ignored is None:
         raise unsupported(where, why)
