@@ -4,8 +4,7 @@ An index has the same task in every process and after every restart. Training ta
 tasks never overlap: generated tasks of the two kinds draw their seeds from disjoint ranges, and a
 file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by weight. A
 file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a whole number,
-0 or more) and `data` (an object; JSON text in a Parquet column). The training loop, which numbers
-the groups, uses this module, and so do the configuration's checks and `rayloom tasks`.
+0 or more) and `data` (an object; JSON text in a Parquet column). The training loop uses it.
 """
 
 from __future__ import annotations
