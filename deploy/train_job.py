@@ -30,7 +30,8 @@ LAST_SCRAPES_S = 120.0
 class RunArguments(BaseModel):
     """The configuration and the directories of a run.
 
-    The chart passes them to this module, or as the arguments of the application to `serve_app`.
+    The Helm chart passes them to this module as JSON (RayJob), or to `serve_app` as the arguments
+    of the Serve application.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

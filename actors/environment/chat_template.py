@@ -151,13 +151,13 @@ class ChatTemplate:
             misread = (
                 f"call {later[0] + 1 - num_earlier} ({known[later[0]][1]})"
                 if later
-                else f"id {(strays[0] or '')[:_SHOWN_ID]!r}, which is of no open call,"
+                else f"id {(strays[0] or '')[:_SHOWN_ID]!r}, which no open call of the reply has"
             )
             raise RenderError(
-                f"chat template: it shows no ids of calls; so the policy would read the result of "
-                f"{misread} as that of call {missing[0] + 1 - num_earlier} ({name}) of the same "
-                "reply, which has no result; send one result for each call of the reply, with the "
-                "call's id"
+                f"got no result for call {missing[0] + 1 - num_earlier} ({name}) of the reply, but "
+                f"one for {misread}; the chat template shows no ids of calls, so the policy would "
+                "read this result as the missing one; send one result for each call of the reply, "
+                "with the call's id"
             )
 
     def _tells_apart(self, calls: _Calls) -> bool:

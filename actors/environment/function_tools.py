@@ -439,7 +439,7 @@ def _is_inner(function: Callable[..., Any]) -> bool:
 
 
 def _is_python(method: Callable[..., Any]) -> bool:
-    """Return whether a method is Python code, perhaps decorated, and none of a built-in class."""
+    """Return whether a method is written in Python, unlike a built-in one such as `dict.get`."""
     return hasattr(inspect.unwrap(method), "__code__")
 
 

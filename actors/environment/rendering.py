@@ -516,7 +516,7 @@ class ChatRenderer:
     def _is_ended(self, sampled: TokenIds, num_closing: int) -> bool:
         """Return whether the policy's last token or the first tokens of the delta end the reply.
 
-        Otherwise the reply may be cut off in the middle of a call, which the delta would continue.
+        Otherwise the reply may be cut off in a call, and the delta would be read as its rest.
 
         Args: num_closing: number of tokens at the start of the delta that end the reply.
         """

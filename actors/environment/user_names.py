@@ -56,7 +56,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return the remedy for a name that begins with an absolute path."""
+    """Return the end of the error for a name that begins with an absolute path: the remedy."""
     if Path(text).is_relative_to(directory):
         return f"; write {str(Path(text).relative_to(directory))!r}"
     return f"; start the command in a directory above the file instead of {directory}"

@@ -5,12 +5,12 @@ The settings `baseline` and `scale` are independent. Statistics are over traject
 rows, so that advantages do not depend on how turns were cut into samples.
 
 With a group baseline (mean, leave_one_out), the return of each trajectory is compared with the
-returns of its group; with `turn_discount`, this is done for each turn. With the baseline none
-and a KL penalty in the reward, a token's advantage includes only the penalties of the token itself
-and of later tokens. With the baseline critic, GAE runs over the action tokens of one trajectory in
-the order of play. It skips observations: the decay by lambda counts action tokens only, so that a
-long answer of the environment does not reduce credit. A token's state is its context in the sample
-in which it was sampled; this matters if a trajectory branched (a sub-agent, a compacted history).
+returns of its group; with `turn_discount`, this is done for each turn. If `baseline` is `none` and
+the reward includes a KL penalty, a token's advantage includes only the penalties of this token and
+of later tokens. If `baseline` is `critic`, GAE runs over the action tokens of one trajectory in the
+order of play. It skips observations: the decay by lambda counts action tokens only, so that a long
+answer of the environment does not reduce credit. A token's state is its context in the sample in
+which it was sampled; this matters if a trajectory branched (a sub-agent, a compacted history).
 Called by `step`.
 """
 

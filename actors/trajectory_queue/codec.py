@@ -104,7 +104,10 @@ def _joined(own: Sample, parent: Sample) -> Sample:
 def _from_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).data
-    raise TypeError(f"codec: got {type(value).__name__} in a trajectory, expected plain values")
+    raise TypeError(
+        f"codec: a trajectory has a value of type {type(value).__name__}, which cannot be stored; "
+        "expected texts, numbers, true, false, null, lists, objects or arrays of numpy"
+    )
 
 
 def _to_array(kind: type, value: Any) -> NDArray[Any]:

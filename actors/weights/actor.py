@@ -129,7 +129,10 @@ class WeightBoard:
         self._wake()
 
     async def set_check(self, check: CheckText | None) -> None:
-        """Set the text that engines score after they have loaded a later publication."""
+        """Set the text that engines score after they have loaded a version; None: nothing.
+
+        This applies to publications made after this call.
+        """
         self._check = check
 
     async def num_moved(self) -> int:

@@ -137,7 +137,7 @@ class Request:
 
 
 def has_own_code(config: Config) -> bool:
-    """Return whether a configuration has an environment of the user's own, or functions."""
+    """Return whether a configuration uses the user's own code: an environment or functions."""
     return any(is_own(each.tasks) for each in config.members.values())
 
 

@@ -228,7 +228,10 @@ def ended_otherwise(stored: StoredSession) -> Refused:
 
 
 def stopping() -> Refused:
-    """Return the error for a request to a gateway that stops; the next one answers a retry."""
+    """Return the error for a request that reaches a gateway while it stops.
+
+    If the client sends the request again, the next gateway answers it.
+    """
     return unavailable("the gateway is being stopped; send the request again")
 
 

@@ -42,7 +42,7 @@ class ReplyText:
     def was_given(self, text: str) -> bool:
         """Return whether a text was already in the reply's prompt.
 
-        Such a text does not show that a later prompt quotes the reply.
+        If it was, finding it in a later prompt does not prove that this prompt quotes the reply.
         """
         return any(_has_words(each, text) for each in _texts(self._history()))
 

@@ -306,7 +306,10 @@ MAD_TO_SD = 1.4826
 
 
 class Window:
-    """N trajectories of one environment, from the newest steps and from earlier steps."""
+    """N trajectories of one environment, in which patterns are sought.
+
+    Those of the newest steps are compared with those of earlier steps.
+    """
 
     def __init__(self, steps: Sequence[StepFeatures]) -> None:
         """Make a window. steps: steps of one environment, in order."""

@@ -49,7 +49,10 @@ A trajectory that the function did not score is absent.
 
 
 class ShadowVerifier:
-    """The loaded verifier; only one thread at a time may call it."""
+    """A user's second verifier, which scores a sample of each step's trajectories again.
+
+    Only one thread at a time may call it.
+    """
 
     def __init__(
         self,

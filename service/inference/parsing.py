@@ -60,7 +60,10 @@ def load_parser(settings: EngineSettings) -> ReplyParser:
             load_tokenizer(settings.model, chat_template=settings.chat_template)
         )
     except OSError as error:
-        raise ValueError(f"inference: the tokenizer of {settings.model}: {error}") from error
+        raise ValueError(
+            f"inference: the tokenizer of {settings.model} cannot be loaded: {error}; expected a "
+            "model's directory or name with readable tokenizer files"
+        ) from error
     inference = settings.inference
     parser = find_parser(
         tokenizer,

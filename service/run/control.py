@@ -358,7 +358,7 @@ class Control(ControlPort):
         if term is not self.term:
             raise ActorLost("its term has ended")
         if not summaries:
-            raise ActorLost("no environment actor finished its share")
+            raise ActorLost("the environment actors were lost before they had played a task")
         record = evaluation_record(
             step, summaries, version=version, sampling=sampling, is_scheduled=False
         )

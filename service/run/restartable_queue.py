@@ -274,7 +274,8 @@ class CutsInOrder:
 
     @property
     def num_kept(self) -> int:
-        """The number of cuts that were passed to `keep` since the queue's last restart."""
+        """The number of cuts (replies with the queue's state) that were passed to `keep` since the
+        queue's last restart."""
         return self._num_kept[-1]
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:

@@ -252,9 +252,9 @@ class RestartableTrainer:
     ) -> _Result:
         """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
 
-        If new ranks have other weights than the lost ranks, raise WeightsMoved until these weights
-        are published. is_publish: whether the call is a part of this publication; such a call does
-        not raise WeightsMoved.
+        If the restarted ranks do not have exactly the weights of the lost ranks, their weights must
+        be published first: until then, every other call raises WeightsMoved. is_publish: whether
+        this call is a part of that publication.
         """
         while True:
             if self._must_publish and not is_publish:

@@ -97,7 +97,7 @@ class RunHost:
             self._keeping.result()
 
     def __del__(self) -> None:
-        """Stop the run; Serve calls this when it ends the replica in order.
+        """Stop the run; Serve calls this when it shuts the replica down gracefully.
 
         The run finishes its step, or abandons it after a grace period, and commits its progress.
         """

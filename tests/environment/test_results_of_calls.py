@@ -68,9 +68,9 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
     # What no call precedes is a rest of a history that the client cut.
     check([stray, user("hi")])
     for misread, name in (
-        ([second], r"call 2 \(weather\) as that of call 1 \(calculator\)"),
-        ([stray], r"id 'unknown00', .* as that of call 1 \(calculator\)"),
-        ([first, first], r"id 'abcdefgh1', .* as that of call 2 \(weather\)"),
+        ([second], r"no result for call 1 \(calculator\) .* one for call 2 \(weather\)"),
+        ([stray], r"no result for call 1 \(calculator\) .* one for id 'unknown00'"),
+        ([first, first], r"no result for call 2 \(weather\) .* one for id 'abcdefgh1'"),
     ):
         if family.name == "qwen3":
             with pytest.raises(RenderError, match=f"{name}.*; send one result for each call"):
@@ -82,5 +82,5 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
     if family.name == "mistral":
         check([user("hi"), alike, second])
     else:
-        with pytest.raises(RenderError, match="it shows no ids of calls"):
+        with pytest.raises(RenderError, match="the chat template shows no ids of calls"):
             check([user("hi"), alike, second])

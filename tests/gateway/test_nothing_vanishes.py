@@ -245,7 +245,7 @@ async def test_each_result_is_shown_at_its_call_or_refused(tmp_path: Path) -> No
         [*begun, said, first, stray],
         [*played, theirs, user("note")],
     ):
-        with pytest.raises(Refused, match="it shows no ids of calls; so the policy") as refused:
+        with pytest.raises(Refused, match="shows no ids of calls, so the policy") as refused:
             await gateway.ask(*sent, tools=(CALCULATOR,))
         assert (refused.value.code, refused.value.param) == (
             RefusalCode.INVALID_REQUEST,
