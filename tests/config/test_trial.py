@@ -424,6 +424,7 @@ def test_nulls_in_a_column_that_a_function_requires_are_counted(
         "def typed(completion, answer: str, source): ...\n"
         "def lists(completions, answer, **columns): ...\n"
         "def careful(completion, answer: str | None, level=None): ...\n"
+        "def takes_all(completion, answer: object): ...\n"
     )
     rows = [{"prompt": f"{n}?", "answer": "4" if n else None, "level": None} for n in range(3)]
     rows = [{**row, "source": None} for row in rows]
@@ -442,4 +443,4 @@ def test_nulls_in_a_column_that_a_function_requires_are_counted(
 
     assert warned("typed") == ["answer is null in 1 of 3 rows", "source is null in 3 of 3 rows"]
     assert warned("lists") == ["answer is null in 1 of 3 rows"]
-    assert warned("careful") == []
+    assert warned("careful") == warned("takes_all") == []

@@ -46,7 +46,7 @@ from actors.user_code import CallTimedOut, describe, root_cause
 
 SINGLE_TURN = "single_turn"
 """Registered name of this environment."""
-_NULLABLE = re.compile(r"\bNone\b|\bOptional\b")
+_NULLABLE = re.compile(r"\b(None|Optional|Any|object)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
