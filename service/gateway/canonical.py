@@ -34,10 +34,7 @@ class Link(NamedTuple):
     key: bytes
     """Digest of the conversation up to and including this message."""
     answers: int | None
-    """Index, among the conversation's tool calls, of the call that this message answers.
-
-    None if the message answers no known call.
-    """
+    """Index of the call that this message answers among all tool calls; None: no known call."""
 
 
 def links_of(
@@ -90,12 +87,7 @@ def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
         for message in request.messages
         if message.role is Role.ASSISTANT
     ]
-    asked: tuple[object, ...] = (
-        request.continues,
-        request.max_tokens,
-        request.is_auxiliary,
-        shown,
-    )
+    asked: tuple[object, ...] = (request.continues, request.max_tokens, request.is_auxiliary, shown)
     if not request.may_call:
         asked = (*asked, request.may_call)
     stop = [_json(request.stop)] if request.stop else []

@@ -2,7 +2,7 @@
 
 The module does not use Ray. Invariants: Nothing is sampled before a policy version is loaded.
 Requests in flight survive an update, and their replies name the version of each token. No
-trajectory begins during an update, so its first prompt has one version, the key of its cache.
+trajectory begins during an update, so one version computes its first prompt (the cache salt).
 """
 
 from __future__ import annotations

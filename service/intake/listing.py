@@ -1,4 +1,4 @@
-"""What clients list: tasks, sessions, and the feed of their events.
+"""The lists that clients request: tasks, sessions, and the feed of their events.
 
 The feed has the events of tasks, rollouts and sessions, in the order in which they were stored.
 Entries are appended and never changed. Each entry is written in the transaction that makes its

@@ -246,7 +246,8 @@ class EnvironmentPool(ActorPool):
     ) -> None:
         """Start the actors; `ActorPool.__init__` explains the other arguments.
 
-        evaluation_idle_s: an evaluation is abandoned if no rollout ends for so many seconds.
+        evaluation_idle_s: seconds without the end of a rollout after which an evaluation is
+        abandoned.
         files: stores the rollouts of evaluations.
         """
         super().__init__(
@@ -324,12 +325,11 @@ async def play(
 ) -> list[Played]:
     """Divide an evaluation's rollouts among the actors, and return their results.
 
-    actors: the environment actors by id. plays: the rollouts to play. idle_s: if no rollout of an
-    actor ends for so many seconds, the actor's rollouts are abandoned. keeps_tokens: whether each
+    actors: the environment actors by id. plays: the rollouts to play. idle_s: seconds without the
+    end of a rollout after which an actor's rollouts are abandoned. keeps_tokens: whether each
     result has a reference to the rollout's line for the evaluation's file; the line has the
     rollout's tokens. notice: called with a message if an actor's rollouts are lost. slots_share:
-    the part of
-    rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
+    the part of rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
     """

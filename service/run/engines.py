@@ -318,8 +318,8 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        Args: quiet_limit_s: the term ends if no engine makes progress with its start or its load
-        for so many seconds. measure: returns a context manager that measures a phase of a
+        Args: quiet_limit_s: the term ends after this many seconds in which no engine makes progress
+        with its start or its load. measure: returns a context manager that measures a phase of a
         publication. text: text of the first check; None uses a fixed text of 17 tokens in all
         checks. most_tokens: an engine's limit for prompt tokens. check_every: number of
         publications after which the whole text is due to be checked again; 0: it never is. dtype,

@@ -63,7 +63,7 @@ _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
 WhenHeld = Literal["refuse", "wait", "take over"]
-"""What a new supervisor does if a live process already owns the run.
+"""The action of a new supervisor if a live process already owns the run.
 
 refuse: it raises LeaseHeld. wait: it waits until the owner shows no more signs of life. take over:
 it takes the run from the owner.

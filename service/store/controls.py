@@ -1,4 +1,4 @@
-"""What operators set in a run: paused parts and named API keys; also the newest calls of the API.
+"""Store the paused parts and the named API keys of a run, and the newest calls of operators.
 
 The database contains only the digests of keys, not the keys. Invariants: a key's name or digest is
 never used a second time, even after a revocation, which is final. Keys belong to no term: any

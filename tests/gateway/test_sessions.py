@@ -338,7 +338,7 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
                 assert refused.param == "messages"
         view = await gateway.finish(reward, outcome=stated, components={"a": 1.0})
         trajectory = await gateway.trajectory()
-        # The client is told, and the store keeps, what the trajectory is.
+        # The client sees, and the store keeps, the outcome of the trajectory.
         loaded = gateway.sessions_store.load(NAME)
         for stored in (view, loaded and loaded[0]):
             assert stored is not None and stored.end is not None
