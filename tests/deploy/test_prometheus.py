@@ -178,12 +178,12 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         # What came last stands between two scrapes, and so on a panel's grid of seconds.
         prometheus.wait_for_scrapes(2, limit_s=LIMIT_S)
         # test_metrics_scenarios.py shows the rest.
-        sections = [section for each in load_dashboards() for section in each.sections]
         panels = [
             panel
-            for section in sections
-            for panel in section.panels
-            if section.title in NOT_OF_THE_DEMO
+            for dashboard in load_dashboards()
+            for title, section in dashboard.sections.items()
+            for panel in section
+            if title in NOT_OF_THE_DEMO
             or "mfu" in panel.statistics.values()
             or panel.title == "Age of the oldest waiting trajectory"
         ]

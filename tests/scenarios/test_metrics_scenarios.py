@@ -181,13 +181,13 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             check_replacement(scrapes)
 
             assert prometheus.runs() == ["small"]
-            sections = [
-                section
-                for each in load_dashboards()
-                for section in each.sections
-                if section.title not in NOT_OF_THE_DEMO
+            panels = [
+                panel
+                for dashboard in load_dashboards()
+                for title, section in dashboard.sections.items()
+                if title not in NOT_OF_THE_DEMO
+                for panel in section
             ]
-            panels = [panel for section in sections for panel in section.panels]
             for query in (query for panel in panels for query in panel.series.values()):
                 if is_of_run(query) and not any(name in query for name in UNSEEN):
                     prometheus.wait_for_points(query, since=started)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from worlds.builders.settings import changed, rank_settings, step_settings
 from worlds.builders.trajectory_builders import linear_turns, make_trajectory
-from worlds.parts.trainer_world import random_samples, shards
+from worlds.parts.trainer_world import process_ids_of, random_samples, shards
 
 from actors.algorithm import Baseline, CriticSettings, KlRewardSettings, RewardSettings, Scale
 from actors.merge.groups import classify_groups
@@ -64,8 +64,8 @@ class Restarted:
         self.groups.append(TrainerGroup(self._settings[number]))
         return self.groups[-1]
 
-    def kill_rank(self) -> None:
-        os.kill(self.groups[-1].processes[-1].process_id, signal.SIGKILL)
+    async def kill_rank(self) -> None:
+        os.kill((await process_ids_of(self.groups[-1]))[-1], signal.SIGKILL)
 
 
 async def play(trainer: RestartableTrainer, settings: RankSettings, *, step: int) -> None:
@@ -131,7 +131,7 @@ async def test_after_catching_up_every_bit_of_weights_and_optimiser_is_that_of_b
             await trainer.committed(step, path)
     before = await state_of(trainer, term=1, directory=tmp_path)
     fingerprint = await restarted.groups[0].fingerprint()
-    restarted.kill_rank()
+    await restarted.kill_rank()
     after = await state_of(trainer, term=2, directory=tmp_path)
     assert len(restarted.groups) == 2 and "2 steps trained again" in restarted.told[0]
     assert before.keys() == after.keys() and len(before) > 100
@@ -163,7 +163,7 @@ async def test_with_other_threads_the_bits_differ_and_are_published_as_the_next_
         await trainer.step(shard_refs(step, sampled_by=step - 1))
         await trainer.publish(board, 0, step)
     before = await trainer.check_logprobs()
-    restarted.kill_rank()
+    await restarted.kill_rank()
     shard = shard_refs(3, sampled_by=1)
     with pytest.raises(WeightsMoved, match="version 3"):
         await trainer.step(shard)

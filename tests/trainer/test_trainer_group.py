@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from worlds.builders.settings import changed, rank_settings
-from worlds.parts.trainer_world import list_checkpoints, random_samples, shards
+from worlds.parts.trainer_world import list_checkpoints, process_ids_of, random_samples, shards
 
 from actors.deadline import ActorLost
 from actors.trainer import group as trainer_group
@@ -64,12 +64,6 @@ async def wait_until_dead(process_ids: list[int]) -> None:
             return
         await asyncio.sleep(0.1)
     raise AssertionError(f"still alive: {process_ids}")
-
-
-async def process_ids_of(group: TrainerGroup) -> list[int]:
-    """The process of each rank, which answers this between two calls of the group."""
-    asked = [rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group._ranks]
-    return [await process_id for process_id in asked]
 
 
 async def start_group(settings: RankSettings) -> TrainerGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.batch import MicroBatch, Minibatch, RankShard, scoring_row
 from actors.network import LOOPBACK
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
+from actors.trainer.group import TrainerGroup
 from actors.trainer.model import row_tensors
 from actors.trainer.process_group import connect_store, open_store
 from actors.trainer.rank import TrainerRank, score_row
@@ -321,6 +323,12 @@ def shared_world(num_ranks: int) -> World:
 def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+async def process_ids_of(group: TrainerGroup) -> list[int]:
+    """Ask each rank for its process; a rank answers between two calls of its group."""
+    asked = [rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group._ranks]
+    return [await process_id for process_id in asked]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
