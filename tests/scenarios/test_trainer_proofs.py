@@ -143,14 +143,16 @@ async def test_after_catching_up_every_bit_of_weights_and_optimiser_is_that_of_b
     await trainer.stop()
 
 
-async def test_with_other_threads_the_bits_differ_and_are_published_as_the_next_version(
+async def test_weights_with_other_bits_are_published_as_the_next_version(
     tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:
     settings = rank_settings(
         tiny_models[True], tmp_path / "run", num_ranks=1, max_lag=1, window_groups=1
     )
     assert settings.algorithm.max_policy_age == 1
-    restarted = Restarted(settings, changed(settings, threads=2))
+    # As on a node whose processor rounds otherwise; two threads give the same bits on some.
+    rate = settings.trainer.learning_rate
+    restarted = Restarted(settings, changed(settings, learning_rate=rate * (1 + 1e-5)))
     trainer, board = restarted.trainer, start_board()
     await trainer.start()
 
