@@ -100,6 +100,7 @@ lint: setup ## style, types and plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/plain_english.py
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 RESOLVE := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-header --no-annotate \
 	--python-version 3.11 --python-platform x86_64-manylinux_2_36 --excludes locks/excluded.txt

@@ -74,7 +74,6 @@ class BuiltStep:
         return {rollout_id: reason or skipped for rollout_id, reason in self.outcomes.items()}
 
 
-@ray.remote
 class MergeActor:
     """The actor that builds batches, and keeps no state between two calls."""
 

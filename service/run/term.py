@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -490,14 +490,9 @@ class Term:
 
         Call this after the trainer's start, because the actor needs the model's shape.
         """
-        config, merge_class = self._config, cast(Any, MergeActor)
-        actor: ActorHandle = merge_class.options(
-            num_cpus=0, scheduling_strategy=on_this_node()
-        ).remote(
-            config.step_settings(shape=self._trainer.shape),
-            self._journal(),
-        )
-        return actor
+        settings = self._config.step_settings(shape=self._trainer.shape)
+        actor_class = ray.remote(MergeActor).options(num_cpus=0, scheduling_strategy=on_this_node())
+        return actor_class.remote(settings, self._journal())
 
     def _journal(self) -> Journal | None:
         """Return the writer of the run's journal; None if the configuration keeps no journal."""

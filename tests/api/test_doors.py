@@ -343,4 +343,4 @@ def test_uvicorn_has_the_limit_in_every_process_that_opens_a_server(
     assert found.cls is Door
     config = uvicorn.Config(Reads(), log_config=None)
     config.load()
-    assert config.http_protocol_class.head_limit_s == door.HEAD_LIMIT_S  # type: ignore[union-attr]
+    assert config.http_protocol_class.head_limit_s == door.HEAD_LIMIT_S  # type: ignore

@@ -355,7 +355,7 @@ def recorded(manifests: list[Manifest]) -> list[dict[str, Any]]:
 def test_alerts_have_the_labels_that_are_given_to_all_or_to_one() -> None:
     before = alerts(rendered({"monitoring": {"rules": {"enabled": True}}}))
     name = before[0]["alert"]
-    chosen = {
+    chosen: dict[str, Any] = {
         "enabled": True,
         "alertLabels": {"team": "rl", "cluster": "a"},
         "labelsOf": {name: {"severity": "info", "cluster": "b"}},

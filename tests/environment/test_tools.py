@@ -20,6 +20,7 @@ from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
 from actors.environment.function_tools import (
     BadArguments,
     BadTool,
+    FunctionTool,
     as_text,
     load_tools,
     read_function,
@@ -535,7 +536,8 @@ def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
 
 
 async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
-    tool = load_tools(named("visit"))[0]
+    [tool] = load_tools(named("visit"))
+    assert isinstance(tool, FunctionTool)
     given = {"city": '{"name": "Bern"}', "days": 2}
     assert await tool.call(given, limit_s=5) == "Bern, 2"
     with pytest.raises(BadArguments, match="Argument city"):

@@ -303,8 +303,9 @@ async def test_options_of_the_template_are_a_part_of_the_conversation(tmp_path: 
         await client.post(path, json={**body, "messages": told})
         # Without them it is another conversation.
         await client.post(path, json={"model": "m", "messages": told})
+        tokenizer: Any = gateway.chat_renderer._tokenizer
         prompts = [
-            gateway.chat_renderer._tokenizer.decode(request.prompt_token_ids.tolist())
+            tokenizer.decode(request.prompt_token_ids.tolist())
             for request in gateway.policy.requests
         ]
         assert [text.count("no thoughts") for text in prompts] == [1, 2, 0]
@@ -441,8 +442,10 @@ async def test_a_thread_of_anthropics_tool_runner_is_one_conversation(
                 await claude.beta.messages.create(
                     model="m", max_tokens=9, messages=[USER], thread=unknown
                 )
-        decode = gateway.chat_renderer._tokenizer.decode
-        first, second = (decode(each.prompt_token_ids.tolist()) for each in gateway.policy.requests)
+        tokenizer: Any = gateway.chat_renderer._tokenizer
+        first, second = (
+            tokenizer.decode(each.prompt_token_ids.tolist()) for each in gateway.policy.requests
+        )
         assert second.startswith(first) and "found 7" in second
 
 

@@ -61,7 +61,8 @@ def test_the_sdk_reads_every_refusal_and_does_not_repeat_it(
         dialect_server.begin(refusal(code, param=sdk.turns))
         with pytest.raises(sdk.status_error) as caught:
             sdk.whole()
-        assert caught.value.status_code == code.status
+        error: Any = caught.value
+        assert error.status_code == code.status
         assert sdk.reason(caught.value)[:2] == (code, sdk.turns)
         assert f"this is {code}" in str(caught.value)
         assert len(dialect_server.bodies) == 1
@@ -88,7 +89,8 @@ def test_an_error_after_the_heartbeats_reaches_the_sdk_in_the_words_that_clients
     assert code == "context_length_exceeded"
     assert message == f"{sdk.full_context}this is context_length_exceeded"
     if isinstance(sdk, MessagesSdk):
-        said: Any = caught.value.body
+        error: Any = caught.value
+        said = error.body
         assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
 
 
@@ -96,7 +98,8 @@ def test_a_refused_body_reaches_the_sdk_as_400(sdk: Sdk, dialect_server: Dialect
     dialect_server.begin(chat_reply("never"))
     with pytest.raises(sdk.status_error) as caught:
         sdk.whole([{"role": "user", "content": [sdk.image]}])
-    assert caught.value.status_code == 400
+    error: Any = caught.value
+    assert error.status_code == 400
     code, param, _ = sdk.reason(caught.value)
     assert (code, param) == ("unsupported_parameter", f"{sdk.turns}[0].content[0].type")
     assert dialect_server.requests == []

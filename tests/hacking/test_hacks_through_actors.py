@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 from worlds.faults.planted_hacks import planted_hacks
 from worlds.parts.hacking_world import Course, ScriptedRun, Size
 
@@ -37,7 +38,7 @@ async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
         max_policy_age=10_000,
         group_rule=None,
     )
-    merge = MergeActor.options(num_cpus=0).remote(run.merge_settings, journal)
+    merge = ray.remote(MergeActor).options(num_cpus=0).remote(run.merge_settings, journal)
     step = 1
 
     async def play(assignment: RolloutAssignment) -> Trajectory:

@@ -265,8 +265,8 @@ async def ask_for_step(trainer: RestartableTrainer) -> object:
     return await trainer.step(["c"])
 
 
-async def ask_for_checkpoint(trainer: RestartableTrainer) -> object:
-    return await trainer.begin_save(2, term=1)
+async def ask_for_checkpoint(trainer: RestartableTrainer) -> None:
+    await trainer.begin_save(2, term=1)
 
 
 @pytest.mark.parametrize("ask", [ask_for_step, ask_for_checkpoint])

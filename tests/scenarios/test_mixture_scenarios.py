@@ -69,8 +69,8 @@ def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_p
     assert [last[name].num_tasks for name in ("short", "sums", "listed", "")] == [2, 2, 1, 5]
     assert (last["sums"].num_samples, last["short"].num_samples) == (2, 1)
     turns: dict[str, int] = {}
-    for step in open_journal(run.place.path).steps():
-        for entry in step.entries:
+    for stored in open_journal(run.place.path).steps():
+        for entry in stored.entries:
             name = entry.trajectory.environment
             turns[name] = max(turns.get(name, 0), len(entry.trajectory.turns))
     assert turns["short"] == 1 and turns["sums"] <= 2 < turns["listed"] <= 4

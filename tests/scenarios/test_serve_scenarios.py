@@ -227,6 +227,6 @@ def check_refusals(api: Api) -> None:
     assert answer.status_code == 401 and answer.headers["connection"] == "close"
     assert api.submit(*(f"many-{number}" for number in range(40))).status_code == 413
     json = {"content-type": "application/json"}
-    large = api.client.post("/api/v1/rollouts", content=b"x" * (2 << 20), headers=json)
-    assert large.status_code == 413
-    assert large.headers["content-type"] == "application/problem+json"
+    answer = api.client.post("/api/v1/rollouts", content=b"x" * (2 << 20), headers=json)
+    assert answer.status_code == 413
+    assert answer.headers["content-type"] == "application/problem+json"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -74,10 +76,9 @@ def seen_in_blocks(plan: AttentionPlan, num_tokens: int) -> np.ndarray:
     return counts.numpy()
 
 
-def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: np.ndarray
-) -> torch.Tensor:
+def dense(heads: Iterable[torch.Tensor], sees: np.ndarray) -> torch.Tensor:
     """Softmax over all pairs of the row; rows are [T, H, D]."""
+    query, key, value = heads
     copies = query.shape[1] // key.shape[1]
     key, value = (rows.repeat_interleave(copies, 1) for rows in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
@@ -131,7 +132,7 @@ def test_result_and_gradients_equal_dense_attention_under_the_walks_mask(
 
     plan = plan_for(layout, window=window)
     ours = run(forest_attention(*heads, plan=plan, scaling=None))
-    for mine, theirs in zip(ours, run(dense(*heads, walk(*forest, window=window))), strict=True):
+    for mine, theirs in zip(ours, run(dense(heads, walk(*forest, window=window))), strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -142,7 +143,7 @@ def test_long_segments_that_the_kernel_splits_are_exact_too(window: int | None) 
     heads = random_heads(layout.num_tokens)
     plan = plan_for(layout, window=window)
     attended = forest_attention(*heads, plan=plan, scaling=None)
-    expected = dense(*heads, walk(*forest, window=window))
+    expected = dense(heads, walk(*forest, window=window))
     torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-4)
     weights = torch.randn(attended.shape)
     ours = torch.autograd.grad((attended * weights).sum(), heads)
@@ -156,7 +157,7 @@ def test_bfloat16_is_rounded_once_however_many_blocks_a_path_has() -> None:
     layout = layout_of(forest)
     heads = random_heads(layout.num_tokens, dtype=torch.bfloat16)
     attended = forest_attention(*heads, plan=plan_for(layout, window=None), scaling=None)
-    exact = dense(*(each.detach().float() for each in heads), walk(*forest, window=None))
+    exact = dense((each.detach().float() for each in heads), walk(*forest, window=None))
     assert attended.dtype == torch.bfloat16
     torch.testing.assert_close(attended.float(), exact, atol=0.02, rtol=0.02)
     grads = torch.autograd.grad(attended.sum(), heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,12 @@ def test_padded_stepwise_rows_give_the_loss_and_every_gradient_of_the_packed_tre
 
 def test_rounds_run_every_side_once_in_changing_order_and_give_a_ratio_each() -> None:
     order: list[str] = []
-    results = interleave(
-        {name: lambda name=name: order.append(name) or len(order) for name in "abc"},
-        num_rounds=2,
-    )
+
+    def run(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    results = interleave({name: partial(run, name) for name in "abc"}, num_rounds=2)
     assert "".join(order) == "abccba"
     assert results == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
 
@@ -106,6 +109,7 @@ def test_a_side_answers_one_step_at_a_time_and_says_why_it_ended() -> None:
 
 OURS = """
 import sys
+from functools import partial
 from pathlib import Path
 from benchmarks.side_ours import make_shard, start_rank, train
 from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh

@@ -83,7 +83,7 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     sampled: int,
 ) -> None:
     queue = start_queue()
-    merge = MergeActor.options(num_cpus=0).remote(step_settings(num_ranks=2))
+    merge = ray.remote(MergeActor).options(num_cpus=0).remote(step_settings(num_ranks=2))
     first, second = Player.remote(queue, "first"), Player.remote(queue, "second")
     admit_all(queue)
     assert len(get(first.take.remote(8, LIMIT_S))) == 8
@@ -115,7 +115,7 @@ def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None
     queue = start_queue()
     player = Player.remote(queue, "player")
     settings = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE, num_ranks=2)
-    merge = MergeActor.options(num_cpus=0).remote(settings)
+    merge = ray.remote(MergeActor).options(num_cpus=0).remote(settings)
     admit_all(queue)
     get(player.take.remote(8, LIMIT_S))
     get(player.hand_in.remote(8, 2))
@@ -172,7 +172,7 @@ def test_it_counts_how_long_each_side_waited_for_the_other() -> None:
 
 def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     queue = start_queue()
-    merge = MergeActor.options(num_cpus=0).remote(step_settings())
+    merge = ray.remote(MergeActor).options(num_cpus=0).remote(step_settings())
     player = Player.remote(queue, "player")
     admit_all(queue)
     get(player.take.remote(8, LIMIT_S))
@@ -188,8 +188,10 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     step_input = replace(step_input, blocks=(step_input.blocks[0], lost))
     with pytest.raises(PayloadsLost) as caught:
         get(merge.build.remote(step_input, 0))
-    assert caught.value.cause.rollout_ids == ("g000001.0-2", "g000001.0-3")
-    get(queue.replay_lost.remote(caught.value.cause.rollout_ids))
+    # Ray raises an error that is of the actor's class and has the actor's error as its cause.
+    error: Any = caught.value
+    assert error.cause.rollout_ids == ("g000001.0-2", "g000001.0-3")
+    get(queue.replay_lost.remote(error.cause.rollout_ids))
     assert take_step(queue, limit_s=0.0) is None
     assert get(player.take.remote(8, LIMIT_S)) == ["g000001.0-2.a1", "g000001.0-3.a1"]
     get(player.hand_in.remote(8, 2))

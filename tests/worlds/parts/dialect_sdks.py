@@ -69,7 +69,8 @@ class ChatSdk(OpenAi):
             stream.until_done()
             found = stream.current_completion_snapshot
         # The SDK's helper for streams adds an index.
-        for call in found.choices[0].message.tool_calls or []:
+        calls: Any = found.choices[0].message.tool_calls or []
+        for call in calls:
             del call.index
         return found
 
