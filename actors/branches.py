@@ -82,11 +82,11 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Return the index in `prompt` at which the changed copy of the sample ends.
+    """Return the index in `prompt` at which the text that replaced a part of the sample ends.
 
-    The change begins at `position`. Its end is found by searching `prompt`, from `position` on, for
-    the sample's last ANCHOR_TOKENS tokens, then for fewer, down to SHORTEST_ANCHOR_TOKENS. Return
-    None if no end is found.
+    The replacement begins at `position`. Its end is found by searching `prompt`, from `position`
+    on, for the sample's last ANCHOR_TOKENS tokens, then for fewer, down to SHORTEST_ANCHOR_TOKENS.
+    Return None if they are not found.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):
@@ -97,7 +97,7 @@ def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | N
 
 
 def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
-    """Return the index after the first `pattern` in `ids` from `start` on; None without a match."""
+    """Return the index after the first match of `pattern` in `ids`, from `start` on."""
     width = pattern.shape[0]
     if ids.shape[0] - start < max(width, 1):
         return None

@@ -103,7 +103,6 @@ class TaskSet:
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[asyncio.Task[Any]]:
-        """Yield the running tasks."""
         return iter(tuple(self._tasks))
 
     def begin(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:

@@ -70,7 +70,7 @@ class EnvironmentActor:
         make_policy: PolicyFactory,
         queue: Any,
     ) -> None:
-        """Prepare the environments and the exchange with the queue.
+        """Make the environments.
 
         Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
@@ -243,7 +243,6 @@ class EnvironmentActor:
         ]
 
     def _text_of(self, trajectory: Trajectory) -> SampledText | None:
-        """Return the text of a trajectory's first sample, to show; None if it has no sample."""
         if not trajectory.samples:
             return None
         sample = trajectory.samples[0]
@@ -260,10 +259,7 @@ class EnvironmentActor:
         temperature: float | None = None,
         kept: KeptTokens | None = None,
     ) -> Trajectory:
-        """Play one rollout.
-
-        temperature, kept: set by an evaluation; None uses the settings of training.
-        """
+        """Play one rollout. Only evaluations set `temperature` and `kept`."""
         name = assignment.task.environment
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
@@ -300,10 +296,8 @@ class EnvironmentActor:
         )
 
     def _state_of(self, group_number: int) -> TrainerState:
-        """Return the state of training that the reward functions of a group's rollouts get.
-
-        Groups of evaluations have negative numbers; they get the state of the newest step that this
-        actor has seen.
+        """Groups of evaluations have negative numbers; they get the newest step that this actor has
+        seen.
         """
         step = group_number // self._settings.groups_per_step
         self._newest_step = max(self._newest_step, step)
@@ -313,11 +307,10 @@ class EnvironmentActor:
         )
 
     def _maker_of(self, played: EnvironmentSettings) -> Callable[[], Environment]:
-        """Return a function without arguments that makes one of the actor's environments.
+        """Return a function that makes an environment, in a worker process or in this process.
 
-        An environment that is not built in runs in a worker process if its module can be imported
-        there and `rollouts.inline` is false. Otherwise it runs in this process.
-
+        An environment runs in a worker process, unless it is built in, `rollouts.inline` is true,
+        or its module cannot be imported there.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
         name, rollouts = played.environment, played.rollouts or self._settings.rollouts
@@ -377,6 +370,5 @@ class EnvironmentActor:
 
 
 def _shown(text: str) -> str:
-    """Return a text, or only its beginning and its end if the text is long."""
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}\n[…]\n{text[-half:]}"

@@ -84,7 +84,7 @@ class RenderError(Exception):
     """Raised if the chat template cannot render a chat, or does not show a part of the chat."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
-        """Store the message, and which part of the request is at fault: messages or tools."""
+        """`param` is the part of the request that is at fault: messages or tools."""
         super().__init__(message)
         self.param = param
 
@@ -93,10 +93,7 @@ class ChatTemplate:
     """The chat template of one model, with one set of options."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, options: Mapping[str, Any]) -> None:
-        """Store the tokenizer and the options.
-
-        options: variables of the template, such as {"enable_thinking": False}.
-        """
+        """`options` are variables of the template, such as {"enable_thinking": False}."""
         self._tokenizer = tokenizer
         self._options = dict(options)
 
@@ -161,7 +158,9 @@ class ChatTemplate:
             )
 
     def _tells_apart(self, calls: _Calls) -> bool:
-        """Return whether a result's id or name, as the template shows it, says what it answers."""
+        """Return whether the template shows ids or distinct names, so that each result's call is
+        known.
+        """
         names = [name for _, name in calls]
         return self._shows_ids or (self._shows_names and len({*names}) == len(names))
 
@@ -176,7 +175,8 @@ class ChatTemplate:
 
     @cached_property
     def _two_results(self) -> tuple[str, str]:
-        """The rendering of two calls with their results, before and after the first result.
+        """The texts before and after the first result in a rendering of two calls with their
+        results.
 
         If the template refuses two calls, both texts have the id and the name of the second call.
         """
@@ -188,7 +188,6 @@ class ChatTemplate:
         return before, after
 
     def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
-        """Return the rendering of a chat in this format; empty if the template refuses the chat."""
         try:
             return self._apply(_conversation(probe, form))
         except RenderError:
@@ -206,10 +205,7 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Return whether a message with text and calls must be split in two for the template.
-
-        The message must be split if the template leaves out its text or its calls when they are in
-        one message, and shows both when they are in two messages.
+        """Return whether the template shows both text and calls only if they are in two messages.
 
         form: the format with one message. split: the format with two messages.
         """
@@ -227,7 +223,7 @@ class ChatTemplate:
         """Whether the template shows a content only if it is a list of parts.
 
         Some templates of models that also read images need such a list. A template that prints the
-        list in Python's spelling gets a text, even if it cuts or changes the text of the probe.
+        list as Python does shows the key `_UNREAD` too; it gets a text.
         """
         part = {_UNREAD: "", "type": "text", "text": _CONTENT}
         for content, wants in ((_CONTENT, False), ([part], True)):
@@ -301,10 +297,12 @@ def in_call_order(
 def _answers(
     messages: Iterable[Message], calls: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
-    """Yield calls, the messages that answer them, and how many calls are of earlier messages.
+    """Split messages into parts, each of which ends with a message of the assistant.
 
-    An answer ends with the next message of the assistant, and includes it. Calls of several
-    messages of the assistant with nothing between them are answered together.
+    Yield for each part the calls that it may answer, its messages, and a number of calls. The calls
+    are those in the assistant's message before the part. If no message lies between that message
+    and the assistant's message before it, the calls of both are answered together: the older calls
+    come first, and the number counts them.
     Args: calls: id and name of each call in the message before the given messages.
     """
     known, answer, num_earlier = tuple(calls), list[Message](), 0
@@ -346,7 +344,6 @@ def _paired(
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
-    """Return messages as dicts in OpenAI's format, with tool calls as the template needs them."""
     found = []
     for message in messages:
         if form.splits and message.call_texts and message.content:
@@ -366,10 +363,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """Return a message as a dict for a template.
-
-    Absent fields are left out, because templates check whether a field is there.
-    """
+    """Return a dict without absent fields, because templates check whether a field is there."""
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,

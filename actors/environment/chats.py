@@ -157,14 +157,13 @@ class ChatEncoder:
         before: tuple[Message, ...],
         tools: tuple[ToolSchema, ...],
     ) -> list[int]:
-        """Return the ids that follow the prompt in the rendering of a chat that ends in a reply.
+        """Return the ids of a reply: those that follow the prompt in `whole`, the text of the whole
+        chat.
 
-        Args: whole: the text of this rendering. before: the messages before the reply.
-        Raises: BadChat if the rendering's text does not begin with the prompt's text.
+        A token may join the end of the prompt and the beginning of the reply. Then the reply is
+        encoded separately, as an engine samples it. before: the messages before the reply.
 
-        A token may join the end of the prompt and the beginning of the reply. The text of the
-        rendering then begins with the text of the prompt, but the ids differ; so the reply is
-        encoded separately, as an engine samples it.
+        Raises: BadChat if `whole` does not begin with the text of the prompt.
         """
         ids = self._encode(whole)
         num_prompt = prompt.shape[0]
@@ -188,9 +187,9 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return the token that the template writes after a reply before the next message.
+        """Return the token with which the template ends a reply if another message follows.
 
-        The rendering that ends with the reply (`whole`) does not have this token.
+        The text `whole` ends with the reply, and lacks this token.
 
         Raises: BadChat if the engine does not stop at this token.
         """
@@ -295,7 +294,7 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
 def _tools(given: Any) -> tuple[ToolSchema, ...]:
     """Return the tools of a chat. Raises: BadChat if they cannot be read.
 
-    given: a list in OpenAI's form, or the JSON text of such a list.
+    given: a list in OpenAI's form, or its JSON text.
     """
     try:
         rows = json.loads(given) if isinstance(given, str) and given else given or ()

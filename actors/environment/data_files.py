@@ -88,7 +88,6 @@ def _has_own_format(config: BuilderConfig) -> bool:
 
 
 def _report_unread(path: Path, files: Sequence[Path], what: str) -> None:
-    """Log a warning with the names of files in a directory that are not read for any split."""
     read = {each.resolve() for each in files}
     found = (each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file())
     unread = [
@@ -128,7 +127,7 @@ def _rows_of(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 def _names_in(path: Path) -> Iterable[str]:
-    """Return the names in all rows of a file. Raises: BadTaskFile if the file cannot be used."""
+    """Return the names of the columns in all rows of a file."""
     names: dict[str, None] = {}
     num_rows = 0
     try:
@@ -162,7 +161,7 @@ def _names_in(path: Path) -> Iterable[str]:
 
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a JSONL, JSON or CSV file with its location in the file.
+    """Yield each row of a file with its location in the file.
 
     Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
     """

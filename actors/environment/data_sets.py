@@ -149,12 +149,13 @@ def _values_of(
     environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield for each row the name that error texts give it, and the entries of its task's data.
+    """Yield, for each row, its name in error texts, and the data of its task.
 
-    Log a warning for each column of bytes, which is left out, and for each sign of a wrong prompt
-    (`_doubts`). The same warning is logged only once.
-    entries: maps each entry to its column. what: the data set's name for error texts. Raises:
-    BadTaskFile if a value has too many levels.
+    Log a warning for each column of bytes, which is left out, and for each kind of probable mistake
+    (`_doubts`). Log each warning only once. entries: maps each entry of the data to its column.
+    what: the data set's name for error texts.
+
+    Raises: BadTaskFile if a value has too many levels.
     """
     left_out: set[str] = set()
     reported: set[str] = set() if is_typed else {_NULLS}
@@ -190,9 +191,8 @@ _NULLS = (
 
 
 def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
-    """Yield a warning for each probable mistake in a row's prompt.
-
-    An example is a prompt that ends with the assistant's answer.
+    """Yield a warning for each probable mistake in a row, such as an answer at the end of its
+    prompt.
     """
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
@@ -218,10 +218,7 @@ def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:
-    """Return whether any of the names of a data set's columns is empty.
-
-    pandas, for example, writes its index into a CSV file as a column without a name.
-    """
+    """Return whether a column has no name, as the index that pandas writes into a CSV file."""
     return any(not name.strip() for name in names)
 
 
@@ -236,10 +233,7 @@ def _has_bytes(value: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as JSON, in which dates are ISO texts and durations are seconds.
-
-    Decimals become numbers. The parts of lists and objects are converted too.
-    """
+    """Return a value as JSON: dates as ISO texts, durations in seconds, decimals as numbers."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, timedelta):
@@ -255,11 +249,11 @@ def _as_json(value: Any) -> Any:
 
 
 def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
-    """Return a chat, or a part of a chat, without the nulls that Arrow has added.
+    """Remove the nulls that Arrow has added to a chat or to a part of it.
 
     In a column of objects, Arrow adds to each object the keys of the others, with the value null.
-    Nulls are removed only inside the arguments of calls and the schemas of tools.
-    is_free: whether `value` is inside such arguments or such a schema.
+    is_free: whether `value` is inside the arguments of a call or the schema of a tool. Nulls are
+    removed only there.
     """
     if isinstance(value, list):
         return [_without_nulls(each, is_free=is_free) for each in value]
@@ -275,11 +269,9 @@ def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
 def _open(
     source: str, *, split: str, subset: str | None, section: str
 ) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
-    """Open a data set; return the names of its columns, and its rows.
+    """Open a data set; return its columns' names, its rows, and whether each column has one type.
 
-    The third result is whether each column has one type. It is False for a text file such as JSONL,
-    in which each value has its own type.
-
+    In a text file such as JSONL, each value has its own type.
     Raises: BadTaskFile if the data set cannot be read.
     """
     path = Path(source).expanduser()
@@ -308,10 +300,9 @@ def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_parquet(path: Path, *, what: str) -> None:
-    """Check a file for faults that `datasets` reports without a reason.
+    """Raise BadTaskFile for faults that `datasets` reports without a reason.
 
-    Raises: BadTaskFile if the file has no rows, or two columns with the same name; OSError or
-    pa.ArrowException if it cannot be read.
+    Such a fault is a file without rows, or two columns with the same name.
     """
     footer = pq.read_metadata(path)
     check_names(footer.schema.to_arrow_schema().names, what=what)
@@ -322,10 +313,7 @@ def _check_parquet(path: Path, *, what: str) -> None:
 def _dataset(
     source: str, path: Path, *, split: str, subset: str | None, section: str
 ) -> Dataset | Rows:
-    """Open a data set by the `datasets` library; read the text files of a directory without it.
-
-    Raises: BadTaskFile if that fails.
-    """
+    """Open a data set by the `datasets` library; read the text files of a directory without it."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
@@ -364,7 +352,7 @@ def _dataset(
 
 
 def _with_times_reported(found: Dataset, what: str) -> Dataset:
-    """Return a data set; log a warning if the library has made times of the texts of JSON files."""
+    """Return the data set; warn if the library has converted texts in JSON files to times."""
     schema = found.features.arrow_schema
     times = [each.name for each in schema if "timestamp" in str(each.type)]
     if found.info.builder_name == "json" and times:
@@ -404,7 +392,6 @@ def _split_of(found: Mapping[str, Dataset], split: str, what: str, *, section: s
 
 
 def _checked(rows: Iterable[Mapping[str, Any]], what: str) -> Iterable[Mapping[str, Any]]:
-    """Yield the rows. Raises: BadTaskFile if a row cannot be read."""
     try:
         yield from rows
     except _UNREADABLE as error:
@@ -419,10 +406,7 @@ def _entries(
     *,
     section: str,
 ) -> dict[str, str]:
-    """Return, for each entry of a task's data, the name of the column that has its values.
-
-    Raises: BadTaskFile if a column is missing.
-    """
+    """Map each entry of a task's data to its column. Raises: BadTaskFile if a column is missing."""
     asked = {entry: column for entry, column in columns.items() if column is not None}
     if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(
@@ -447,7 +431,7 @@ def _task(
     where: str,
     section: str,
 ) -> Task:
-    """Return a row's task. taken: the entries that task data may have; None allows every entry."""
+    """`taken` are the entries that the task's data may have; None allows every entry."""
     own, data = row, row
     if "task_id" in row or "seed" in row:
         own = {name: value for name, value in row.items() if name not in _OWN}

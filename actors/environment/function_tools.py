@@ -153,10 +153,7 @@ def _answer_of(
 
 
 def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
-    """Call a method of a user's instance with the columns that the method takes; return its answer.
-
-    Return None if the instance has no such method.
-    """
+    """Call a method with the columns that it takes; return None if there is no such method."""
     method = getattr(instance, name, None)
     if method is None:
         return None
@@ -187,8 +184,7 @@ def _tool_of(target: str) -> FunctionTool:
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
     """Parse each refused argument that is the JSON text of an object or a list.
 
-    Returns: all arguments, with these texts parsed; None if no refused argument is such a text, or
-    if such a text cannot be parsed.
+    Return None if no refused argument is such a text, or if such a text cannot be parsed.
     """
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
@@ -331,10 +327,7 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Load the tool or class of tools with this name.
-
-    The result is cached, because each episode calls this function.
-    """
+    """Cache the result, because each episode calls this function."""
     try:
         found = find(name, what="tools")
     except BadName as error:
@@ -439,7 +432,7 @@ def _is_inner(function: Callable[..., Any]) -> bool:
 
 
 def _is_python(method: Callable[..., Any]) -> bool:
-    """Return whether a method is written in Python, unlike a built-in one such as `dict.get`."""
+    """Return whether a method is written in Python, unlike `dict.get`."""
     return hasattr(inspect.unwrap(method), "__code__")
 
 

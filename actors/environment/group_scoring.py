@@ -102,7 +102,7 @@ def _unscored(trajectory: Trajectory, why: str) -> Trajectory:
 async def _with_retries(
     call: Callable[[], Awaitable[Sequence[StepResult | None]]],
 ) -> Sequence[StepResult | None]:
-    """Make a call and return its answer; repeat the call up to twice if it raises.
+    """Make a call; repeat it up to twice if it raises.
 
     Raises: RewardError if the last call raises, or if any call exceeds its limit.
     """
@@ -123,10 +123,10 @@ async def _with_retries(
 
 
 def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory:
-    """Add the result of group scoring to a trajectory, and return the trajectory.
+    """Add the result's reward and components to the last turn, its metrics and columns to the
+    trajectory.
 
-    The result's reward and components are added to the last turn; the trajectory also gets the
-    result's metrics and extra columns. If `result` is None, the outcome is `reward_error`.
+    Without a result, the outcome is `reward_error`.
     """
     if result is None:
         return _unscored(trajectory, "none of the group functions gave a number for this answer")
@@ -155,7 +155,6 @@ def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory
 
 
 def _last_ids(trajectory: Trajectory) -> TokenIds:
-    """Return the token ids that were sampled in the last turn."""
     last = trajectory.turns[-1]
     sample = next(
         each for each in trajectory.samples if any(turn.index == last.index for turn in each.turns)

@@ -136,7 +136,6 @@ class Judge:
         """Send a question; return the reply, and the numbers of prompt and completion tokens.
 
         The cache keeps a reply with a score, even if no caller waits for the reply any longer.
-        key: the question's key in the cache.
         """
         found = await self._ask(question, line)
         with suppress(RewardError):
@@ -162,7 +161,7 @@ class Judge:
         )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Send a question, with retries; return the reply and the numbers as `_ask_and_keep` does.
+        """Send a question, with retries; return what `_request` returns.
 
         Raises: RewardError if all attempts fail.
         """
@@ -230,7 +229,6 @@ class Judge:
 
 
 def _count(value: object) -> int:
-    """Return a number of tokens in a service's answer; 0 if the value is not such a number."""
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
 
@@ -257,17 +255,13 @@ class _Line:
         self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
     def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
-        """Remove a request that has ended.
-
-        Also read the request's error: asyncio logs a warning for an error that nobody reads.
-        """
         self.pending.pop(key, None)
         if not request.cancelled():
+            # asyncio logs a warning for an error that nobody reads.
             request.exception()
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Return the seconds that the Retry-After header requests; 0 if it has no number."""
     try:
         delay_s = float(answer.headers.get("Retry-After", ""))
     except ValueError:

@@ -99,7 +99,7 @@ class JudgeOptions:
 
 
 def _bad_request(options: JudgeOptions) -> Iterator[str]:
-    """Yield a sentence for each fault of the address, the question and the body."""
+    """Yield the faults of the address, the question and the body."""
     if not _is_address(options.url):
         yield (
             f"url: got {options.url!r}, expected http:// or https:// with a host, and a port from "
@@ -115,7 +115,7 @@ def _bad_request(options: JudgeOptions) -> Iterator[str]:
 
 
 def _bad_reading(options: JudgeOptions) -> Iterator[str]:
-    """Yield a sentence for each fault of the options that say how a reply becomes a score."""
+    """Yield the faults of the options that say how a reply becomes a score."""
     if (problem := problem_of(options.parse)) is not None:
         yield f"parse: {problem}"
     if options.json_field is not None:
@@ -227,10 +227,10 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Search a reply for JSON objects that have a field; return the field's value in the last one.
+    """Return a field of the last JSON object in the reply that has the field; None if no object has
+    it.
 
     path: the field's name, such as "score", or "verdict.score" for a field of the object `verdict`.
-    Returns: None if no object has the field.
     """
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")
     while start >= 0:
@@ -250,7 +250,7 @@ def _field_of(reply: str, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a column's value as readable text; a chat has a line `ROLE: CONTENT` per message."""
+    """Return a column's value as text; a chat has a line `ROLE: CONTENT` for each message."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(

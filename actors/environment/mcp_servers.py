@@ -89,7 +89,6 @@ class ServerOptions:
 
 
 def _expanded(values: Mapping[str, str], *, what: str) -> dict[str, str]:
-    """Return the values with `$NAME` replaced. Raises: ValueError if a variable is not set."""
     return {name: expanded(value, what=what) for name, value in values.items()}
 
 
@@ -164,9 +163,9 @@ class McpServer:
             await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
 
     async def _ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Send the server a request, and return the answer. Raises: ToolFailed; ServerLost.
+        """Call `question`, which sends a request by a method of the client, and return the answer.
 
-        question: a function that sends the request by a method of the client.
+        Raises: ToolFailed; ServerLost.
         """
         import anyio
         import httpx2
@@ -193,8 +192,8 @@ class McpServer:
     def _is_loss(self, code: int) -> bool:
         """Return whether an error of the protocol means that the server, or its session, is gone.
 
-        Over HTTP, INTERNAL_ERROR and INVALID_REQUEST mean a loss too: the client reports a
-        restarted or overloaded server by these two codes.
+        Over HTTP, the client reports a restarted or overloaded server by INTERNAL_ERROR or
+        INVALID_REQUEST.
         """
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 
@@ -224,10 +223,9 @@ class McpServer:
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
         """Close a lost server unless another caller has closed it; return the ServerLost to raise.
 
-        opened: the future of the lost client. what: what happened to the server, for the error.
-
         The next use opens the server again. This function waits until the server is closed, because
-        the event loop may end soon after, and would then leave the server half closed.
+        the event loop may end soon after, and would then leave the server half closed. opened: the
+        future of the lost client. what: what happened to the server, for the error.
         """
         if self._opened is opened:
             await self.close()
@@ -331,10 +329,7 @@ async def _target(options: ServerOptions, stderr: ServerStderr) -> AsyncIterator
 
 
 def _found(command: Sequence[str]) -> list[str]:
-    """Return a command with `python` and `python3` replaced by this process's own interpreter.
-
-    That interpreter has the packages of this environment, even if it is not on PATH.
-    """
+    """Replace `python` and `python3` by this interpreter, which has this environment's packages."""
     own = sys.executable if command[0] in _PYTHONS else command[0]
     return [own, *command[1:]]
 
@@ -352,7 +347,7 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 
 def _text_of(result: Any) -> str:
-    """Join the texts of a tool's result; a part without text is shown by its type in brackets."""
+    """Return a tool's result as text; without parts, its structured content as JSON."""
     parts = [_text_in(each) for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):
@@ -361,7 +356,7 @@ def _text_of(result: Any) -> str:
 
 
 def _text_in(part: Any) -> str:
-    """Return the text of a part, which may be in a resource; else the part's type in brackets."""
+    """Return the text of a part or of its resource; without a text, the part's type in brackets."""
     text = getattr(getattr(part, "resource", part), "text", None)
     return f"[{part.type}]" if text is None else text
 

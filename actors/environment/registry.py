@@ -131,7 +131,6 @@ def _bound(
 
 
 def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    """Raise BadEnvironmentOptions if options are not keyword arguments of a factory."""
     parameters = signature.parameters
     for argument in parameters.keys() & options.keys():
         made = [each for each in sections_in(parameters[argument].annotation) if _is_made(each)]
@@ -153,9 +152,8 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether the values of an options class are instances of the class.
-
-    The values of a TypedDict are not: they are plain dicts.
+    """Return whether the values of an options class are its instances; those of a TypedDict are
+    dicts.
     """
     return not issubclass(section, dict)
 
@@ -183,12 +181,12 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the parameter `options` of a factory.
+    """Return the parameter `options` of a factory; None if the options are keyword arguments.
 
-    Its type is an options dataclass, or a union of options dataclasses. Return None if the options
-    are keyword arguments. Raises: BadOptions if the type is not known; if it contains an options
-    dataclass but is neither that dataclass nor a union of such dataclasses; or if the factory has
-    other parameters too.
+    The parameter's type is an options dataclass, or a union of options dataclasses.
+
+    Raises: BadOptions if the type is not known, if it contains an options dataclass in another
+    form, or if the factory has other parameters too.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -267,7 +265,6 @@ def _check_methods(made: object) -> None:
 
 
 def _check_method(made: object, name: str, arguments: tuple[str, ...]) -> None:
-    """Raise TypeError if a method is missing or does not take `arguments` by position."""
     method = getattr(made, name, None)
     wanted = f"async def {name}({', '.join(('self', *arguments))})"
     if not callable(method):

@@ -140,7 +140,7 @@ class _DummyChat:
     argument: str
 
     def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> tuple[Message, ...]:
-        """Return the chat, which ends with a reply that has the given ending.
+        """Return the chat with a reply that has the given ending.
 
         Args: called_before: ids of calls that are made and answered at the start of the chat.
         """

@@ -200,11 +200,10 @@ class RewardFunction:
         ]
 
     def _takes(self, name: str) -> bool:
-        """Return whether the function takes an argument by this name."""
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns for a call; copies if it runs in this process and may change them."""
+        """Return the columns, copied if the call runs in this process and may change them."""
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {
@@ -319,9 +318,9 @@ class RewardFunction:
         return parts["score"] if is_verl else sum(parts.values()), parts
 
     def _number(self, value: Any, place: str = "") -> float:
-        """Return one value of a function's answer as a number.
+        """Return a number in the function's answer. `place` names it in the error, such as " as
+        score".
 
-        Args: place: Words for the error that name the value, such as " as score".
         Raises: RewardError if the value is not a number, or is too large.
         """
         if not _is_number(value):
@@ -443,7 +442,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Load a reward function. The result is cached, because each episode calls this function."""
+    """Cache the result, because each episode calls this function."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:
@@ -544,7 +543,6 @@ def method_as_reward(
 
 
 def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:
-    """Make a `RewardFunction` of a function, with the arguments in the function's signature."""
     named = _arguments(function)
     parameters = inspect.signature(function).parameters.values()
     takes_lists = bool(named.keys() & {"completions", "environments"})

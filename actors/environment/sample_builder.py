@@ -71,7 +71,6 @@ class _OpenSample:
         )
 
     def num_common(self, prompt: TokenIds) -> int:
-        """Return the length of the common prefix of the sample and the prompt, in ids."""
         shared = common_prefix(self.prompt, prompt)
         if shared < self.prompt.shape[0]:
             return shared
@@ -158,7 +157,9 @@ class SampleBuilder:
         self._newest = sample
 
     def _opened(self, prompt: TokenIds, reason: BranchReason | None) -> _OpenSample:
-        """Open and return a sample for a prompt, with its parent and the reason for the branch."""
+        """Open a sample for a prompt. `reason` is the reason for a branch; None derives it from the
+        ids.
+        """
         if not self._open:
             sample = _OpenSample(None, 0, None)
         else:
@@ -172,9 +173,10 @@ class SampleBuilder:
         return sample
 
     def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
-        """Return the open sample that shares most ids with a prompt; among equals, the newest.
+        """Return the open sample that shares most ids with a prompt, as its index, and how many it
+        shares.
 
-        Returns: the sample's index, and the number of shared ids.
+        Among equals, return the newest.
         """
         nearest = len(self._open) - 1
         most = self._open[nearest].num_common(prompt)

@@ -117,7 +117,6 @@ def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
 
 
 def _reaped() -> dict[int, int]:
-    """Reap all child processes that have ended, and return their exit statuses by process id."""
     found: dict[int, int] = {}
     while True:
         try:
@@ -131,7 +130,6 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_all() -> None:
-    """Kill all descendants of this process, until none is left or KILL_LIMIT_S has passed."""
     end = time.monotonic() + KILL_LIMIT_S
     while (below := _descendants()) and time.monotonic() < end:
         for process in below:

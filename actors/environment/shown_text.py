@@ -208,7 +208,6 @@ def _marked_value(value: Any, mark: str) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the keys, the texts and the whole numbers in a call's arguments."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield key

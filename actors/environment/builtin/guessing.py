@@ -136,7 +136,6 @@ class GuessingEnvironment:
         return self._say(LOWER)
 
     def _is_ruled_out(self, guess: int | None) -> bool:
-        """Return whether the hints so far exclude a guess; False for a malformed guess."""
         if guess is None or not self._options.low <= guess <= self._options.high:
             return False
         return not self._lowest <= guess <= self._highest

@@ -147,7 +147,7 @@ class _Game:
         """Names of the actions; empty if an action is any text."""
 
     def begin(self, seed: int, data: Mapping[str, Any]) -> str:
-        """Begin an episode; return the first observation as text.
+        """Begin an episode; return the first observation.
 
         Raises: ValueError if a space cannot be played in text, or if the names of the actions do
         not fit the action space.
@@ -172,9 +172,9 @@ class _Game:
         return self._shown(observation)
 
     def play(self, answer: str, prompt: str) -> StepResult | None:
-        """Make a move and return its result; return None if the answer is not an action.
+        """Make a move; return None if the answer is not an action.
 
-        Args: prompt: a template for the next message; the observation replaces {observation}.
+        prompt: a template for the next message; the observation replaces {observation}.
         """
         action = self._action(answer)
         if action is None:
@@ -245,15 +245,11 @@ class _Game:
 
 
 def _folded(name: str) -> str:
-    """Return an action's name without case and final punctuation, for comparisons."""
     return name.strip().rstrip(".!").strip().casefold()
 
 
 def _format_observation(observation: Any) -> str:
-    """Return an observation as text. Numbers and arrays of numpy are written as plain numbers.
-
-    For example, np.int64(1) is written as 1.
-    """
+    """Return an observation as text, with numbers of numpy as plain numbers: np.int64(1) as 1."""
     if isinstance(observation, str):
         return observation
     return str(_plain(observation))

@@ -176,9 +176,8 @@ class OpenEnvEnvironment:
     def _scored(
         self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
     ) -> StepResult:
-        """Combine the server's answers to a turn's steps into the turn's result.
+        """Combine the server's answers to the steps of one turn.
 
-        messages: messages for the policy; left out if the episode has ended.
         Raises: RewardError if the episode has ended without any reward.
         """
         rewards = [answer["reward"] for answer in answers if answer.get("reward") is not None]
@@ -195,7 +194,6 @@ class OpenEnvEnvironment:
         )
 
     async def _listed(self) -> tuple[ToolSchema, ...]:
-        """Ask the server for the environment's tools. Raises: ValueError if there are none."""
         try:
             answer = await self._session.step({"type": "list_tools"})
         except _Refused as refused:
@@ -250,10 +248,7 @@ class OpenEnvEnvironment:
         )
 
     def _shown(self, answer: Mapping[str, Any]) -> str:
-        """Return the observation in a server's answer as text for the policy.
-
-        Raises: ValueError if the observation lacks the option `observation_field`.
-        """
+        """Return the observation in a server's answer as text for the policy."""
         seen: Any = answer.get("observation")
         if self._options.observation_field is not None:
             for name in self._options.observation_field.split("."):
@@ -269,11 +264,9 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the policy's text is the reason why the server refused an action.
+        """Return whether the policy's text caused all these faults, which pydantic reports.
 
-        If the result is False, the options of the environment are at fault.
-
-        faults: the faults of the refused action, as pydantic reports them.
+        Otherwise the options of the environment are at fault.
         """
         return self._options.action_field is None or all(
             _name_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
@@ -283,8 +276,6 @@ class OpenEnvEnvironment:
 
 def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
     """Return a tool call's result as text for the policy, and whether the call was malformed.
-
-    seen: the observation with which the server answers the call.
 
     Raises: ValueError if the environment could not reach its tool.
     """
@@ -305,7 +296,7 @@ def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _text_in(part: Mapping[str, Any]) -> str | None:
-    """Return the text of a part, which may be in a resource; None if it has none."""
+    # The text may be in a resource.
     holder = part.get("resource", part)
     return holder.get("text") if isinstance(holder, Mapping) else None
 
@@ -351,13 +342,14 @@ class _Session:
     """A client of a server, with at most one open session; `begin` opens one for each episode."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """Prepare a session of the server at a ws:// or wss:// address."""
+        """`url` is a ws:// or wss:// address."""
         self._url = url
         self._headers = headers
         self._connection: ClientConnection | None = None
 
     async def begin(self, reset: Mapping[str, Any], *, wait_s: float) -> Mapping[str, Any]:
-        """Open a session and reset its environment; wait up to wait_s for a free session.
+        """Open a session and reset its environment; wait up to wait_s until the server has a free
+        session.
 
         Returns: the first observation, with the fields observation, reward and done.
         Raises: ConnectionError; ValueError if the server reports an error or has no free session.
@@ -393,7 +385,6 @@ class _Session:
             await connection.close()
 
     async def _open(self) -> ClientConnection:
-        """Connect to the server. Raises: ConnectionError."""
         try:
             return await connect(
                 self._url,
@@ -409,7 +400,7 @@ class _Session:
             ) from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message of a kind (reset or step), and return the observation that answers it.
+        """Send a message, whose kind is reset or step; return the observation that answers it.
 
         Raises: _Refused, _Full; ValueError for another error of the server; ConnectionError.
         """
@@ -436,7 +427,7 @@ class _Session:
 
 
 def _name_of(fault: Mapping[str, Any]) -> str:
-    """Return the name of the field at fault in an error that pydantic reports."""
+    """Return the name of the field that pydantic reports as faulty."""
     return str(next(iter(fault.get("loc") or ()), ""))
 
 

@@ -96,7 +96,6 @@ def extract_answer(text: str) -> str:
 
 
 def _make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int) -> Any:
-    """Make a data set of a family. Raises: ValueError for an unknown family or a bad config."""
     gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
@@ -229,7 +228,6 @@ def _scores_truth(scorer: Any, item: Item) -> bool:
 
 
 def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
-    """Score an answer by a family's scorer. Raises: _ScorerFailed if the scorer raises."""
     try:
         return float(scorer.score_answer(answer, entry=item))
     except Exception as error:
@@ -254,10 +252,7 @@ def _load(task: Task) -> tuple[Any, Item]:
 
 @lru_cache(maxsize=256)
 def _scorer(family: str, config_json: str) -> Any:
-    """Return a data set whose `score_answer` scores answers to any item of the family.
-
-    The score depends on the item and the family's configuration, and not on a seed.
-    """
+    """Return a data set that can score answers to any item of the family, whatever its seed."""
     return _make_dataset(family, config=json.loads(config_json), seed=0, size=1)
 
 
@@ -303,7 +298,7 @@ def _stored(dataset: Any, index: int, *, seed: int) -> dict[str, Any]:
 
 
 def _without_tuples(value: Any) -> Any:
-    """Return a value with lists instead of tuples, as if it had been written and read as JSON."""
+    """Return the value as it would be read from JSON, with lists instead of tuples."""
     if isinstance(value, list | tuple):
         return [_without_tuples(part) for part in value]
     if isinstance(value, dict):

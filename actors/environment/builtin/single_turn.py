@@ -105,9 +105,8 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Return whether the answer gets a score from anything but reward functions.
-
-        In this class only judges can give such a score. A subclass may add other sources.
+        """Return whether anything but a reward function scores the answer; a subclass may add
+        sources.
         """
         return bool(judges)
 
@@ -117,10 +116,6 @@ class SingleTurnEnvironment:
         return Observation(messages=tuple(self.first_messages(task.data)))
 
     def _check_group(self, columns: Mapping[str, Any]) -> None:
-        """Check that the data have every column that the group functions need.
-
-        Raises: ValueError if a column is missing.
-        """
         for function in self._group_functions:
             function.check(columns, extras=frozenset(f"{name}s" for name in columns))
 
@@ -198,7 +193,6 @@ class SingleTurnEnvironment:
         return {}
 
     async def _scored(self, completion: str) -> StepResult:
-        """Score an answer by every function. Raises: RewardError if there is no score."""
         scores: _Scores = {}
         for function in self._functions:
             with _as_missing_score(function):
@@ -249,10 +243,8 @@ class SingleTurnEnvironment:
         )
 
     def _answer_in(self, text: str) -> str | None:
-        """Return the answer in a text, or None if the text has no answer.
-
-        The option `answer_pattern` finds the answer. If this option is not set, the whole text is
-        the answer.
+        """Return what the option `answer_pattern` finds in the text; without this option, the whole
+        text.
 
         Raises: RewardError if the search does not end in time.
         """
@@ -285,10 +277,8 @@ _Scores = dict[RewardFunction | Judge, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | Judge) -> Iterator[None]:
-    """Convert each exception that a user's function raises in this context to a RewardError.
-
-    A RewardError says that the answer was given and only its score is missing. RewardError and
-    WorkerLost are raised unchanged.
+    """Convert exceptions of a user's function to RewardError: only the score is missing, not the
+    answer.
     """
     try:
         yield

@@ -117,7 +117,6 @@ def _make(spec: Any, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -
 
 
 def _messages(observations: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return observations as messages. Raises: ValueError for a role other than user or tool."""
     for each in observations:
         if each["role"] not in _ROLES:
             raise ValueError(

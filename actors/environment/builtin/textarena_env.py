@@ -158,17 +158,12 @@ class _Game:
         )
 
     def _num_refused(self) -> int:
-        """Return how many of the current player's last moves in a row the game has refused.
-
-        Return 0 if the game's own state class does not count refused moves.
+        """Count the current player's latest moves that the game refused in a row; 0 if it keeps no
+        count.
         """
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> StepResult:
-        """Close a game that has ended, and return the result of its last step.
-
-        Raises: ValueError if the game gives the policy no reward.
-        """
         rewards, info = self._env.close()
         if not rewards or self._seat not in rewards:
             raise ValueError(
@@ -204,10 +199,9 @@ class _Game:
 
 
 def _format_observation(observation: Any, seat: int) -> str:
-    """Return an observation as text for one player, without this player's own moves.
+    """Return an observation as text for the player `seat`, without this player's own moves.
 
-    observation: a list of messages or, if the game has wrappers, a text. seat: number of the
-    player.
+    An observation is a list of messages or, if the game has wrappers, a text.
     """
     if isinstance(observation, str):
         return observation

@@ -85,10 +85,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
     """An environment that shows one prompt, answers tool calls and scores the final answer."""
 
     def __init__(self, options: ToolsOptions) -> None:
-        """Load the tools, and the functions and judges that score the answers.
-
-        Raises: BadRewardFunction or BadTool if one of them cannot be used.
-        """
+        """Load the tools, functions and judges. Raises: BadRewardFunction or BadTool."""
         found = load_tools(options.tools)
         self._function_tools = [each for each in found if isinstance(each, FunctionTool)]
         self._classes = [each for each in found if isinstance(each, ToolClass)]
@@ -188,7 +185,6 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return await super().step(action)
 
     def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:
-        """Make a reward function of each method `get_reward` of this episode's tool instances."""
         classes = self._classes
         num_rewarded = sum(each.has_reward for each in classes)
         rewards = [
@@ -248,7 +244,6 @@ def _text_of(error: BaseException | None) -> str:
 
 
 def _as_message(action: Action) -> dict[str, Any]:
-    """Return an assistant's turn as a dict in OpenAI's form, for reward functions."""
     message: dict[str, Any] = {"role": "assistant", "content": visible_text(action.text)}
     calls = [call for call in action.calls if isinstance(call, ToolCall)]
     if calls:

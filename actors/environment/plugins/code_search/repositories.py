@@ -63,7 +63,7 @@ class Repositories:
     def __init__(
         self, root: str, *, max_bytes: int, max_entries: int, unpack_limit_s: float
     ) -> None:
-        """Store the limits. max_bytes, max_entries: limits of each archive."""
+        """`max_bytes` and `max_entries` limit each archive."""
         self._root = root
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._unpack_limit_s = unpack_limit_s
@@ -120,7 +120,6 @@ class Repositories:
                 signal_group(program)
 
     def _make_room(self) -> None:
-        """Remove unused repositories until the unpacked repositories are within the size limit."""
         most = KEPT_REPOSITORIES * self._max_bytes
         removed = []
         with self._lock:
@@ -154,7 +153,7 @@ class Repositories:
         return path
 
     def _unpack(self, path: Path, name: str) -> tuple[str, int]:
-        """Unpack an archive. Returns: the directory, and the number of bytes in it."""
+        """Unpack an archive; return its directory, and the number of bytes in it."""
         directory = tempfile.mkdtemp(dir=scratch())
         limits = str(self._max_bytes), str(self._max_entries)
         program = start_program("code_search.unpack", (str(path), directory, *limits))

@@ -129,7 +129,7 @@ def _control(libc: ctypes.CDLL, option: int, value: int) -> None:
 
 
 def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
-    """Install the filter of system calls. Returns: whether the kernel accepted the filter."""
+    """Install the filter of system calls; return whether the kernel accepted it."""
     code = _program(machine, may_write=may_write)
     buffer = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: the number of instructions, and where they are.

@@ -228,7 +228,6 @@ class _Pool:
 
     @classmethod
     def pids(cls) -> list[int]:
-        """Return the process ids of every server that this process started."""
         with cls._lock:
             return [pid for pool in cls._shared.values() for pid in pool._servers.pids()]
 

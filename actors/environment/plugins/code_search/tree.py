@@ -176,7 +176,7 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def _opened(root: int, parts: tuple[str, ...], *, is_directory: bool) -> int:
-    """Open a file or directory; the caller closes the descriptor. Raises: ToolError."""
+    """Open a file or directory; the caller closes the descriptor."""
     if HIDDEN & set(parts):
         raise ToolError("There is no such path.")
     current = os.dup(root)
@@ -200,7 +200,6 @@ def _opened(root: int, parts: tuple[str, ...], *, is_directory: bool) -> int:
 
 
 def _entries(directory: int) -> list[tuple[str, bool]]:
-    """Return the names of a directory's entries, sorted, and for each whether it is a directory."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -223,7 +222,6 @@ class _Walk:
         self._is_cut = False
 
     def files(self, wanted: Any = None) -> Iterator[tuple[str, int]]:
-        """Yield the path and a descriptor of each wanted file."""
         yield from self._below(self._start, self._directory, wanted)
 
     def note(self) -> str:

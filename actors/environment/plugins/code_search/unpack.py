@@ -82,7 +82,7 @@ def unpack(archive: str, directory: str, *, max_bytes: int, max_entries: int) ->
 
 
 def _of_tar(archive: str, file: IO[bytes], max_bytes: int) -> Iterator[_Entry | None]:
-    """Yield each entry, or None for an entry to leave out."""
+    """Yield each entry, or None for an entry that is neither a file nor a directory."""
     mode = "r|" if archive.endswith(".tar") else "r|gz"
     num_declared = 0
     with tarfile.open(fileobj=file, mode=mode) as tar:  # type: ignore[call-overload]
@@ -102,7 +102,7 @@ def _of_tar(archive: str, file: IO[bytes], max_bytes: int) -> Iterator[_Entry | 
 
 
 def _of_zip(file: IO[bytes]) -> Iterator[_Entry | None]:
-    """Yield each entry, or None for an entry to leave out."""
+    """Yield each entry, or None for an entry that is neither a file nor a directory."""
     with zipfile.ZipFile(file) as packed:
         for info in packed.infolist():
             # The top four bits hold the type of the file if the archive was made on Unix.

@@ -252,9 +252,8 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _database_of(self, data: SqlData) -> dict[str, str]:
-        """Return the `script` or the `path` of a task's database.
-
-        Raises: ValueError if the path is not below the root.
+        """Return what the server opens: the `script` of a task's database, or its `path` below the
+        root.
         """
         if not data.database:
             return {"script": data.schema}
