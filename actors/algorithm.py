@@ -1,10 +1,10 @@
 """The algorithm's settings, which the queue, the merge actor and the trainer must share.
 
-The module declares the section `algorithm` of the configuration, each setting once, and computes
-values that derive from the settings, such as the learning rate of an update. Each choice of the
-loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the table. No loss
-function depends on the setting `aggregation`: the merge actor computes a weight for each token from
-it. The module imports neither Ray nor torch.
+The module declares the section `algorithm` of the configuration, and computes values that derive
+from its settings, such as the learning rate of an update. Each choice of the loss is one pure
+function in `actors/trainer/loss`; docs/algorithms.md has the table. The loss functions do not use
+the setting `aggregation`: the merge actor computes a weight for each token from it. The module
+imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of the update after `num_updates` applied updates.
 
-    The rate depends only on num_updates and the settings, so that checkpoints need no state of a
-    scheduler, and a resumed run computes the same rate for its next update as an uninterrupted run.
+    The rate depends only on num_updates and the settings. So checkpoints need no state of a
+    scheduler, and a resumed run has the same rates as an uninterrupted run.
 
-    Let n = num_updates, W = warmup_updates, N = updates. The decay begins at B = W, or for wsd at
-    B = N - decay_updates. Let p = (n - B) / (N - B), clipped to [0, 1].
+    Let n = num_updates, W = warmup_updates, N = updates. The decay begins at B = W, or for wsd at B
+    = N - decay_updates. Let p = (n - B) / (N - B), clipped to [0, 1].
 
     If n < W: rate = learning_rate (n + 1) / W. Otherwise rate = learning_rate (m + (1 - m) f), with
     m = min_ratio and f = 1 (constant), 1 - p (linear, wsd), (1 + cos(pi p)) / 2 (cosine).
@@ -82,8 +82,8 @@ def learning_rate_at(
     rate, and ours from 0.
 
     Args: schedule: `updates` must be set unless the kind is constant.
-    Examples: learning_rate 1.0 and warmup_updates 4: .25, .5, .75, 1, 1, …; also linear with
-    updates 8: .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, …
+    Examples: with learning_rate 1.0 and warmup_updates 4, the rates are .25, .5, .75, 1, 1, …. With
+    a linear schedule and updates 8, they are .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, ….
     """
     if num_updates < warmup_updates:
         return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
@@ -143,7 +143,7 @@ class CriticSettings:
 
     @property
     def truncation_rule(self) -> OutcomeRule:
-        """The outcome rule of a trajectory that was cut off."""
+        """The outcome rule for truncated trajectories."""
         match self.truncation:
             case "bootstrap" | "terminal":
                 return OutcomeRule(disposition=Disposition.TRAIN)
@@ -163,8 +163,9 @@ token with a constant divisor.
 
 
 class Objective(StrEnum):
-    """The policy objective, which limits how far a token's probability moves
-    (`actors.trainer.loss.objectives`).
+    """The policy objective, which limits how far a token's probability moves.
+
+    `actors.trainer.loss.objectives` computes it.
     """
 
     PPO_CLIP = "ppo_clip"
@@ -204,9 +205,9 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is a range [low, high] of the ratio trainer / sampler, which divides the trainer's
-    probability of a token by the sampler's. If `denominator` is old, the trainer's probability is
-    the one at the step's start; otherwise it is the current one.
+    The ratio trainer / sampler of a token is the trainer's probability of the token, divided by the
+    sampler's. If `denominator` is old, the trainer's probability is taken at the step's start;
+    otherwise it is the current one. A band [low, high] is a range of this ratio.
     """
 
     __pydantic_config__ = STRICT
@@ -426,7 +427,7 @@ class AlgorithmSettings:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether admission never runs ahead of training."""
+        """Whether a step's groups are admitted only after the step before is trained."""
         return self.max_lag == 0
 
     @property

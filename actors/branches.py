@@ -97,7 +97,7 @@ def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | N
 
 
 def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
-    """Return the index after the first match of `pattern` in `ids`, from `start` on."""
+    """Return the index after the first match of `pattern` in `ids` from `start` on, or None."""
     width = pattern.shape[0]
     if ids.shape[0] - start < max(width, 1):
         return None

@@ -296,8 +296,10 @@ class EnvironmentActor:
         )
 
     def _state_of(self, group_number: int) -> TrainerState:
-        """Groups of evaluations have negative numbers; they get the newest step that this actor has
-        seen.
+        """Return the state of training for the reward functions of a group.
+
+        Groups of evaluations, whose numbers are negative, get the newest step that this actor
+        knows.
         """
         step = group_number // self._settings.groups_per_step
         self._newest_step = max(self._newest_step, step)

@@ -131,11 +131,12 @@ class ChatTemplate:
     def check_results(
         self, messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()
     ) -> None:
-        """Check that the policy can read each result as that of the call that it answers.
+        """Check that the policy can see which call each result answers.
 
-        If a template shows no ids, the first result is read as that of the first call, and so on.
+        If the template shows no ids, the policy takes the first result as the answer to the first
+        call, and so on.
         Args: calls: id and name of each call in the message before the given messages.
-        Raises: RenderError if a result would be read as that of a call that has no result.
+        Raises: RenderError if the policy would take a result as the answer to a call that has none.
         """
         for known, answer, num_earlier in _answers(messages, calls):
             results, rest = _paired(known, answer)
@@ -158,9 +159,7 @@ class ChatTemplate:
             )
 
     def _tells_apart(self, calls: _Calls) -> bool:
-        """Return whether the template shows ids or distinct names, so that each result's call is
-        known.
-        """
+        """Return whether the template shows, by id or by name, which call each result answers."""
         names = [name for _, name in calls]
         return self._shows_ids or (self._shows_names and len({*names}) == len(names))
 
@@ -175,8 +174,7 @@ class ChatTemplate:
 
     @cached_property
     def _two_results(self) -> tuple[str, str]:
-        """The texts before and after the first result in a rendering of two calls with their
-        results.
+        """The texts before and after the first result, if two calls and their results are rendered.
 
         If the template refuses two calls, both texts have the id and the name of the second call.
         """
@@ -222,8 +220,8 @@ class ChatTemplate:
     def _wants_parts(self) -> bool:
         """Whether the template shows a content only if it is a list of parts.
 
-        Some templates of models that also read images need such a list. A template that prints the
-        list as Python does shows the key `_UNREAD` too; it gets a text.
+        Some templates of models that also read images need such a list. Other templates would print
+        the list itself, with its key `_UNREAD`; they get a text.
         """
         part = {_UNREAD: "", "type": "text", "text": _CONTENT}
         for content, wants in ((_CONTENT, False), ([part], True)):
@@ -281,7 +279,7 @@ def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
 def in_call_order(
     messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()
 ) -> tuple[Message, ...]:
-    """Return the messages with the results of calls directly after the calls, in their order.
+    """Move the results of calls directly after the calls, in the order of the calls.
 
     Many templates show no ids, so that only the order says which call a result answers. Other
     messages between calls and results, such as a user's text, come after the results.
@@ -299,10 +297,10 @@ def _answers(
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
     """Split messages into parts, each of which ends with a message of the assistant.
 
-    Yield for each part the calls that it may answer, its messages, and a number of calls. The calls
-    are those in the assistant's message before the part. If no message lies between that message
-    and the assistant's message before it, the calls of both are answered together: the older calls
-    come first, and the number counts them.
+    Yield for each part the calls that its messages may answer, the messages, and how many of the
+    calls are older. The calls are those of the assistant's last message before the part. If that
+    message directly follows another message of the assistant, the calls of the other message are
+    still open: they come first, and are the older ones.
     Args: calls: id and name of each call in the message before the given messages.
     """
     known, answer, num_earlier = tuple(calls), list[Message](), 0
@@ -363,7 +361,10 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """Return a dict without absent fields, because templates check whether a field is there."""
+    """Return a message as a dict for a template.
+
+    Templates check whether a field is there, so absent fields are left out.
+    """
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,

@@ -157,8 +157,7 @@ class ChatEncoder:
         before: tuple[Message, ...],
         tools: tuple[ToolSchema, ...],
     ) -> list[int]:
-        """Return the ids of a reply: those that follow the prompt in `whole`, the text of the whole
-        chat.
+        """Return the ids of a reply: those after the prompt in `whole`, the text of the chat.
 
         A token may join the end of the prompt and the beginning of the reply. Then the reply is
         encoded separately, as an engine samples it. before: the messages before the reply.

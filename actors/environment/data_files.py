@@ -40,11 +40,10 @@ _NO_FORMAT = ("name", "version", "data_dir", "data_files", "description", "featu
 def read_directory(
     path: Path, *, split: str, subset: str | None, what: str, section: str
 ) -> Rows | None:
-    """Return the names and rows of a split of a directory.
+    """Return the columns' names and the rows of one split of a directory.
 
-    Return None if the path is not a directory, or if its files are not text.
-
-    Log a warning with the names of files that belong to no split.
+    Return None if the path is not a directory, or if its files are not text. Log a warning with the
+    names of files that belong to no split.
     Args: split: name of a split, or an expression of the `datasets` library, such as train[:10%].
     what: the data set's name for error texts. section: the section that error texts refer to.
     Raises: BadTaskFile if there is no such split, or a file cannot be used; errors of `datasets`.
@@ -114,7 +113,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def read_text(files: Sequence[Path]) -> Rows:
-    """Return the names and rows of JSONL, JSON or CSV files, one file after the other.
+    """Return the columns' names and the rows of JSONL, JSON or CSV files, one file after the other.
 
     Raises: BadTaskFile if a file cannot be used.
     """

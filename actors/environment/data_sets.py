@@ -191,9 +191,7 @@ _NULLS = (
 
 
 def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
-    """Yield a warning for each probable mistake in a row, such as an answer at the end of its
-    prompt.
-    """
+    """Yield a warning for each probable mistake, such as a prompt that ends with the answer."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         yield (
@@ -218,7 +216,7 @@ def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:
-    """Return whether a column has no name, as the index that pandas writes into a CSV file."""
+    """Return whether a column lacks a name, as in a CSV file into which pandas wrote its index."""
     return any(not name.strip() for name in names)
 
 
@@ -431,7 +429,7 @@ def _task(
     where: str,
     section: str,
 ) -> Task:
-    """`taken` are the entries that the task's data may have; None allows every entry."""
+    """Make a row's task. `taken` are the entries that its data may have; None allows all."""
     own, data = row, row
     if "task_id" in row or "seed" in row:
         own = {name: value for name, value in row.items() if name not in _OWN}

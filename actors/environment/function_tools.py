@@ -182,7 +182,7 @@ def _tool_of(target: str) -> FunctionTool:
 
 
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Parse each refused argument that is the JSON text of an object or a list.
+    """Return the arguments; parse each refused one that is the JSON text of an object or a list.
 
     Return None if no refused argument is such a text, or if such a text cannot be parsed.
     """
@@ -327,7 +327,7 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Cache the result, because each episode calls this function."""
+    """Load a tool or a class, and cache it, because each episode calls this function."""
     try:
         found = find(name, what="tools")
     except BadName as error:

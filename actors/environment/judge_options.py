@@ -227,8 +227,7 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Return a field of the last JSON object in the reply that has the field; None if no object has
-    it.
+    """Find the last JSON object in a reply that has a field; return the field's value, or None.
 
     path: the field's name, such as "score", or "verdict.score" for a field of the object `verdict`.
     """

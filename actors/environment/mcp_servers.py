@@ -347,7 +347,7 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 
 def _text_of(result: Any) -> str:
-    """Return a tool's result as text; without parts, its structured content as JSON."""
+    """Join the texts of a result's parts; without parts, return its structured content as JSON."""
     parts = [_text_in(each) for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):

@@ -152,18 +152,16 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether the values of an options class are its instances; those of a TypedDict are
-    dicts.
-    """
+    """Return False for a TypedDict, whose values are plain dicts and not its instances."""
     return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of their class.
 
-    Return None if the factory takes its options as keyword arguments. If `options` is empty and the
-    factory's parameter `options` has a default, return this default; return None instead if the
-    default is not an instance of an options class.
+    If `options` is empty and the factory's parameter `options` has a default, return the default.
+    Return None if the factory takes its options as keyword arguments, or if the default is not an
+    instance of an options class.
     Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)

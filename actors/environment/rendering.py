@@ -474,12 +474,11 @@ class ChatRenderer:
     def _delta_behind(
         self, mark: str, *, whole: str, closed: str, is_call: bool
     ) -> _Delta | BreakReason:
-        """Return the tokens after a reply in a rendering, or why they cannot be used as a delta.
+        """Return the delta, the tokens after a dummy reply, or why there is no usable delta.
 
-        Args: mark: the last text of the dummy reply, which occurs once in each rendering. The
-        tokens after it are compared. whole: rendering of the chat with the reply and the new
-        messages. closed: rendering of the chat that ends with the reply. is_call: whether the reply
-        ends in a call.
+        Args: mark: the last text of the reply; it must occur once in each rendering. whole: the
+        rendering of the chat with the reply and the new messages. closed: the rendering of the chat
+        that ends with the reply. is_call: whether the reply ends in a call.
         """
         # Find the mark in each text: a template may render more text before a reply that is last.
         tails = []

@@ -10,9 +10,11 @@ Both kinds may be coroutines. A function gets the columns of the data set that i
 columns if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it. An
 argument `columns` gets the whole row as a mapping. With tools, `messages` is the conversation after
 the prompt, and `environment` (`environments`) is the instance of the class whose methods are the
-tools. `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all
-these arguments, also if the data have a column of the same name; a function reads that column from
-`columns`. One exception, as in TRL: a function with lists gets a column `messages` as `messages`.
+tools. `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`.
+
+Rayloom sets these arguments even if the data have a column of the same name; the function can read
+the column from `columns`. One exception, as in TRL: if the data have a column `messages`, a
+function that takes lists gets this column as `messages`.
 
 A group function takes lists too, and is called once for the answers of a whole group
 (`load_group_functions`, `RewardFunction.score_group`). The environments single_turn and tools use
@@ -318,8 +320,7 @@ class RewardFunction:
         return parts["score"] if is_verl else sum(parts.values()), parts
 
     def _number(self, value: Any, place: str = "") -> float:
-        """Return a number in the function's answer. `place` names it in the error, such as " as
-        score".
+        """Return a number in the function's answer. `place` names the number in the error's text.
 
         Raises: RewardError if the value is not a number, or is too large.
         """
@@ -442,7 +443,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Cache the result, because each episode calls this function."""
+    """Load a reward function, and cache it, because each episode calls this function."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:

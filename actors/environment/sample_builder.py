@@ -157,9 +157,7 @@ class SampleBuilder:
         self._newest = sample
 
     def _opened(self, prompt: TokenIds, reason: BranchReason | None) -> _OpenSample:
-        """Open a sample for a prompt. `reason` is the reason for a branch; None derives it from the
-        ids.
-        """
+        """Open a sample for a prompt. If `reason` is None, derive the reason from the ids."""
         if not self._open:
             sample = _OpenSample(None, 0, None)
         else:
@@ -173,10 +171,9 @@ class SampleBuilder:
         return sample
 
     def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
-        """Return the open sample that shares most ids with a prompt, as its index, and how many it
-        shares.
+        """Find the open sample that has the longest prefix in common with a prompt.
 
-        Among equals, return the newest.
+        Return the sample's index, and the number of common ids. Among equals, choose the newest.
         """
         nearest = len(self._open) - 1
         most = self._open[nearest].num_common(prompt)

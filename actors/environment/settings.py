@@ -132,7 +132,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The sampling of answers in an evaluation, and the return with which an answer passes."""
+    """The sampling of answers in an evaluation, and the lowest return of an answer that passes."""
 
     num_samples: int = 1
     """Number of samples of each task."""

@@ -95,7 +95,7 @@ class CalculatorOptions(TurnOptions):
 class CalculatorEnvironment:
     """An environment that asks for the value of one random expression.
 
-    It has `num_operands` numbers from low to high, joined by random `operators`.
+    The expression has `num_operands` numbers from low to high, joined by random `operators`.
     """
 
     data_schema = NO_DATA

@@ -348,8 +348,7 @@ class _Session:
         self._connection: ClientConnection | None = None
 
     async def begin(self, reset: Mapping[str, Any], *, wait_s: float) -> Mapping[str, Any]:
-        """Open a session and reset its environment; wait up to wait_s until the server has a free
-        session.
+        """Open a session and reset its environment; wait up to wait_s for a free session.
 
         Returns: the first observation, with the fields observation, reward and done.
         Raises: ConnectionError; ValueError if the server reports an error or has no free session.

@@ -105,9 +105,7 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Return whether anything but a reward function scores the answer; a subclass may add
-        sources.
-        """
+        """Return whether judges, or in a subclass other sources, give the answer a score."""
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
@@ -243,8 +241,7 @@ class SingleTurnEnvironment:
         )
 
     def _answer_in(self, text: str) -> str | None:
-        """Return what the option `answer_pattern` finds in the text; without this option, the whole
-        text.
+        """Return what `answer_pattern` finds in the text; without this option, the whole text.
 
         Raises: RewardError if the search does not end in time.
         """
@@ -277,9 +274,7 @@ _Scores = dict[RewardFunction | Judge, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | Judge) -> Iterator[None]:
-    """Convert exceptions of a user's function to RewardError: only the score is missing, not the
-    answer.
-    """
+    """Convert exceptions of a user's function to RewardError, because only the score is missing."""
     try:
         yield
     except (RewardError, WorkerLost):
@@ -300,7 +295,7 @@ _NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether `check_data` must convert a prompt to messages to find faults in it.
+    """Return whether a prompt may have faults that only its conversion to messages shows.
 
     The result is True if a message of the prompt has a field, such as `tool_calls` or `images`, for
     which `chat_message` may raise.

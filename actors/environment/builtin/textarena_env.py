@@ -158,9 +158,7 @@ class _Game:
         )
 
     def _num_refused(self) -> int:
-        """Count the current player's latest moves that the game refused in a row; 0 if it keeps no
-        count.
-        """
+        """Return how many moves in a row of the current player were refused; 0 if not counted."""
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> StepResult:

@@ -142,7 +142,7 @@ class Execution:
             return cls._current
 
     def close(self) -> None:
-        """Release the processes. If no other environment uses them, end them and wait for that."""
+        """Release the processes. If no other environment uses them, end them before returning."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
@@ -252,9 +252,7 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _database_of(self, data: SqlData) -> dict[str, str]:
-        """Return what the server opens: the `script` of a task's database, or its `path` below the
-        root.
-        """
+        """Return the database for the server: its `script`, or its `path` below the root."""
         if not data.database:
             return {"script": data.schema}
         root = Path(self._options.root or ".").expanduser().resolve()
