@@ -109,8 +109,8 @@ def learning_rate_at(
 class CriticSettings:
     """A value model, and GAE over its values (PPO); used only if the baseline is critic.
 
-    This section has the learning rate of the value model's optimiser. The section `trainer` has the
-    optimiser's other settings, which the policy's optimiser uses too.
+    The value model has its own learning rate. Its optimiser's other settings are those of the
+    policy's optimiser, in the section `trainer`.
     """
 
     __pydantic_config__ = STRICT
@@ -391,9 +391,9 @@ class AlgorithmSettings:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether the critic's value of a truncated trajectory's last state enters the advantages.
+        """Whether a truncated trajectory's advantages use the critic's value of its last state.
 
-        If not, that state has the value 0.
+        Otherwise that state has the value 0.
         """
         return self.has_critic and self.critic.truncation == "bootstrap"
 
@@ -413,7 +413,7 @@ class AlgorithmSettings:
 
     @property
     def scores_first(self) -> bool:
-        """Whether a critic or a reference must score the samples before advantages are made."""
+        """Whether a critic or a reference must score the samples before advantages are computed."""
         return self.has_critic or self.shapes_by_reference
 
     @property

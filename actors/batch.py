@@ -5,8 +5,9 @@ of its trained tokens. A row is a forest: a token attends to the earlier tokens 
 of the segment's ancestors; in a row without shared prefixes every segment is a root. Invariants:
 segment_lengths sums to T; segments are in preorder, so that a parent precedes its children and the
 segments of a subtree are adjacent; position_ids count along each path from a root; all samples of a
-trajectory are in one row. The token at a loss position predicts the position's target: the next
-token of its segment or, at the segment's end, the first token of a child.
+trajectory are in one row. A loss position is the position of a token that predicts a trained token,
+its target. The target is the next token of the same segment or, at the segment's end, the first
+token of a child.
 """
 
 from __future__ import annotations

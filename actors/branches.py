@@ -102,7 +102,7 @@ def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
     if ids.shape[0] - start < max(width, 1):
         return None
     if width == 0:
-        # Only the sample's last token differs: no token after it can match, one token was replaced.
+        # Only the sample's last token differs, so no later token can match: one token was replaced.
         return start + 1
     text, wanted = ids.tobytes(), pattern.tobytes()
     at = text.find(wanted, start * ids.itemsize)

@@ -174,9 +174,9 @@ class ChatEncoder:
             if self._decode([*prompt.tolist(), *tail]) == self._decode(ids):
                 return tail
         raise BadChat(
-            "the chat with the reply is rendered with another beginning than the prompt of the "
-            "reply, so that an engine that gets this prompt would never write the reply; choose "
-            "another template in model.chat_template, or give the message weight 0"
+            "the chat template renders the prompt of the reply differently if the reply follows, "
+            "so that an engine that gets the prompt would never write the reply; choose another "
+            "template in model.chat_template, or give the message weight 0"
         )
 
     def _end_after(

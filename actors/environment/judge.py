@@ -310,7 +310,6 @@ class ReplyCache:
         return self._file is not None and time.monotonic() >= self._unused_until
 
     def _pause(self, error: sqlite3.Error) -> None:
-        """Stop using the file for PAUSE_S seconds after an error, and log the first error."""
         self._unused_until = time.monotonic() + PAUSE_S
         if not self._has_warned:
             self._has_warned = True

@@ -407,7 +407,6 @@ class ServerStderr:
         return f"; the end of its standard error: {words[-_ERROR_CHARS:]}" if words else ""
 
     def _read(self, reading: int) -> None:
-        """Read the available bytes of the server's stderr, keep the last ones, and log them."""
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(reading, _CHUNK_BYTES)

@@ -179,7 +179,7 @@ def test_a_template_whose_generation_prompt_does_not_begin_its_replies_is_refuse
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>(so{% endif %}"
     )
-    with pytest.raises(BadChat, match="with another beginning than the prompt of the reply"):
+    with pytest.raises(BadChat, match="renders the prompt of the reply differently"):
         trained(tokenizer, CHAT)
 
 

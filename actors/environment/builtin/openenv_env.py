@@ -212,7 +212,6 @@ class OpenEnvEnvironment:
         )
 
     async def _call(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        """Make the calls of a turn one after the other, until the episode ends."""
         if not calls:
             return StepResult(terminated=True) if self._was_rewarded else self._refusal(NO_CALL)
         answers: list[Mapping[str, Any]] = []
