@@ -76,9 +76,7 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weight of each name; all weights are 1 if only a name or a list of names is
-    given.
-    """
+    """Return the weight of each name. A name alone and the names of a list have weight 1."""
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()
@@ -92,7 +90,7 @@ def _several(given: object) -> object:
 
 
 def _as_json(given: object) -> object:
-    """Return a map as plain JSON values, with dates as texts."""
+    """Convert a map to JSON values; dates, which YAML reads from unquoted text, become texts."""
     if not isinstance(given, Mapping):
         return given
     try:
@@ -141,7 +139,7 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
 
 
 def _with_strict_numbers(schema: Any) -> Any:
-    """Return a copy of a pydantic core schema in which numbers refuse the values true and false."""
+    """Return a copy of a core schema of pydantic in which numbers refuse true and false."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_with_strict_numbers, schema))
     if not isinstance(schema, dict):
@@ -165,7 +163,7 @@ def _with_strict_numbers(schema: Any) -> Any:
 
 
 def _is_number(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema of pydantic's core would accept the value true as a number."""
+    """Return whether pydantic would accept the value true as a number by this core schema."""
     match schema.get("type"):
         case "literal":
             kinds = set(map(type, schema["expected"]))
@@ -283,9 +281,9 @@ def _shown(bound: Any) -> Any:
 
 
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
-    """Return a hint for the error of an unknown key, which is the last part of `location`.
+    """Return a hint for an unknown key: the key that the user probably meant, or all known keys.
 
-    The hint names the key that the user probably meant, or all known keys if none is similar.
+    Args: location: the keys that lead to the unknown key, and this key.
     Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
     name = str(location[-1])
@@ -300,7 +298,7 @@ def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
 
 
 def _places_of(annotation: Any, name: str, depth: int = 3) -> Iterator[str]:
-    """Yield the places of fields with this name in a section, and in the sections inside it."""
+    """Yield the path of each field with this name, down to `depth` levels of sections."""
     for section in sections_in(annotation) if depth else ():
         for field, hint in _types_of(section).items():
             if field == name:
@@ -331,7 +329,6 @@ def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
 
 @cache
 def _types_of(section: Any) -> Mapping[str, Any]:
-    """Return the types of the fields of a class of settings, by the fields' names."""
     hints = _hints(section)
     if is_dataclass(section):
         known = {field.name for field in fields(section) if field.init}
@@ -342,10 +339,9 @@ def _types_of(section: Any) -> Mapping[str, Any]:
 
 
 def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the types of the attributes of a class by their names.
+    """Return the types of a class's attributes; a name that cannot be resolved has the type Any.
 
-    unknown: types to use for names in the annotations that cannot be resolved, such as a name in a
-    ClassVar.
+    unknown: the unresolved names so far, such as a name in a ClassVar.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)
@@ -401,7 +397,6 @@ def data_paths(options: Any) -> list[Path]:
 
 
 def _marked(options: Any, mark: str) -> Iterator[str]:
-    """Yield the values of the fields whose type is annotated with `mark`."""
     for name, hint in _hints(type(options)).items():
         # The arguments of a `__post_init__` are not kept.
         value = getattr(options, name, None)

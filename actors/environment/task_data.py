@@ -144,7 +144,6 @@ def data_schema_of(environment: object) -> dict[str, Any]:
 
 
 def _schema_of_class(kind: type[Any]) -> dict[str, Any]:
-    """Return the JSON schema of a class of task data. Raises: BadDataSchema if it has none."""
     try:
         schema = schema_of(kind)
     except BadOptions as error:
@@ -287,11 +286,10 @@ _SILENT = frozenset({"title", "description", "default", "examples", "$schema", "
 
 
 def _acceptor(schema: object) -> _Accepts | None:
-    """Return a quick check that accepts only data that the schema accepts.
+    """Return a quick check of data; None if the schema has a keyword that only jsonschema checks.
 
-    The check may refuse data that the schema accepts, such as a tuple; jsonschema then decides.
-
-    Returns: the check; None if the schema has a keyword that only jsonschema checks.
+    What the check accepts, the schema accepts too. What it refuses, such as a tuple, is left to
+    jsonschema.
     """
     if not isinstance(schema, Mapping):
         return None
@@ -403,7 +401,6 @@ def depth_problem(data: Mapping[str, Any]) -> str:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Return whether a value has more levels of lists and objects than `levels`."""
     if not isinstance(value, dict | list):
         return False
     parts = value.values() if isinstance(value, dict) else value

@@ -324,7 +324,7 @@ class MixedTasks:
 
 
 def _under(name: str, task: Task) -> Task:
-    """Return a source's task with the source's name in the task's id, so that the id is unique."""
+    """Rename a source's task, because two sources may use the same task id."""
     return replace(task, task_id=f"{name}:{task.task_id}", environment=name)
 
 
@@ -534,7 +534,6 @@ def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_keys(row: Any, *, where: str) -> None:
-    """Raise BadTaskFile if an object in the row has a key twice."""
     if isinstance(row, _Repeated):
         raise BadTaskFile(
             f"{where}: got the key {row.key!r} twice in one object, expected each key once; remove "

@@ -169,7 +169,7 @@ def _loaded(path: str) -> ChatTokenizer:
 
 
 def _damaged(directory: Path) -> Path | None:
-    """Return the path of a tokenizer's file that cannot be read; None if all files can be read."""
+    """Return the first of a tokenizer's files that cannot be read; None if all can be read."""
     for file in sorted((*directory.glob("*token*.json"), *directory.rglob("*.jinja"))):
         try:
             text = file.read_text(encoding="utf-8")
@@ -181,10 +181,9 @@ def _damaged(directory: Path) -> Path | None:
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether transformers 5 would use the wrong class for a tokenizer, and lose letters.
+    """Return whether transformers 5 would load the wrong class of tokenizer, which loses letters.
 
-    The configuration of DeepSeek's tokenizer names Llama's class, for example, but the tokenizer's
-    vocabulary is byte-level, unlike Llama's.
+    For example, DeepSeek's configuration names Llama's class, but its vocabulary is byte-level.
     """
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer"):
         return False

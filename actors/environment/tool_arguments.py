@@ -80,10 +80,7 @@ def arguments_model(
 
 
 def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
-    """Return an argument's default, or the function that makes it, as an argument of `Field`.
-
-    The result is empty if the argument has no default.
-    """
+    """Return an argument's default, or its default_factory, as keyword arguments of `Field`."""
     given = parameter.default
     if not isinstance(given, FieldInfo | dataclasses.Field):
         return {} if given is parameter.empty else {"default": given}
@@ -94,9 +91,7 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
 
 
 def _type_with(annotation: Any, default: Any, *, about: str) -> Any:
-    """Return an argument's type; it includes None if None is the default.
-
-    Only a default that JSON has is checked, because the policy is not shown any other.
+    """Return an argument's type; add None to it if the default is None.
 
     Raises: BadTool if the type does not accept the default, or JSON does not have it.
     """
@@ -107,6 +102,7 @@ def _type_with(annotation: Any, default: Any, *, about: str) -> Any:
         )
     is_noted = get_origin(annotation) is Annotated
     plain, *notes = get_args(annotation) if is_noted else (annotation,)
+    # The policy is not shown a default that JSON does not have, so it is not checked.
     if not isinstance(default, _OF_JSON) or _accepts(annotation, default):
         return annotation
     if default is None:
@@ -132,10 +128,7 @@ def _accepts(annotation: Any, value: Any) -> bool:
 
 
 def _plain_note(annotation: Any) -> str | None:
-    """Return the text in an annotation such as `Annotated[int, "How many."]`; else None.
-
-    pydantic ignores such a text.
-    """
+    """Return the text in `Annotated[int, "How many."]`, which pydantic ignores; None if none."""
     if get_origin(annotation) is not Annotated:
         return None
     return next((each for each in get_args(annotation)[1:] if isinstance(each, str)), None)

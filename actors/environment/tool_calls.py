@@ -164,11 +164,7 @@ def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Return a call's arguments. If they are JSON text instead of an object, decode the text.
-
-    Some models write the arguments as JSON text within the JSON of the call. Return a MalformedCall
-    if the text is not JSON.
-    """
+    """Decode a call's arguments if the model wrote them as JSON text instead of an object."""
     for _ in range(2):
         if isinstance(arguments, str):
             arguments = _load(arguments)
@@ -176,7 +172,6 @@ def _unpacked(arguments: Any) -> Any:
 
 
 def _load(text: str) -> Any:
-    """Return the value of a JSON text; a MalformedCall if the text is not JSON."""
     if len(text) > MAX_CALL_CHARS:
         return _malformed("invalid_json", "The tool call is too long.")
     try:

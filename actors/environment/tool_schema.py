@@ -23,16 +23,15 @@ def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any) -> Any:
-    """Return a schema without titles, references and `additionalProperties: false`."""
     return _without_titles(_inlined(tree, tree.get("$defs", {}), frozenset()))
 
 
 def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
-    """Return a schema in which each reference to its `$defs` is replaced by the definition.
+    """Replace each reference to `$defs` by the definition, unless the definition contains itself.
 
-    vLLM's parsers qwen3_coder and qwen3_xml read an argument's type only at the top level of the
-    argument's schema. A type that contains itself keeps its references. within: the names of the
-    definitions that this part of the schema is inside of; references to them are not replaced.
+    vLLM's parsers qwen3_coder and qwen3_xml follow no reference: they read an argument's type only
+    at the top level of the argument's schema.
+    Args: within: names of the definitions around this part of the schema.
     """
     if isinstance(tree, list):
         return [_inlined(each, defs, within) for each in tree]

@@ -151,7 +151,7 @@ class ToolTurns(MalformedTurns):
         return tuple(message for message, _ in found), is_malformed
 
     async def _answer(self, call: ToolCall | MalformedCall) -> _Answer:
-        """Return a call's answer, and whether the call is malformed."""
+        """Return the message that answers a call, and whether the call is malformed."""
         if isinstance(call, MalformedCall):
             content = ERROR.format(message=call.message)
             return Message(role=Role.TOOL, content=content, name=self._name), True
@@ -173,7 +173,6 @@ _Answer = tuple[Message, bool]
 
 
 async def _together(answers: Sequence[Awaitable[_Answer]]) -> list[_Answer]:
-    """Await all answers concurrently and return them; if one raises, cancel the others."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))

@@ -68,7 +68,7 @@ _faults = FaultLog(logging.getLogger(__name__))
 
 
 class _Ended(Exception):
-    """Raised if the episode has ended; the message is one sentence on the reason."""
+    """Raised to end the episode; the message says why in one sentence."""
 
     def __init__(self, outcome: Outcome, detail: str = "") -> None:
         super().__init__(detail)
@@ -283,11 +283,7 @@ class _Episode:
     async def _generate(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...]
     ) -> tuple[Turn, ParsedReply | None]:
-        """Sample a turn.
-
-        Returns: the turn, and the reply as the engine parsed it; None if there are no tools.
-        Raises: _Ended if the turn ends the episode, for example because it was cut off.
-        """
+        """Sample a turn; return it and the parsed reply, which is None if there are no tools."""
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             if self._keeps_last_observation:
@@ -315,7 +311,7 @@ class _Episode:
         return turn, parsed
 
     def _shown(self, turn: Turn) -> str:
-        """Return a reply's text up to its stop string, which may end inside the last token."""
+        """Decode a reply up to its stop string; the last token may contain more text."""
         text = self._renderer.decode(turn.sampled_token_ids)
         return before_stop(text, self._settings.stop)[0]
 
@@ -389,7 +385,7 @@ class _Episode:
         return result
 
     def _keep_score(self, result: StepResult) -> None:
-        """Record a copy of a result's score; the environment may change the result later."""
+        """Copy a result's score, because the environment may change the result later."""
         self._samples.score(
             reward=float(result.reward),
             components={
@@ -410,7 +406,7 @@ class _Episode:
         self._state_key = _short_key(result.state_key)
 
     async def _step_and_rescore(self, action: Action) -> StepResult:
-        """Take a step, and return its result; if only the score is missing, retry the scoring."""
+        """Take a step. If only its score is missing, repeat only the scoring."""
         assert self._environment is not None
         call: Callable[[], Awaitable[StepResult]] = partial(_step, self._environment, action)
         for delay_s in (*_RESCORE_DELAYS_S, None):
@@ -435,7 +431,6 @@ async def _step(environment: Environment, action: Action) -> StepResult:
 
 
 def _short_key(key: str | None) -> str | None:
-    """Return a state's key, shortened as `short_answer` shortens an answer; None for None."""
     return None if key is None else short_answer(key)
 
 
@@ -449,14 +444,14 @@ def short_answer(answer: str) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Return a text that UTF-8 can encode, with lone surrogates replaced."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """Return the assistant's message for a reply.
+    """Return a reply as a message of the chat.
 
-    It has the parsed content and calls, or the whole unparsed text if a call is malformed.
+    If a call is malformed, the message contains the whole unparsed text.
     """
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):

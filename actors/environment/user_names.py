@@ -56,7 +56,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return the end of the error for a name that begins with an absolute path: the remedy."""
+    """Return the end of an error's text: the remedy for a name that begins with a directory."""
     if Path(text).is_relative_to(directory):
         return f"; write {str(Path(text).relative_to(directory))!r}"
     return f"; start the command in a directory above the file instead of {directory}"
@@ -134,13 +134,12 @@ def _directory() -> Path | None:
 
 
 def _not_found(place: str, error: ModuleNotFoundError) -> str:
-    """Return a sentence that says which file or module does not exist, and the remedy."""
     problem = f"there is no such file in {Path.cwd()}" if place.endswith(".py") else str(error)
     return f"{problem}; {_FORMS}; correct the name, or start the command in the right directory"
 
 
 def _names_in(owner: Any, part: str) -> str:
-    """Return a hint if `owner` has no attribute `part`: a similar name, or all names."""
+    """Return a hint for a name that `owner` does not have: a similar name, or all its names."""
     # `getattr` may run a property, or import the modules of a package that loads them on demand.
     found = {name: inspect.getattr_static(owner, name, None) for name in dir(owner)}
     known = [name for name, value in found.items() if callable(value) and name[0] != "_"]
@@ -175,13 +174,13 @@ def missing_module(error: ModuleNotFoundError, own: str) -> str:
 
 
 def _importing(error: BaseException) -> str:
-    """Return the files and lines whose imports led to an error, as text; innermost first."""
+    """Return text for an error: the lines whose imports led to it, innermost first."""
     places = [f"{each.filename}:{each.lineno}" for each in reversed(_module_frames(error))]
     return f" ({', imported at '.join(places[:3])})" if places else ""
 
 
 def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error that are in the code of a module, outside of functions."""
+    """Return an error's frames in code that runs while a module is imported."""
     frames = traceback.extract_tb(error.__traceback__)
     return [each for each in frames if each.name == "<module>"]
 
@@ -196,7 +195,7 @@ def hides_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:
-    """Raise BadName if the file `place` exists but Python imported the module from another file."""
+    """Raise BadName if Python imported the module from a file other than `place`."""
     if not place.endswith(".py") or not (file := Path(place)).is_file():
         return
     found = getattr(module, "__file__", None)

@@ -114,7 +114,7 @@ class _Unscored:
 
 
 class _Instance:
-    """The record that a worker keeps of one episode's environment."""
+    """An episode's environment in a worker, with the function that scores its last step again."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -154,6 +154,6 @@ def make_instance(name: str, options: Mapping[str, Any]) -> _Instance:
 async def _call_instance(
     instance: _Instance, method: str, rollout: str, arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a method of an environment, and return its result. This function runs in a worker."""
+    """Call a method of an environment. This function runs in a worker."""
     rollout_id.set(rollout)
     return await instance.call(method, arguments)

@@ -173,10 +173,7 @@ class _ForkServer:
                 self._report({"ended": process, "status": os.waitstatus_to_exitcode(status)})
 
     def _end_orphans(self) -> None:
-        """Kill the processes that ended workers have started.
-
-        Processes in the group of a living worker are kept.
-        """
+        """Kill the processes that ended workers have left behind."""
         for process, group in _children().items():
             if process in self._own or group in self._workers or process in self._workers:
                 continue
@@ -191,11 +188,10 @@ class _ForkServer:
 
 
 def _become_worker(end: int, server: int, *, max_bytes: int, is_loop: bool) -> None:
-    """Turn this process, which was just forked, into a worker that answers calls.
+    """Turn this process, which was just forked, into a worker, and never return.
 
-    The process ends when its socket closes.
-
-    Args: end: file descriptor of the worker's socket. server: process id of the fork server.
+    Args: end: file descriptor of the worker's socket; the worker ends when the socket closes.
+    server: process id of the fork server.
     """
     die_with(server, signal.SIGKILL)
     os.setsid()
@@ -248,11 +244,10 @@ class _Worker:
             tasks[number].add_done_callback(partial(_forget, tasks, number))
 
     def _begun(self, message: bytes) -> tuple[Any, ...] | None:
-        """Read a message, and return the call that it asks for.
+        """Read a message; return its call, or None if there is nothing to call.
 
-        Returns: the call's number, the function's name, the arguments, and whether to keep the
-        answer in this process. None if there is nothing to call, because the message could not be
-        read, or was a request to drop kept values or to cancel a call.
+        A call is its number, the function's name, the arguments, and whether to keep the answer in
+        this process. Other messages ask to drop kept values or to cancel a call.
         """
         number, _ = HEAD.unpack_from(message)
         try:
@@ -372,9 +367,9 @@ _OWN = {f"worker:{each.__name__}": each for each in (import_name, call_method)}
 
 
 def _error_texts(error: BaseException) -> tuple[str, str, str, str]:
-    """Return an error's type, text, location and traceback as texts.
+    """Return an error's type, text, location and traceback.
 
-    The error itself is not sent, because not every exception can be pickled and read elsewhere.
+    These texts are sent instead of the error, because not every exception can be pickled.
     """
     text = "its text cannot be read"
     with suppress(Exception, SystemExit):
@@ -389,7 +384,6 @@ def _error_texts(error: BaseException) -> tuple[str, str, str, str]:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 if it is not known."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     return 0

@@ -228,10 +228,8 @@ class Pool:
     ) -> Any:
         """Call a function in a worker, and return its answer.
 
-        First import the function's module in the worker, if needed. End the worker's process if the
-        call neither returns nor raises, or if it raises a MemoryError.
-
-        Raises: CallTimedOut, CallFailed, WorkerLost.
+        End the worker's process if the call neither returns nor raises, or if it raises a
+        MemoryError.
         """
         is_done = False
         try:
@@ -322,10 +320,7 @@ class Pool:
         return number if keeps else found
 
     async def _cancel(self, worker: WorkerHandle, number: int, asking: asyncio.Future[Any]) -> None:
-        """Cancel a coroutine in its worker, and wait for its end.
-
-        If the coroutine has not ended after UNWIND_S seconds, end the worker's process.
-        """
+        """Cancel a coroutine in its worker. If it then runs for UNWIND_S, end the process."""
         if not worker.is_over:
             await worker.send(_message(number, (None, [], False)))
         await asyncio.wait((asking,), timeout=UNWIND_S)
@@ -368,7 +363,7 @@ class Pool:
         self._idle.append(worker)
 
     def _grow(self, *, is_late: bool = False) -> None:
-        """Start workers for waiting calls; is_late: whether they have waited for GROW_AFTER_S."""
+        """Start workers for waiting calls. is_late: whether they have waited for GROW_AFTER_S."""
         if self._growing is not None:
             self._growing.cancel()
             self._growing = None
@@ -456,9 +451,9 @@ class Pool:
         return server
 
     def _check_start(self, server: ForkServer) -> None:
-        """End the fork server if it has not forked a worker yet, because an import takes too long.
+        """End the fork server if its imports take longer than LOAD_LIMIT_S.
 
-        The pool calls this function LOAD_LIMIT_S after the fork server's start.
+        The pool calls this function when the time is over.
         """
         if self._fork_server is server and not server.has_forked:
             self._fork_server_ended()

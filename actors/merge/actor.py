@@ -149,9 +149,7 @@ class MergeActor:
 
 
 def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
-    """Fetch the blocks; return them in order, with None in place of a block that is lost or
-    late.
-    """
+    """Fetch the blocks in order, with None in place of a block that is lost or late."""
     references = list(blocks)
     try:
         return list(ray.get(references, timeout=FETCH_DEADLINE_S))

@@ -251,9 +251,9 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """Return the reward of each turn, including the KL rewards of the turn's tokens: [K].
+    """Return the reward of each turn plus the KL rewards of the turn's tokens: [K].
 
-    For a member without turns, return one number: the return that the baseline uses for the member.
+    For a member without turns, return one number: its return in the group's baseline.
     """
     if not member.trajectory.turns:
         # A trajectory without turns counts in the baseline, but has no tokens to train.
@@ -333,9 +333,7 @@ def token_advantages(
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
-    """Compute the advantages of a member's tokens by GAE, from the critic's values of the states in
-    which the tokens were sampled.
-    """
+    """Compute the advantages of a member's tokens by GAE, from the critic's values."""
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]
     old_values = np.empty(int(bounds[-1]), np.float32)

@@ -208,8 +208,9 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
 def _number_trajectories(
     samples: Sequence[Sample], sample_of_trained: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Number the trajectories that have a trained token in the row, from 0 without gaps: [M]
-    int32.
+    """Return the number of each trained token's trajectory: [M].
+
+    The numbers begin at 0 in the row and have no gaps.
     """
     first_seen: dict[str, int] = {}
     of_sample = np.array(
@@ -332,7 +333,10 @@ def _assign_bundles(
 def _try_assign(
     bundles: SortedItems, *, num_ranks: int, rows_each: int, budget: int
 ) -> _Assignment | None:
-    """Assign bundles to rows; return None if they do not all fit."""
+    """Assign bundles, costliest first, each to the row whose rank then has the lowest cost.
+
+    Return None if a bundle fits in no row.
+    """
     num_rows = num_ranks * rows_each
     members: list[list[int]] = [[] for _ in range(num_rows)]
     tokens, rank_of = np.zeros(num_rows, np.int64), np.arange(num_rows) // rows_each
@@ -358,8 +362,9 @@ def _try_assign(
 
 
 def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> None:
-    """Move trajectories, in place, from the costliest rank to the cheapest rank that has room, at
-    most _MAX_MOVES times. Stop when the ranks are balanced, or no move lowers the highest cost.
+    """Move trajectories, in place, from the costliest rank to cheaper ranks until all are balanced.
+
+    Stop earlier after _MAX_MOVES moves, or if no move lowers the highest cost.
     """
     for _ in range(_MAX_MOVES):
         if assignment.is_balanced:
@@ -373,10 +378,7 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Move a trajectory from rank `high` to rank `low` if that lowers the higher of their costs.
-
-    Only some trajectories are tried: those whose cost is nearest to half the difference between the
-    two ranks' costs. The trajectory that lowers the higher cost most is moved.
+    """Move a trajectory from rank `high` to rank `low`, if that lowers the higher cost.
 
     Returns: whether a trajectory was moved.
     """
@@ -387,6 +389,7 @@ def _improve(
         for source, row in enumerate(assignment.members[high])
         for member in row
     ]
+    # Moving this much cost would make both ranks equal.
     leaving.sort(key=lambda each: (abs(each[0].cost - half), each[1]))
     best, best_cost = None, costs[high]
     for removed, member, source in leaving[:_CANDIDATES]:

@@ -157,12 +157,9 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records that differ from the record that is used at their position.
+    """Count the records whose set of experts differs from the record used at the same position.
 
-    Two records differ if their sets of experts differ.
-
-    Args: indices: the experts of each of the R records. counting: [R], for each record, the index
-    of the record that is used at its position.
+    counting: [R], for each record, the index of the record that is used at its position.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)

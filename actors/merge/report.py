@@ -282,10 +282,6 @@ def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of the values under each name, sorted by name.
-
-    Names are cut to MAX_COMPONENT_NAME characters, and only the first MAX_COMPONENTS are kept.
-    """
     sums: dict[str, list[float]] = {}
     for own in named:
         for name, value in own.items():
@@ -310,11 +306,7 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
 
 
 def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
-    """Compute the merge actor's statistics in the table STATISTICS.
-
-    Args: values: the values from which statistics are computed, by name. A statistic whose values
-    are empty is left out.
-    """
+    """Compute the merge actor's statistics; leave out those without values."""
     arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))

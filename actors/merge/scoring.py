@@ -93,7 +93,6 @@ def read_scores(
 
 
 def _split(answer: RowScores, samples: Sequence[Sample]) -> list[RowScores]:
-    """Split a row's scores into the scores of each sample."""
     if not samples:
         return []
     name = samples[0].trajectory_id

@@ -134,9 +134,10 @@ def _check_members(
 
 
 def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
-    """Compute the advantages of the members in a group's baseline. Exclude the whole group if too
-    few members are in the baseline, or if it has no signal and groups without a signal are not
-    trained.
+    """Compute the advantages of a group's members.
+
+    Exclude the whole group if too few members are in the baseline. Exclude it too if it has no
+    signal, unless the settings train such groups.
     """
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
@@ -176,7 +177,6 @@ def _normalise(groups: Sequence[GroupMembers]) -> list[GroupMembers]:
 
 
 def _size_of(members: Sequence[Member]) -> Float64s:
-    """Return the numbers of trained tokens, trajectories and groups, [3] float64."""
     num_tokens = sum(member.trajectory.num_trained for member in members)
     num_groups = len({member.trajectory.group_id for member in members})
     return np.array([num_tokens, len(members), num_groups], np.float64)
@@ -264,7 +264,6 @@ def pack_updates(
 def _weighted_samples(
     member: Member, *, loss_weight: float = 0.0, temperature: float = 1.0
 ) -> Iterator[WeightedSample]:
-    """Yield a member's samples that hold a trained token, ready to be packed."""
     for index, sample in enumerate(member.samples):
         if sample.num_trained:
             weighted = WeightedSample(
@@ -379,7 +378,7 @@ def imitation_shards(
 
 
 def _of_version(sample: Sample, version: int) -> Sample:
-    """Return the sample with `version` at each trained token, which the trainer requires."""
+    """Set the version of every trained token; the trainer requires one."""
     is_trained = sample.versions != NO_VERSION
     versions = np.where(is_trained, np.int32(version), np.int32(NO_VERSION))
     return replace(sample, versions=versions)

@@ -191,7 +191,7 @@ class TrainerRankActor:
 
 
 def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
-    """Return a function that calls `WeightBoard.form_group`; a `Sender` calls it in its thread."""
+    """Return a function with which a `Sender`, in its thread, calls `WeightBoard.form_group`."""
 
     def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)

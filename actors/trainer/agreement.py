@@ -124,9 +124,7 @@ def agree_on(
 
 
 def _outline(shard: RankShard) -> int:
-    """Hash the step, the version and the numbers of micro-batches and of the critic's rows, which
-    must be equal on all ranks.
-    """
+    """Hash the parts of a shard that must be equal on all ranks."""
     minibatches = [len(item) for item in shard.minibatches]
     num_values = None if shard.value_rows is None else len(shard.value_rows)
     return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches, num_values)).encode())

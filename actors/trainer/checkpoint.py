@@ -162,7 +162,7 @@ def _shortened(value: Any) -> str:
 
 
 def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
-    """Read the manifest; return its content and each file's digest. Raises: CheckpointError."""
+    """Read a checkpoint's manifest; return its content and each file's digest."""
     try:
         fields = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError as error:
@@ -208,7 +208,6 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
 
 
 def _check_progress(path: Path, progress: Progress) -> None:
-    """Check a manifest's numbers, and that it belongs to its directory. Raises: CheckpointError."""
     for name in ("step", "version", "term", "num_updates", "num_ranks"):
         value = getattr(progress, name)
         if type(value) is not int or value < 0:

@@ -140,7 +140,7 @@ class Critic:
         return values
 
     def _accumulate(self, value_row: ValueRow) -> Tensor:
-        """Run forward and backward of one row; return its sums in the order that `_stats` reads."""
+        """Run a row forward and backward; return its sums in the order that `_stats` reads."""
         old, targets, weights, positions = (
             torch.tensor(numbers, device=self.trained.device)
             for numbers in (

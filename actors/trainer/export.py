@@ -125,10 +125,6 @@ def export_checkpoint(
 
 
 def _load_base(checkpoint: Path, base: str, lora: Adapter) -> PreTrainedModel:
-    """Load the base model of a checkpoint's adapters.
-
-    Raises: CheckpointError if the adapters were trained on another base model.
-    """
     causal_lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     found = base_digest(causal_lm, is_collective=False)
     check_adapter(checkpoint, lora, replace(lora, base=found))
@@ -158,7 +154,6 @@ def _read_adapters(
 def _merge(
     causal_lm: PreTrainedModel, lora: Adapter, halves: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Add the adapters to a base model's weights in place."""
     for name, (half_a, half_b) in halves.items():
         weight = causal_lm.get_submodule(name).weight
         weight.data = merged_weight(weight.data, half_a, half_b, scale=lora.alpha / lora.rank)
@@ -172,7 +167,6 @@ def _write_adapters(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Write adapters in the format of the package `peft`."""
     tensors = {
         name: tensor.to(dtype).contiguous()
         for layer, pair in halves.items()
@@ -220,13 +214,12 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
 
 
 def _stored_names(checkpoint: Path, *, base: str) -> Container[str]:
-    """Return the names of all entries that a checkpoint stores. Raises: CheckpointError."""
     with _reading(checkpoint, base=base):
         return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
 
 def _load_tensors(checkpoint: Path, tensors: dict[str, Tensor], *, base: str) -> None:
-    """Fill tensors with the policy's parameters of the same names. Raises: CheckpointError."""
+    """Fill tensors with the policy's parameters of the same names."""
     with _reading(checkpoint, base=base), warnings.catch_warnings():
         # torch warns that there is no process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -264,9 +257,7 @@ def _copy_companions(base: str, output: Path) -> None:
 
 
 def _write_template(base: str, chat_template: str, output: Path) -> None:
-    """Replace the model's chat templates with the run's, in every file in which transformers and
-    other tools look for a template.
-    """
+    """Replace the model's chat templates in every file in which a tool may look for one."""
     shutil.rmtree(output / "additional_chat_templates", ignore_errors=True)
     (output / "chat_template.json").unlink(missing_ok=True)
     text: str = load_tokenizer(base, chat_template=chat_template).chat_template

@@ -280,9 +280,7 @@ class TrainerGroup:
     async def _hand_over(
         self, board: ActorHandle, term: int, version: int, groups: tuple[WeightGroup, ...]
     ) -> None:
-        """Publish on the board; wait until the board has published, and raise if it makes no
-        progress.
-        """
+        """Publish on the board; raise TimeoutError if the board makes no progress."""
 
         async def progress() -> dict[int, int]:
             with suppress(RayError, TimeoutError):
@@ -373,9 +371,7 @@ class TrainerGroup:
             self._placement = None
 
     async def _reserve(self, bundle: dict[str, float], strategy: str, timeout_s: float) -> bool:
-        """Create the placement group; return False, with nothing reserved, if it is not ready in
-        time.
-        """
+        """Create the placement group. If it is not ready in time, remove it and return False."""
         count = self.settings.trainer.num_ranks
         self._placement = placement_group(
             [bundle] * count, strategy=strategy, name=self._reservation
@@ -396,9 +392,7 @@ class TrainerGroup:
         return {"scheduling_strategy": strategy}
 
     def _check_not_killed(self) -> None:
-        """Raise the error for which the group was killed; `RestartableTrainer` then makes a new
-        group.
-        """
+        """Raise the reason if the group was killed; `RestartableTrainer` then makes a new group."""
         if self._lost is not None:
             raise self._lost
 
@@ -468,7 +462,6 @@ class TrainerGroup:
         raise self._lost
 
     async def _progress(self) -> dict[int, int]:
-        """Return the progress of each rank that answers within _LOOK_EVERY_S."""
         looks = [asyncio.wrap_future(rank.progress.remote().future()) for rank in self._ranks]
         if looks:
             await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
@@ -481,7 +474,6 @@ class TrainerGroup:
 
 
 async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
-    """Await a Ray call; raise the callee's own error instead of Ray's RayTaskError."""
     try:
         return await within(timeout_s, call)
     except RayTaskError as error:
@@ -489,12 +481,10 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 
 
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
-    """Return the error with which to report that a call did not succeed on all ranks.
+    """Return the error that reports a failed call: about a dead rank, else about one that raised.
 
-    The error is about a rank that died. If no rank died, it is about a rank whose call raised; if
-    no call raised, about a rank that has not answered in time.
-    limit: the text that follows "no" in the error about such a late rank, for example "answer
-    within 60 s".
+    If no rank died or raised, the error is about a late rank.
+    limit: what the late rank did not do; it completes the text "no ..." of the error.
     """
     failed = [
         (rank, error)
@@ -514,7 +504,7 @@ def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> T
 def _start_failure(
     method: str, answers: Sequence[asyncio.Future[Any]]
 ) -> TrainerStartFailed | None:
-    """Return the first error that a rank's own code raised; None without one, or if a rank died."""
+    """Return the first error that a rank's own code raised; None if a rank died or none raised."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
     if any(isinstance(error, ACTOR_DEATHS) for error in errors):
         return None

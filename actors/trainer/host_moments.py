@@ -77,7 +77,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor in pinned memory; a sharded tensor keeps its mesh, and its shard is moved."""
+    """Move a tensor to pinned memory; of a sharded tensor, move the shard and keep the mesh."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         if local.device.type == "cpu":

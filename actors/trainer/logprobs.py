@@ -124,7 +124,6 @@ def _parts(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 def _at(temperatures: Tensor | None, part: slice) -> Tensor | None:
-    """Return the temperatures of a chunk, [C, 1]."""
     return None if temperatures is None else temperatures[part, None]
 
 

@@ -116,11 +116,7 @@ def num_adapter_parameters(config: PretrainedConfig, settings: LoraSettings) -> 
 
 
 def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Linear]:
-    """Return the layers to adapt, by name.
-
-    Raises: NotImplementedError if the model has no linear layer, or if a target is not the name of
-    a linear layer.
-    """
+    """Return the linear layers to adapt, by name."""
     found = {
         name: module
         for name, module in body.named_modules()
@@ -145,7 +141,7 @@ def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Li
 
 
 def _check_called(body: nn.Module) -> None:
-    """Raise NotImplementedError if the model's forward pass on a short row skips an adapted layer.
+    """Raise NotImplementedError if the model's forward pass skips an adapted layer.
 
     Such a model reads the layer's weight directly, so the layer's adapter would have no effect.
     """

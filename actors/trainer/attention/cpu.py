@@ -190,7 +190,6 @@ def _backward(
 
 
 def _slots(plan: AttentionPlan) -> list[tuple[int, torch.Size]]:
-    """Return each bucket with the index of its first slot."""
     starts, start = [], 0
     for bucket in plan.buckets:
         starts.append((start, bucket))
@@ -218,15 +217,13 @@ def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """Return the slots [S, ...] of all buckets as tokens [T, ...]; a token is in only one slot."""
+    """Take the tokens [T, ...] out of the slots [S, ...] of all buckets."""
     slots = parts[0] if len(parts) == 1 else torch.cat(parts)
     return slots.index_select(0, plan.scatter)
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask that the kernel adds to the scores: 0 or -inf; None if all keys are
-    visible.
-    """
+    """Return the mask that the kernel adds to the scores; None if no key is hidden."""
     if block.visible is None:
         return None
     hidden = torch.zeros(block.visible.shape, dtype=dtype, device=block.visible.device)

@@ -248,9 +248,7 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """Return the block of one piece's keys; None if no descendant is near enough to see the
-    keys.
-    """
+    """Return the block in which descendants attend to a piece's keys; None if all are too far."""
     keys = slice(start, end)
     if window is None:
         return Block(queries=slice(end, subtree_end), keys=keys, visible=None)
