@@ -38,10 +38,10 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return STRICT for a class of task data, with one more rule in the class's JSON schema.
+    """Return the pydantic configuration STRICT, and add a rule to the JSON schema of the class.
 
-    The rule does not apply to empty data. rule: keywords of JSON schema.
-
+    The class describes task data. The rule does not apply to empty data.
+    rule: keywords of JSON schema.
     Example: strict_unless_empty(required=["question"])
     """
     return {**STRICT, "json_schema_extra": {"if": {"minProperties": 1}, "then": rule}}

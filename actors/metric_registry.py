@@ -91,8 +91,7 @@ class StoredHistograms(Collector):
 
 
 class AtomicRegistry(CollectorRegistry):
-    """A registry in which metrics are declared; a scrape shows a change of related values
-    completely or not at all.
+    """A registry whose scrapes show either all or none of several changes that belong together.
 
     Code that changes several related values holds the lock `change`; a scrape waits for it. The
     library's `_created` samples are left out, because they show when this process began, and a

@@ -375,7 +375,7 @@ class StatisticMetrics:
 
 
 class PartMetrics:
-    """The replacements, numbers and times of the run's parts, such as engines and trainer ranks.
+    """The numbers, replacements, failures and times of parts such as engines and trainer ranks.
 
     The counters begin at 0 when this process starts.
     """

@@ -245,8 +245,9 @@ def holding(part: str) -> AfterValidator:
 
 
 def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
-    """Return a sentence on one error of pydantic. where: the path of `kind` in the settings that
-    contain it.
+    """Return a sentence that describes one error of pydantic.
+
+    where: the path of `kind` in the settings that contain it.
     """
     place = _STRICT.sub(r"\1", ".".join(map(str, [*filter(None, [where]), *detail["loc"]])))
     context = detail.get("ctx", {})

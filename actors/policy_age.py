@@ -53,9 +53,7 @@ def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int
 
 
 def newest_kept(sampled: Int32s) -> int:
-    """Return the newest version in `sampled` that no recovery has undone; NO_VERSION if there is
-    none.
-    """
+    """Return the newest version in `sampled` that no recovery has undone; else NO_VERSION."""
     return int(np.where(sampled < UNDONE, sampled, NO_VERSION).max(initial=NO_VERSION))
 
 

@@ -1,11 +1,10 @@
 """The JSON schema of an environment's task data, and the check of data against it.
 
 An environment's class or instance may describe the data of its tasks in the attribute
-`data_schema`: a dataclass, or a JSON schema. The fields of the dataclass have types and bounds in
-the same form as the fields of options. Without this attribute any object is accepted. A schema
-refers to nothing outside itself, so that checking data reads no file and no address. The
-configuration's checks and the readers of task files use this module, and so does the API when tasks
-are submitted.
+`data_schema`: a dataclass, or a JSON schema. The fields of the dataclass have types and bounds like
+the fields of options. Without this attribute any object is accepted. A schema refers to nothing
+outside itself, because a check of data must not read a file or a URL. The configuration's checks
+and the readers of task files use this module, and so does the API when tasks are submitted.
 """
 
 from __future__ import annotations
@@ -178,9 +177,9 @@ class DataCheck:
 
     Args:
         schema: The schema that the data must satisfy.
-        check: A further check of the data, which raises ValueError: the environment's method
-            `check_data`. None means that there is none.
-        filled: Entries in which the environment expects no nulls: its `filled_columns`.
+        check: The environment's method `check_data`, which raises ValueError if it refuses the
+            data; None if the environment has no such method.
+        filled: The environment's `filled_columns`: entries in which it expects no nulls.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ def check_of(environment: object) -> DataCheck:
 
 
 def report_nulls(tasks: Sequence[Task], check: DataCheck, what: str) -> None:
-    """Log a warning for each entry that has nulls, and in which the environment expects none.
+    """Log a warning for each entry that is null in some tasks although the check expects no nulls.
 
     what: name of the file or the data set.
     """
@@ -389,7 +388,7 @@ def _error_text(error: ValidationError) -> str:
 def depth_problem(data: Mapping[str, Any]) -> str:
     """Return a sentence if an entry has more levels than MAX_DEPTH; else return an empty text.
 
-    The code that copies and compares data calls itself once for each level.
+    The code that copies and compares data is recursive, so data must not be too deep.
     """
     for name, value in data.items():
         if _is_deeper(value, MAX_DEPTH):

@@ -172,9 +172,9 @@ def end_of_reply(renderer: ChatRenderer) -> str:
 
 
 def missing_header(renderer: ChatRenderer) -> str:
-    """Return the text that a template writes before a reply, but not at the end of a prompt.
+    """Return the text that begins a reply, if the template never writes it at the end of a prompt.
 
-    The result is empty unless the template ignores add_generation_prompt.
+    The result is not empty only for a template that ignores add_generation_prompt.
     """
     question = (_user(_QUESTION),)
     try:

@@ -49,8 +49,8 @@ class MalformedTurns:
         """Begin to count malformed turns.
 
         Args: at_most: largest number of malformed turns in a row; one more ends the episode.
-        penalty: amount subtracted from the reward for each malformed turn, as the component
-        `malformed`; None for neither penalty nor component.
+        penalty: amount subtracted from the reward for each malformed turn, which the result also shows
+        as the component `malformed`. None: no penalty and no component.
         """
         self._at_most = at_most
         self._penalty = penalty
@@ -100,8 +100,8 @@ class ToolTurns(MalformedTurns):
             penalty: Amount subtracted from the reward for each malformed turn; None for none.
             max_calls: Maximum number of calls in an episode; None for any number.
             no_calls_left: The answer to a call beyond `max_calls`.
-            max_chars: Number of an answer's characters that the policy is shown; None for all.
-            name: The field `name` of a message that answers a call that cannot be parsed.
+            max_chars: Length to which an answer is cut; None for no limit.
+            name: The tool's name in the answer to a call that cannot be parsed; None for no name.
         """
         super().__init__(at_most=at_most, penalty=penalty)
         self._call = call

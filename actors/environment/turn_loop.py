@@ -173,10 +173,10 @@ class _Episode:
         return self._assignment.trajectory_id
 
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
-        """Play turns until the episode ends, and at most max_turns turns.
+        """Play turns until the episode ends, but at most max_turns turns.
 
-        Returns: an `_Ended` with the outcome `max_turns`, if the episode has not ended by itself.
-        Raises: _Ended with another outcome, if the episode ends by itself.
+        Returns: an `_Ended` with the outcome `max_turns`.
+        Raises: _Ended with another outcome, if the episode ends before.
         """
         self._start_turn()
         start = await self._reset(make_environment)

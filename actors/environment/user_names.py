@@ -41,7 +41,7 @@ class BadName(ValueError):
 def module_of(text: str, *, what: str) -> str:
     """Return the module in a name such as FILE.py:NAME.
 
-    what: the option that has the name, for the error's text.
+    what: name of the option that contains `text`, for the error.
     Raises: BadName if the name has another form.
     Example: rewards/my.py:score -> rewards.my
     """
@@ -76,8 +76,7 @@ def is_importable(name: str) -> bool:
 def find(text: str, *, what: str) -> Any:
     """Import and return the function, class or other object that has a name.
 
-    what: the option that has the name, for the error's text.
-
+    what: name of the option that contains `text`, for the error.
     Raises: BadName if there is no such object.
     """
     place, _, name = text.partition(":")

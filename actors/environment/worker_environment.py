@@ -29,7 +29,7 @@ from actors.user_code import CallFailed
 
 
 class WorkerEnvironment:
-    """An environment that plays one episode, whose methods run in a worker process."""
+    """The environment of one episode; its methods run in a worker process."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         """Create an environment; its worker is chosen on the first call.
@@ -144,7 +144,7 @@ _makers: dict[tuple[str, str], Callable[[], Environment]] = {}
 
 
 def make_instance(name: str, options: Mapping[str, Any]) -> _Instance:
-    """Return the record of a new environment. This function runs in a worker."""
+    """Create an environment and return its `_Instance`. This function runs in a worker."""
     key = name, repr(options)
     if key not in _makers:
         _makers[key] = resolve(name, options)

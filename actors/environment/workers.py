@@ -74,9 +74,9 @@ def _message(number: int, call: tuple[Any, ...]) -> bytes:
 
 
 def is_contained(name: str) -> bool:
-    """Return whether a function is called in a worker.
+    """Return whether a function's calls run in a worker process.
 
-    An empty name means that the function is not the user's; then the result is False.
+    An empty name means a function that is not the user's, whose calls run in this process.
     """
     return bool(name) and not rollout_settings.get().inline and is_importable(name)
 

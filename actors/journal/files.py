@@ -3,9 +3,9 @@
 A file holds a line with the format's number, then two sections, each with its length and a
 checksum: the index of the step's trajectories, and the step itself, compressed. A file is written
 under a temporary name and renamed. A step that is played again in a later term gets another file;
-`service.store.lineage` decides which of these files belongs to the run. A failure to write is
-reported once and never ends a run, because training and resuming do not read the journal: its
-oldest files may be removed at any time. The merge actor writes the journal; `rayloom inspect` and
+`service.store.lineage` decides which of these files belongs to the run. Training and resuming do
+not read the journal. So a failure to write is reported once and never ends a run, and the oldest
+files may be removed at any time. The merge actor writes the journal; `rayloom inspect` and
 `rayloom explain` read it.
 
 A trajectory's samples are those that were packed for the trainer, with every sampled token's

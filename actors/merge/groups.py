@@ -38,12 +38,13 @@ GroupMembers = tuple[Member, ...]
 
 
 class ScoresLost(Exception):
-    """The ranks' scores are no longer in the object store: the plan must be scored again."""
+    """Raised if the ranks' scores are no longer in the object store; score the rows again."""
 
 
 class PayloadsLost(Exception):
-    """Payloads of finished rollouts are lost; report the rollouts (`lost`) to the queue, and take
-    the step again.
+    """Raised if payloads of finished rollouts are lost.
+
+    Report these rollouts to the queue (`lost`), and take the step again.
     """
 
     def __init__(self, rollout_ids: Sequence[str]) -> None:
@@ -189,9 +190,7 @@ def classify(
 def worst_completed_return(
     trajectories: Sequence[Trajectory], reward: RewardSettings = _NO_SHAPING
 ) -> float | None:
-    """Return the lowest shaped return of a group's completed trajectories; None if none is
-    completed.
-    """
+    """Return the lowest shaped return of a group's completed trajectories; None without any."""
     returns = [
         total(shaped_rewards(each, reward))
         for each in trajectories
@@ -251,8 +250,10 @@ def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float6
 
 
 def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[np.float64]:
-    """Return the reward of each turn after the shaping that needs no model (the clip, and the
-    overlong and missing-end penalties): [K] float64.
+    """Return the reward of each turn after the adjustments that need no model: [K] float64.
+
+    These are the clip of the return, and the penalties for an overlong trajectory and for a missing
+    end token.
     """
     rewards = turn_rewards(trajectory)
     if settings.clip is not None:

@@ -76,9 +76,9 @@ class Member:
 
 
 def turn_bounds(member: Member) -> Int64s:
-    """Return bounds, [K + 1], of the turns' tokens among the trajectory's trained tokens.
+    """Return where each turn's tokens begin and end among the trajectory's trained tokens: [K + 1].
 
-    Those of turn k have the indices bounds[k] to bounds[k + 1] - 1.
+    The trained tokens of turn k have the indices bounds[k] to bounds[k + 1] - 1.
     """
     counts = np.zeros(len(member.trajectory.turns), np.int64)
     for sample in member.samples:

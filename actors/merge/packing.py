@@ -265,8 +265,8 @@ def assign_rows(
        bundles fit.
     3. If the ranks' costs differ by more than BALANCED, move single trajectories from the costliest
        rank to the cheapest.
-    4. If the costs still differ by more, repeat this with smaller bundles. Keep the assignment
-       whose costliest rank costs least.
+    4. If the costs still differ by more than BALANCED, repeat steps 1 to 3 with smaller bundles.
+       Keep the assignment whose costliest rank costs least.
 
     Args: trajectories: for each trajectory, its samples as token ids.
     Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.

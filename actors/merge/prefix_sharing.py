@@ -1,5 +1,4 @@
-"""Share the prefixes that samples of a row have in common; compute the row's forest, expert records
-and cost.
+"""Lay out a row's samples as a forest of prefixes, with the row's expert records and its cost.
 
 Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
 trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
@@ -47,9 +46,9 @@ class PrefixForest:
 
 
 def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
-    """Sort samples by their ids, so that equal prefixes are adjacent. A sample comes after all
-    samples that extend it.
+    """Sort samples by their ids, so that samples with a common prefix are adjacent.
 
+    A sample comes after all samples that extend it.
     Example: [[1, 2], [0], [1, 2, 3]] -> [1, 2, 0]
     """
     keys = [ids.astype(">u4").tobytes() + _BEHIND_ALL_IDS for ids in samples]
@@ -198,12 +197,11 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedItems:
-    """Trajectories, or bundles of neighbouring ones, in prefix order; arrays are [N].
+    """Trajectories, or bundles of neighbouring trajectories, in prefix order; arrays are [N].
 
-    `shared` has the length of the prefix that each item shares with the item before it. From these
-    lengths, the size of a row of any items can be computed: the prefix that two items share is as
-    long as the shortest of the prefixes that the neighbours between them share. If items are
-    bundles, the neighbours inside a bundle count too; `inner` has the shortest of their prefixes.
+    Two items share as many tokens as those two neighbours between them that share the fewest. So
+    the size of any row can be computed from what neighbours share: items (`shared`) and the
+    trajectories inside a bundle (`inner`).
     """
 
     order: list[int]
@@ -222,7 +220,7 @@ class SortedItems:
     """Sample length at which attention costs as much as all other computation."""
 
     def cost_of(self, shared: Int64s) -> Float64s:
-        """Return the cost (`Size.cost`) that is saved by sharing this number of leading tokens."""
+        """Return the cost (`Size.cost`) that is saved if `shared` leading tokens are shared."""
         return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
 
     def shared_with(self, number: int) -> Int64s:
@@ -285,10 +283,11 @@ def sort_trajectories(
 
 
 def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
-    """Cut the items wherever two neighbours share no prefix; then cut each part that is too large
-    between the two neighbours that share the shortest prefix.
+    """Cut the items into parts of at most max_tokens tokens and max_cost cost.
 
-    Among equally good cuts the one nearest to the middle is taken.
+    First cut wherever two neighbours share no prefix. Then cut each part that is too large where
+    two neighbours share the shortest prefix; of several such places take the one nearest to the
+    middle. A part of one item may exceed the limits.
     Returns: the bounds of the parts, from 0 to N.
     """
     bounds = [*np.flatnonzero(items.shared == 0).tolist(), len(items.order)]

@@ -72,7 +72,10 @@ class GroupReturns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReport:
-    """Counts of a step's trajectories of one environment, or of one part of a mixture."""
+    """Counts and mean returns of a step's trajectories of one environment.
+
+    In a mixture of tasks, each source counts as an environment.
+    """
 
     num_trajectories: int
     outcomes: Mapping[Outcome, int]
@@ -84,9 +87,7 @@ class EnvironmentReport:
 
     @property
     def best_known_reward(self) -> float | None:
-        """The mean reward, divided by the best possible return if that is known; otherwise
-        unscaled.
-        """
+        """The mean reward, divided by the best possible return if that is known."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -215,8 +216,9 @@ def count_tokens(members: Sequence[Member]) -> TokenCounts:
 
 
 def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, EnvironmentReport]:
-    """Describe each environment's share of a step, sorted by name; empty with only one
-    environment.
+    """Describe each environment's share of a step, sorted by name.
+
+    The result is empty if the step has only one environment.
     """
     names = sorted({each.environment for each in trajectories})
     if len(names) < 2:

@@ -1,4 +1,4 @@
-"""Pack the rows that a reference or a critic scores before advantages, and read the scores.
+"""Pack the rows that a reference or a critic scores, and read the scores.
 
 Used only if the settings need a reference's log-probabilities or a critic's values. Rows are packed
 separately from the training rows, because the trained samples are not known yet. Every sample whose
@@ -24,8 +24,9 @@ from actors.types import Sample
 def plan_scores(
     groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
-    """Pack the samples of all trajectories that are in their group's baseline. Returns: for each
-    rank, the shard to score.
+    """Pack the samples of all trajectories that are in their group's baseline.
+
+    Returns: for each rank, the shard to score.
     """
     weighted, dealt = score_rows(groups, settings)
     return tuple(

@@ -118,8 +118,9 @@ class Critic:
         return values
 
     def update(self, rows: Sequence[ValueRow]) -> CriticStats:
-        """Apply one optimiser update towards the targets; change no weight if no row has a
-        target.
+        """Apply one optimiser update towards the targets.
+
+        Change no weight if no row has a target.
         """
         sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
         for number, row in enumerate(rows):

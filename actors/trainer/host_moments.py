@@ -21,8 +21,9 @@ class HostMomentsAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with its moments in pinned memory of the machine."""
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state, and move the moments back to the host, because torch loads them to the
-        device.
+        """Load a state, and move the moments back to the host.
+
+        torch loads the moments to the device.
         """
         super().load_state_dict(state_dict)
         for parameter in self.state:

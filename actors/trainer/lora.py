@@ -45,8 +45,8 @@ _PREFIX = "base_model.model."
 class LoraLinear(nn.Linear):
     """A linear layer with a frozen weight and an adapter.
 
-    weight and bias have the names that they had in the layer without an adapter. is_adapted:
-    whether the forward pass adds the adapter.
+    The parameters `weight` and `bias` have the same names as in a layer without an adapter.
+    is_adapted: whether the forward pass adds the adapter.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ def _checkpoint_name(causal_lm: PreTrainedModel, name: str, layer: nn.Linear) ->
 def base_digest(causal_lm: PreTrainedModel, *, is_collective: bool = True) -> str:
     """Return a digest of the frozen parameters, by which a checkpoint recognises its base model.
 
-    is_collective: whether each rank reads only a part of the parameters; if not, this process reads
-    all of them. The model must not be sharded yet.
+    The model must not be sharded yet. is_collective: each rank reads a part of the parameters and
+    all ranks call this function; if False, this process reads all of them.
     """
     frozen = [item for item in causal_lm.named_parameters() if not is_of_adapter(item[0])]
     if is_collective:

@@ -66,8 +66,8 @@ class PackedLayout:
     """The layout of a row, which the attention of every layer needs.
 
     plans: the attention plans of the row, by sliding window; each is made when it is first needed.
-    Not a dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then
-    make its own plan.
+    This class is not a dataclass, because FSDP2 copies the dataclasses among a layer's inputs, and
+    every layer would then make its own plan.
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
