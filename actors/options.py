@@ -76,7 +76,7 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weight of each name. A name alone and the names of a list have weight 1."""
+    """Return the weight of each name. A single name, and each name of a list, has weight 1."""
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()
@@ -90,7 +90,7 @@ def _several(given: object) -> object:
 
 
 def _as_json(given: object) -> object:
-    """Convert a map to JSON values; dates, which YAML reads from unquoted text, become texts."""
+    """Convert a map to JSON values; dates become texts."""
     if not isinstance(given, Mapping):
         return given
     try:
@@ -163,7 +163,7 @@ def _with_strict_numbers(schema: Any) -> Any:
 
 
 def _is_number(schema: Mapping[str, Any]) -> bool:
-    """Return whether pydantic would accept the value true as a number by this core schema."""
+    """Return whether a core schema of pydantic would accept the value true as a number."""
     match schema.get("type"):
         case "literal":
             kinds = set(map(type, schema["expected"]))
@@ -342,7 +342,7 @@ def _types_of(section: Any) -> Mapping[str, Any]:
 def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the types of a class's attributes; a name that cannot be resolved has the type Any.
 
-    unknown: the unresolved names so far, such as a name in a ClassVar.
+    unknown: the names that could not be resolved so far, such as a name in a ClassVar.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)

@@ -181,7 +181,7 @@ def _damaged(directory: Path) -> Path | None:
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether transformers 5 would load the wrong class of tokenizer, which loses letters.
+    """Return whether transformers 5 would load the wrong class of tokenizer and lose letters.
 
     For example, DeepSeek's configuration names Llama's class, but its vocabulary is byte-level.
     """

@@ -128,7 +128,7 @@ def _accepts(annotation: Any, value: Any) -> bool:
 
 
 def _plain_note(annotation: Any) -> str | None:
-    """Return the text in `Annotated[int, "How many."]`, which pydantic ignores; None if none."""
+    """Return the text in `Annotated[int, "How many."]`, which pydantic ignores; else None."""
     if get_origin(annotation) is not Annotated:
         return None
     return next((each for each in get_args(annotation)[1:] if isinstance(each, str)), None)

@@ -49,8 +49,8 @@ class MalformedTurns:
         """Begin to count malformed turns.
 
         Args: at_most: largest number of malformed turns in a row; one more ends the episode.
-        penalty: amount subtracted from the reward for each malformed turn, which the result also shows
-        as the component `malformed`. None: no penalty and no component.
+        penalty: amount subtracted from the reward for each malformed turn; the result names it as
+        the component `malformed`. None: no penalty and no component.
         """
         self._at_most = at_most
         self._penalty = penalty

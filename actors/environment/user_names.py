@@ -56,7 +56,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return the end of an error's text: the remedy for a name that begins with a directory."""
+    """Return the remedy for a name that is an absolute path."""
     if Path(text).is_relative_to(directory):
         return f"; write {str(Path(text).relative_to(directory))!r}"
     return f"; start the command in a directory above the file instead of {directory}"

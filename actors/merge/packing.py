@@ -378,7 +378,7 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Move a trajectory from rank `high` to rank `low`, if that lowers the higher cost.
+    """Move a trajectory from rank `high` to rank `low` if that lowers the higher of their costs.
 
     Returns: whether a trajectory was moved.
     """

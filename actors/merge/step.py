@@ -162,7 +162,6 @@ def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
 
 
 def _exclude(member: Member, reason: EvictionReason) -> Member:
-    """Take a member out of the loss; keep the reason of a member that is already out."""
     return replace(member, reason=reason) if member.is_trained else member
 
 

@@ -191,7 +191,7 @@ class TrainerRankActor:
 
 
 def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
-    """Return a function with which a `Sender`, in its thread, calls `WeightBoard.form_group`."""
+    """Return a function that calls `WeightBoard.form_group`, for the thread of a `Sender`."""
 
     def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)

@@ -412,7 +412,7 @@ class TrainerGroup:
     async def _on_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every actor. timeout_s: None waits while ranks make progress."""
+        """Call a method of every `TrainerRankActor`. timeout_s: as for `_call_all`."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
@@ -481,10 +481,10 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 
 
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
-    """Return the error that reports a failed call: about a dead rank, else about one that raised.
+    """Choose the rank to blame for a failed call, and return the error about this rank.
 
-    If no rank died or raised, the error is about a late rank.
-    limit: what the late rank did not do; it completes the text "no ..." of the error.
+    A rank that died is blamed first, then a rank that raised, then a rank that is late.
+    limit: what a late rank did not do; it follows "no" in the error.
     """
     failed = [
         (rank, error)
