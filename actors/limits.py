@@ -18,8 +18,8 @@ MAX_LOG_RATIO = 20.0
 # larger reward would leave its group's other members without a significant digit, or be infinite.
 MAX_REWARD = 1e9
 
-# The greatest seed that NumPy accepts, and the greatest of a task: a signed 32-bit number, because
-# any third-party environment may read it.
+# The largest seed that NumPy accepts, and the largest seed of a task. A task's seed fits in 32 bits
+# with a sign, because any third-party environment may read it.
 MAX_SEED = 2**32 - 1
 MAX_TASK_SEED = 2**31 - 1
 

@@ -21,9 +21,9 @@ from actors.trajectory_queue.messages import Side
 from actors.types import BranchReason, LeftOutReason, Outcome
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
-# From a fast answer to a step of an hour and more.
+# From the time of a fast answer to the time of a step that takes more than an hour.
 SECONDS_BUCKETS = tuple(float(f"{digit}e{power}") for power in range(-2, 4) for digit in (1, 2, 5))
-# Returns between 0 and 1, which most environments give, finely; any other range coarsely.
+# Narrow buckets between 0 and 1, where the returns of most environments are; wide ones elsewhere.
 RETURN_BUCKETS = (
     *(-1000, -100, -10, -5, -2, -1, -0.5),
     *(tenth / 10 for tenth in range(11)),

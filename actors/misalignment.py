@@ -116,7 +116,7 @@ def _in_experts(turn: Turn) -> str | None:
     if indices.shape[0] > turn.num_sampled:
         return (
             f"expert indices of shape {indices.shape} for {turn.num_sampled} sampled tokens, "
-            "expected [tokens, layers, experts]; leave out the prompt's"
+            "expected [tokens, layers, experts]; leave out the prompt's tokens"
         )
     if indices.size and int(indices.min()) < 0:
         return "expert indices below 0; leave out tokens without a record"
@@ -124,7 +124,7 @@ def _in_experts(turn: Turn) -> str | None:
 
 
 def _in_ids(name: str, ids: TokenIds, vocab_size: int | None) -> str | None:
-    # Ids below 0 count as large ones when they are read without a sign: one pass finds both.
+    # An id below 0, read without its sign, is a large id: one pass finds both faults.
     limit = 2**31 if vocab_size is None else vocab_size
     unsigned = ids.view(np.uint32)
     if not ids.size or int(unsigned.max()) < limit:

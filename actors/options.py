@@ -60,7 +60,7 @@ _EXPECTED = {
 }
 # A member of an enumeration, as pydantic shows it if only some members are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
-# A number's type in the name of a union's choice, as pydantic writes it with the check around it.
+# The name that pydantic gives a choice of a union that is a number with the check `_refuse_bool`.
 _STRICT = re.compile(r"function-before\[_refuse_bool\(\), ([^\[\]]*)\]")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
@@ -129,7 +129,7 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
     checked.
     """
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    # Without this call, a type that was not found is an error of the first validation.
+    # This call raises if a type is not found; otherwise the first validation would raise.
     adapter.rebuild(raise_errors=True)
     # A validator that a pydantic model already has would read true as 1.
     adapter.validator = SchemaValidator(
@@ -150,7 +150,7 @@ def _with_strict_numbers(schema: Any) -> Any:
         key: value if key in kept else _with_strict_numbers(value) for key, value in schema.items()
     }
     if schema.get("type") == "union":
-        # Errors name the choice: by its type, and not by the check around it.
+        # Name each choice by its type, because errors would show the name of the check around it.
         inner["choices"] = [
             (choice, old["type"]) if isinstance(old, dict) and _is_number(old) else choice
             for old, choice in zip(schema["choices"], inner["choices"], strict=True)

@@ -26,7 +26,7 @@ when all are equal. update_sum: summed over an update, then the mean over the st
 update: one value an update, then the mean over the updates that moved the weights. step: one value
 a step.
 """
-# These are the last word of a name.
+# These reductions are the last word of a statistic's name; the others are not in the name.
 _SUFFIXES = ("mean", "std", "min", "max")
 Source = Literal["policy_loss", "critic", "merge", "publish", "trainer"]
 """The part that produces the values, and the set over which they are reduced.

@@ -57,7 +57,7 @@ from actors.types import (
 )
 from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe, task_id, type_of
 
-# A request has the deadline and ends by itself; only if it does not, it is cancelled.
+# A request ends by itself at its deadline; this time later it is cancelled.
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
@@ -381,7 +381,7 @@ class _Episode:
         if result.terminated:
             raise _Ended(Outcome.COMPLETED)
         if result.truncated:
-            raise _Ended(Outcome.MAX_TURNS, "the environment's own limit")
+            raise _Ended(Outcome.MAX_TURNS, "the environment reached its own limit")
         return result
 
     def _keep_score(self, result: StepResult) -> None:
