@@ -1,6 +1,6 @@
 """The table of statistics: each number that describes a training step has one entry in it.
 
-The parts that produce values, such as the trainer, call them by the names in the table
+The parts that produce values, such as the trainer, use the names in the table
 (`Statistic.values`). The reduction, the step's record, the metrics, the report, the dashboard and
 docs/metrics.md are made from the table. A statistic that is not known at a step is absent from the
 step's record, never 0. To add a statistic, add an entry here and compute its values in the part

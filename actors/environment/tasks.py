@@ -487,8 +487,9 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each value of a JSON file's list with its location; a single object is a list of one.
+    """Yield each value of the list in a JSON file, with its location.
 
+    A file with a single object counts as a list of one.
     Raises: BadTaskFile if the file has other content; OSError or ValueError if it cannot be read.
     """
     with open_text(path) as file:

@@ -172,9 +172,9 @@ def end_of_reply(renderer: ChatRenderer) -> str:
 
 
 def missing_header(renderer: ChatRenderer) -> str:
-    """Return the text that begins a reply, if the template never writes it at the end of a prompt.
+    """Return the text that a template writes before a reply, if no prompt ends with this text.
 
-    The result is not empty only for a template that ignores add_generation_prompt.
+    Such a template ignores add_generation_prompt. For any other template the result is empty.
     """
     question = (_user(_QUESTION),)
     try:

@@ -46,9 +46,9 @@ def problem_of(pattern: object) -> str | None:
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
     """Search a text for a pattern with one group; return the group's text in the last match.
 
-    The group's text is stripped. Matches whose group is then empty are ignored. Return None if
-    there is no other match.
-    Args: what: words that name the owner of the pattern, for the error's text.
+    The group's text is stripped. A match whose group has no text is ignored. Return None if no
+    match is left.
+    Args: what: name of the pattern's owner, for the error.
     Raises: RewardError if the search exceeds LIMIT_S.
     """
     found = None

@@ -130,8 +130,8 @@ class Pool:
             arguments: Keyword arguments; they and the answer are pickled.
             limit_s: Seconds that the call may take. They include neither the wait for a worker nor
                 the import of the function's module.
-            about: Name of the user's function that `target` calls. Its module is imported first,
-                and messages have this name. Empty means `target` itself.
+            about: Name of the user's function that `target` calls, for messages. The module of
+                this function is imported first. Empty means `target` itself.
 
         Raises:
             CallTimedOut: The call did not end within its limit.

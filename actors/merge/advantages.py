@@ -9,8 +9,8 @@ returns of its group; with `turn_discount`, this is done for each turn. If `base
 the reward includes a KL penalty, a token's advantage includes only the penalties of this token and
 of later tokens. If `baseline` is `critic`, GAE runs over the action tokens of one trajectory in the
 order of play. It skips observations: the decay by lambda counts action tokens only, so that a long
-answer of the environment does not reduce credit. A token's state is its context in the sample in
-which it was sampled; this matters if a trajectory branched (a sub-agent, a compacted history).
+answer of the environment does not reduce credit. A token's state is the part of its
+sample that precedes it; this matters if a trajectory branched (a sub-agent, a compacted history).
 Called by `step`.
 """
 
@@ -41,7 +41,7 @@ def credit_group(
 ) -> tuple[list[Member], EvictionReason | None]:
     """Compute the advantages of the trained tokens of a group.
 
-    Args: members: those members of the group that count in its baseline, at least one. If the
+    Args: members: the members that count in the group's baseline, at least one. If the
         setting `baseline` is critic, a critic must have scored them.
     Returns: the members with advantages, and the reason if all advantages are 0, otherwise None.
     """

@@ -259,9 +259,9 @@ def assign_rows(
     1. Sort the trajectories by their first sample. Cut the sorted list into bundles, between the
        neighbours that share the shortest prefix, until each bundle fits into a row and costs at
        most one rank's share of the total cost.
-    2. Assign the bundles to rows, the costliest bundle first. Of the rows with room for a bundle,
-       choose the one whose rank has the lowest cost with the bundle. Prefixes that the bundle
-       shares with the row cost nothing. Each rank gets the smallest number of rows with which all
+    2. Assign the bundles to rows, the costliest bundle first. Each bundle gets the row, among the
+       rows with room for it, whose rank then has the lowest cost. Prefixes that the bundle shares
+       with the row cost nothing. Each rank gets the smallest number of rows with which all
        bundles fit.
     3. If the ranks' costs differ by more than BALANCED, move single trajectories from the costliest
        rank to the cheapest.

@@ -121,9 +121,10 @@ def row_experts(
     The experts of a token depend on the token and on all tokens before it. A record of a token
     (`actors.expert_records`) is therefore valid in every sample in which the same tokens precede
     it: all these samples share one position of the prefix forest. If several of them have a record
-    of this position, the first sample's record is used for all of them. So a token that
-    is context in one sample gets the record of the sample in which it was sampled. The same rule
-    holds for rows without shared prefixes, so that sharing prefixes changes no number.
+    of this position, the first sample's record is used for all of them. If the token was sampled in
+    one sample and is only context in the others, all use the record of the sample in which it was
+    sampled. The same rule holds for rows without shared prefixes, so that sharing prefixes changes
+    no number.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records that are not
@@ -199,9 +200,8 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring trajectories, in prefix order; arrays are [N].
 
-    Two items share as many tokens as those two neighbours between them that share the fewest. So
-    the size of any row can be computed from what neighbours share: items (`shared`) and the
-    trajectories inside a bundle (`inner`).
+    The number of leading tokens that two items share is a minimum over the neighbours between them:
+    of `shared`, and of `inner` for a bundle. So these arrays determine the size of any row.
     """
 
     order: list[int]
@@ -258,10 +258,11 @@ class SortedItems:
 def sort_trajectories(
     trajectories: Sequence[Sequence[TokenIds]], *, attention_tokens: int, share_prefixes: bool
 ) -> SortedItems:
-    """Sort trajectories so that those with a long common prefix are neighbours, and measure each.
+    """Sort trajectories by the tokens of their first samples, and measure each trajectory.
 
-    Only the first samples of two neighbours are compared. Their later samples may share tokens too.
-    A row is therefore never larger than these sizes predict, but may be smaller.
+    Trajectories with a long common prefix become neighbours. Only the first samples of two
+    neighbours are compared. Their later samples may share tokens too. A row is therefore never
+    larger than these sizes predict, but may be smaller.
     """
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]
