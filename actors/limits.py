@@ -38,9 +38,9 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return the pydantic configuration STRICT, and add a rule to the JSON schema of the class.
+    """Return STRICT, and one more rule for the JSON schema of a class of task data.
 
-    The class describes task data. The rule does not apply to empty data.
+    The class uses the result as `__pydantic_config__`. The rule does not apply to empty data.
     rule: keywords of JSON schema.
     Example: strict_unless_empty(required=["question"])
     """

@@ -151,7 +151,6 @@ class ToolTurns(MalformedTurns):
         return tuple(message for message, _ in found), is_malformed
 
     async def _answer(self, call: ToolCall | MalformedCall) -> _Answer:
-        """Return the message that answers a call, and whether the call is malformed."""
         if isinstance(call, MalformedCall):
             content = ERROR.format(message=call.message)
             return Message(role=Role.TOOL, content=content, name=self._name), True

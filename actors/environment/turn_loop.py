@@ -316,7 +316,6 @@ class _Episode:
         return before_stop(text, self._settings.stop)[0]
 
     async def _score_cut_off(self, turn: Turn) -> None:
-        """Let the environment score a cut-off turn as a complete answer."""
         try:
             await self._step(Action(text=self._shown(turn)))
         except _Ended as ended:
@@ -406,7 +405,6 @@ class _Episode:
         self._state_key = _short_key(result.state_key)
 
     async def _step_and_rescore(self, action: Action) -> StepResult:
-        """Take a step. If only its score is missing, repeat only the scoring."""
         assert self._environment is not None
         call: Callable[[], Awaitable[StepResult]] = partial(_step, self._environment, action)
         for delay_s in (*_RESCORE_DELAYS_S, None):

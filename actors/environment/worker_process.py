@@ -95,8 +95,6 @@ def _end(*_: object) -> None:
 
 
 class _ForkServer:
-    """The process that starts, kills and reaps workers."""
-
     def __init__(self, control: socket.socket, woken: int, *, max_bytes: int) -> None:
         self._control = control
         self._woken = woken

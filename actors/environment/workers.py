@@ -148,7 +148,7 @@ class Pool:
             self._give_back(worker)
 
     def home(self, *, is_loop: bool = False) -> Home:
-        """Return a `Home`, in which an episode keeps its instances in a worker.
+        """Return a new `Home` for the instances of one episode.
 
         Args:
             is_loop: Whether every function called in this home is a coroutine. The worker then

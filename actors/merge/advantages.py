@@ -9,9 +9,9 @@ returns of its group; with `turn_discount`, this is done for each turn. If `base
 the reward includes a KL penalty, a token's advantage includes only the penalties of this token and
 of later tokens. If `baseline` is `critic`, GAE runs over the action tokens of one trajectory in the
 order of play. It skips observations: the decay by lambda counts action tokens only, so that a long
-answer of the environment does not reduce credit. A token's state is the part of its
-sample that precedes it; this matters if a trajectory branched (a sub-agent, a compacted history).
-Called by `step`.
+answer of the environment does not reduce credit. A token's state is the part of its sample that
+precedes the token; this matters if a trajectory branched (a sub-agent, a compacted history). Called
+by `step`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records whose set of experts differs from the record used at the same position.
+    """Count the records that name other experts than the record that is used at their position.
 
     counting: [R], for each record, the index of the record that is used at its position.
     """

@@ -308,7 +308,6 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
 
 
 def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
-    """Compute the merge actor's statistics; leave out those without values."""
     arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))

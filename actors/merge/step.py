@@ -377,7 +377,7 @@ def imitation_shards(
 
 
 def _of_version(sample: Sample, version: int) -> Sample:
-    """Set the version of every trained token; the trainer requires one."""
+    """Give every trained token a version, because the trainer requires one."""
     is_trained = sample.versions != NO_VERSION
     versions = np.where(is_trained, np.int32(version), np.int32(NO_VERSION))
     return replace(sample, versions=versions)

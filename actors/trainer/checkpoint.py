@@ -162,7 +162,6 @@ def _shortened(value: Any) -> str:
 
 
 def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
-    """Read a checkpoint's manifest; return its content and each file's digest."""
     try:
         fields = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError as error:

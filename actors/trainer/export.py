@@ -219,7 +219,6 @@ def _stored_names(checkpoint: Path, *, base: str) -> Container[str]:
 
 
 def _load_tensors(checkpoint: Path, tensors: dict[str, Tensor], *, base: str) -> None:
-    """Fill tensors with the policy's parameters of the same names."""
     with _reading(checkpoint, base=base), warnings.catch_warnings():
         # torch warns that there is no process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

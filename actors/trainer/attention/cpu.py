@@ -204,7 +204,6 @@ def _bucket_rows(rows: Tensor, start: int, bucket: torch.Size) -> Tensor:
 
 
 def _as_batch(rows: Tensor) -> Tensor:
-    """Return rows [N, H, D] as a view [1, H, N, D]."""
     return rows.transpose(0, 1)[None]
 
 
