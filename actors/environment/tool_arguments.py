@@ -93,7 +93,7 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
 def _type_with(annotation: Any, default: Any, *, about: str) -> Any:
     """Return an argument's type; add None to it if the default is None.
 
-    Raises: BadTool if the type does not accept the default, or JSON does not have it.
+    Raises: BadTool if the type does not accept the default, or if the default is not finite.
     """
     if isinstance(default, float) and not math.isfinite(default):
         raise BadTool(

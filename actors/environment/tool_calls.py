@@ -164,7 +164,10 @@ def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Decode a call's arguments if the model wrote them as JSON text instead of an object."""
+    """Decode a call's arguments if the model wrote them as JSON text instead of an object.
+
+    Return a MalformedCall if the text is not JSON.
+    """
     for _ in range(2):
         if isinstance(arguments, str):
             arguments = _load(arguments)

@@ -44,7 +44,7 @@ class ScoresLost(Exception):
 class PayloadsLost(Exception):
     """Raised if payloads of finished rollouts are lost.
 
-    Report these rollouts to the queue (`lost`), and take the step again.
+    Report these rollouts to the queue (`replay_lost`), and take the step again.
     """
 
     def __init__(self, rollout_ids: Sequence[str]) -> None:
