@@ -435,7 +435,7 @@ class Trajectory(Attempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledText:
-    """A trajectory as text with special tokens, without the middle of a long text."""
+    """A trajectory as text, with its special tokens. The middle of a long text is left out."""
 
     prompt: str
     """The prompt of the trajectory's first turn."""

@@ -105,7 +105,7 @@ async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]
 
 
 def note_of_close(error: BaseException) -> str:
-    """Return the note that `closing` added to an exception, as the end of a sentence, or ""."""
+    """Return the note that `closing` added to an exception, after "; "; return "" without one."""
     notes = getattr(error, "__notes__", ())
     return "".join(f"; {note}" for note in notes if note.startswith(_CLOSE_FAILED))
 

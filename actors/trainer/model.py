@@ -197,7 +197,7 @@ def load_policy(
     """Load a Hugging Face causal model in float32 on the CPU, with packed attention.
 
     Args: model: directory or hub name. max_context_tokens: the engine's longest context, on which
-        the table of some kinds of RoPE depends; None for the number of the model's positions.
+        the table of some kinds of RoPE depends; None for the longest that the configuration allows.
     Raises: NotImplementedError if the architecture cannot be trained packed; OSError (transformers)
         if there is no such model.
     """
@@ -230,8 +230,7 @@ def load_value_model(
 def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedModel:
     """Load a model and check that it can be trained on packed rows.
 
-    The model is put into evaluation mode: in training mode some layers would apply dropout and some
-    routers would add noise, which the engine does not. kind: the transformers class that loads it.
+    kind: the transformers class that loads the model.
     """
     config = AutoConfig.from_pretrained(name)
     check_architecture(config, max_context_tokens=max_context_tokens)
@@ -253,6 +252,8 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
         except NotImplementedError as error:
             raise NotImplementedError(f"model {name}: {error}") from error
         model.config.use_cache = False
+        # In training mode some layers would apply dropout and some routers would add noise, which
+        # the engine does not.
         model.eval()
         fix_rope(model, max_context_tokens=max_context_tokens or longest_context(config))
         check_packing(model.base_model)

@@ -167,11 +167,7 @@ def longest_context(config: PreTrainedConfig) -> int:
 
 
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
-    """Return a copy of a configuration with few, narrow layers, and the copy's longest context.
-
-    An attention window is shortened too, and so is the length at which longrope switches its table.
-    Either stays as it is if it is at least max_context_tokens, because the run never exceeds it.
-    """
+    """Return a copy of a configuration with few, narrow layers, and the copy's longest context."""
     narrow = copy.deepcopy(config)
     settings: dict[str, Any] = {}
 
@@ -183,6 +179,7 @@ def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTr
     shrink("vocab_size_per_layer_input", _COPY_VOCABULARY)
     for name in _WIDTHS:
         shrink(name, _COPY_WIDTH)
+    # A window of at least max_context_tokens is not shortened, because the run never exceeds it.
     for name in _WINDOWS:
         if isinstance(window := getattr(config, name, None), int) and window < max_context_tokens:
             shrink(name, _COPY_WINDOW)
@@ -218,10 +215,7 @@ def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return settings for the fewest layers that include each kind of layer.
-
-    Lists with an entry for each layer are cut to the number of these layers.
-    """
+    """Return settings for the fewest layers that include each kind of layer."""
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return {}
@@ -244,7 +238,6 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
     """Shorten the length at which longrope switches its table, so that the check's rows exceed it.
 
-    If the run's context does not exceed that length, change nothing.
     Returns: the longest context of the copy.
     """
     parameters = getattr(narrow, "rope_parameters", None) or {}
@@ -342,6 +335,6 @@ def _run(body: nn.Module, segments: list[Tensor], *, parents: list[int]) -> Tens
 
 
 def _alone(body: nn.Module, token_ids: Tensor) -> Tensor:
-    """Return the hidden states that transformers' own attention and masks give a single sample."""
+    """Return the hidden states of a single sample, with transformers' own attention and masks."""
     hidden: Tensor = body(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
     return hidden

@@ -123,8 +123,8 @@ def join_group(
 def join_side_group() -> dist.ProcessGroup:
     """Create a second group of the same ranks, on gloo, with a timeout of one day.
 
-    The call is collective. A rank that dies breaks the group at once; the caller must notice a rank
-    that hangs.
+    The call is collective. If a rank dies, the group fails at once. If a rank hangs, the group may
+    wait for a day, so the caller must notice it.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 

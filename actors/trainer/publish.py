@@ -65,7 +65,7 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 
 @torch.no_grad()
 def gather_adapters(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
-    """Gather the adapters layer by layer, with PEFT's names for the model's files.
+    """Gather the adapters layer by layer, under the names that PEFT uses in its files.
 
     B is sent as alpha / rank * B, so that the engine needs no scale.
     """
@@ -86,7 +86,7 @@ def _merged(layer: LoraLinear) -> Tensor:
 
 
 def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:
-    """Return the tensors of whole layers with the names and shapes of the model's checkpoint."""
+    """Give the tensors of whole layers the names and shapes of the model's checkpoint."""
     return list(revert_weight_conversion(causal_lm, tensors).items())
 
 

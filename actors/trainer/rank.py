@@ -151,12 +151,8 @@ class TrainerRank:
             )
 
     def _load_reference(self, sharding: Sharding) -> Reference:
-        """Load the reference.
-
-        If the policy has adapters and the reference is their base model, no weights are loaded: the
-        reference is the policy with its adapters off.
-        """
         settings = self.settings
+        # The base model of the adapters is the policy with its adapters off.
         if settings.trainer.lora is not None and settings.algorithm.reference is None:
             return Reference(self._policy)
         policy = load_policy(
@@ -392,9 +388,7 @@ class TrainerRank:
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[list[ScoredRow]]:
-        """Score the step's tokens under the old policy and the reference, each only if the loss
-        needs it.
-        """
+        """Score the tokens under the old policy and the reference, each if the loss needs it."""
         nothing = [[None] * len(each) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing
         reference: Sequence[Sequence[Tensor | None]] = nothing
@@ -429,7 +423,7 @@ class TrainerRank:
         return split_gradient(group_ids, gradient)
 
     def _accumulate(self, scored: Sequence[ScoredRow], *, is_first: bool) -> Tensor:
-        """Run forward and backward over the micro-batches; return their statistics."""
+        """Run forward and backward over an update's micro-batches; return their statistics."""
         totals = no_statistics(self.device)
         for number, (micro_batch, old, reference) in enumerate(scored):
             if is_first:
@@ -504,7 +498,7 @@ class Reference:
     """
 
     def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
-        """Create a reference. policy: the model, whose adapters are off while it scores."""
+        """Create a reference. policy: the model that scores, with any adapters off."""
         self._policy = policy
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:

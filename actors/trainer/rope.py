@@ -89,7 +89,7 @@ def longrope_table(config: Any, layer_type: str | None, *, max_context_tokens: i
 def _engine_scaling(
     parameters: dict[str, Any], *, max_position_embeddings: int, max_context_tokens: int
 ) -> float:
-    """Return the scale of cosines and sines.   Source: vLLM, as in `fix_rope`."""
+    """Return the engine's scale of cosines and sines.   Source: vLLM, as in `fix_rope`."""
     original = parameters["original_max_position_embeddings"]
     name = "long_mscale" if max_context_tokens > original else "short_mscale"
     if parameters.get(name) is not None:

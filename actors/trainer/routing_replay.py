@@ -78,13 +78,12 @@ def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
 
 
 class _LayerReplay:
-    """The hooks of one routed layer, with the records of the current forward pass."""
+    """The hooks of one routed layer, with the records of the current forward pass.
+
+    number: the layer's index among the routed layers.
+    """
 
     def __init__(self, number: int, *, normalises: bool) -> None:
-        """Make the hooks of the routed layer with this number, from 0.
-
-        normalises: whether the router makes the chosen experts' weights sum to 1.
-        """
         self._number, self._normalises = number, normalises
         self._experts: ReplayedExperts | None = None
 

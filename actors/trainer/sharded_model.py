@@ -244,7 +244,6 @@ class TrainedModel(ShardedModel[Model]):
         return tuple(hashes)
 
     def _local_gradients(self) -> list[Tensor]:
-        """Return this rank's non-empty shards of the gradients."""
         gradients = (parameter.grad for parameter in self._trainable)
         shards = (
             gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -423,11 +422,10 @@ def load_checkpoint(
 
 
 class _DigestingWriter(FileSystemWriter):
-    """A writer of one rank's files that computes their digests, in the thread that writes.
+    """A writer of one rank's files that computes the SHA-256 of each file, by the file's name.
 
     A digest is of the bytes that are passed to the file system, not of the stored bytes.
-    digests: SHA-256 of each file that this rank has written, by the file's name. seconds: time
-    spent on computing the digests.
+    seconds: time spent on computing the digests.
     """
 
     def __init__(self, path: Path) -> None:
@@ -465,8 +463,6 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream(io.RawIOBase):
-    """A stream that writes its bytes to another stream and computes their digest."""
-
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
         self.digest = sha256()
@@ -517,7 +513,7 @@ def _together(
 ) -> None:
     """Run work on each rank whose does_run is true, and wait until all have ended.
 
-    Raises: the error of one rank, on every rank.
+    If it fails on a rank, every rank raises this rank's error.
     """
     not_written = refused = ""
     if does_run:

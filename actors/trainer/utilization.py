@@ -52,7 +52,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
-    """Return the number of parameters by which a token is multiplied.
+    """Return N of the MFU: the number of parameters that each token is multiplied with.
 
     The input embedding is counted only if it is tied to the head, because its rows are only looked
     up. Only the experts to which a token is routed are counted. A frozen parameter counts as two
@@ -86,9 +86,8 @@ def mfu(
 ) -> dict[str, float]:
     """Return the share of the devices' peak FLOP/s that a step used, as the statistic `mfu`.
 
-    Returns: {} if num_parameters or peak is None, or if nothing was trained.
-
     Args: num_parameters: from `num_multiplied`. peak: FLOP/s of each rank's device.
+    Returns: {} if num_parameters or peak is None, or if nothing was trained.
     Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
     """
     if num_parameters is None or peak is None or not num_tokens:

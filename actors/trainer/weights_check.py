@@ -91,10 +91,7 @@ def _loaded_empty(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress transformers' progress bar and its report of the loading.
-
-    If the model is refused, our error repeats the relevant part of the report.
-    """
+    """Suppress transformers' progress bar and its report of the loading; our own errors suffice."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -158,7 +155,7 @@ def _check_types(model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> 
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files that both transformers and vLLM read. Raises: NotImplementedError."""
+    """Return the weight files; refuse the model if transformers and vLLM read different files."""
     found = sorted(
         file for file in directory.glob("*.safetensors") if not file.name.startswith(_CONSOLIDATED)
     )
@@ -185,10 +182,9 @@ def _files(directory: Path) -> list[Path]:
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
     """Return the unexpected tensors that show that the files do not fit the configuration.
 
-    Such a tensor belongs to a kind of layer or module that the model has, but the configuration has
-    no parameter for it. The other unexpected tensors do no harm: they belong to parts that a causal
-    model does not have, such as the layers that predict several tokens at once (MTP), or are
-    buffers of earlier versions of transformers.
+    Such a tensor belongs to a kind of layer or module that the model has. The others do no harm:
+    they belong to parts that a causal model does not have, such as the layers that predict several
+    tokens at once (MTP), or are buffers of earlier versions of transformers.
     """
     parameters = {name for name, _ in model.named_parameters()}
     kinds = {_INTEGERS.sub("*", name) for name in parameters}

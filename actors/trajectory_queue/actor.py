@@ -71,7 +71,7 @@ class TrajectoryQueue:
 
         Args: opening: how often the term has opened a queue before. keeps_taken: as for
             `QueueState`.
-        Returns: whether this queue is now open with this number; False if it was opened before with
+        Returns: True if the queue is now open with this number; False if it was opened before with
             another number.
         """
         if self._opening is None:
@@ -83,15 +83,16 @@ class TrajectoryQueue:
     async def admissible(self, timeout_s: float) -> tuple[list[OpenSlot], QueueCut]:
         """Wait up to timeout_s until new tasks can be admitted.
 
-        Returns: the free group numbers, to which `admit` can give tasks, empty if there are none
-            within that time; and a cut.
+        Returns: the free group numbers, to which `admit` can give tasks; none if timeout_s has
+            passed. Also a cut: the queue's state and its events since the last cut.
         """
         await self._opened.wait()
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
     async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
-        """Give a task to each group number; if one is refused, change nothing. Raises: ValueError
-        (`QueueState.admit`).
+        """Give a task to each group number; if one is refused, change nothing.
+
+        Raises: ValueError (`QueueState.admit`).
         """
         await self._opened.wait()
         self._state.admit(groups)
@@ -199,8 +200,8 @@ class TrajectoryQueue:
     async def finalise(self, step: int, outcomes: RolloutOutcomes) -> tuple[TokenCounts, QueueCut]:
         """Record the outcome with which each rollout of a step leaves the ledger.
 
-        Returns: the token counts of attempts that no step took and that ended since the previous
-            step was finalised.
+        Returns: the token counts of the attempts that no step took. Only attempts that ended since
+            the previous step was finalised are counted.
         Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()
@@ -270,10 +271,7 @@ class TrajectoryQueue:
         return self._cut()
 
     async def _stored(self, block: TrajectoryBlock, num_summaries: int) -> list[BlockRow]:
-        """Store a block so that the queue owns it, and return its rows.
-
-        Raises: ValueError if rows and summaries differ in number.
-        """
+        """Store a block as an object that the queue owns, and return its rows."""
         if block.num_rows != num_summaries:
             raise ValueError(
                 f"queue: got a block of {block.num_rows} rows with {num_summaries} summaries, "
@@ -310,7 +308,6 @@ class TrajectoryQueue:
         return cut
 
     def _notify(self) -> None:
-        """Wake the waiting calls if the state has changed since the last call."""
         if self._state.num_changes == self._num_changes_seen:
             return
         self._num_changes_seen = self._state.num_changes
@@ -324,9 +321,9 @@ class TrajectoryQueue:
         *,
         note_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> Found | None:
-        """Call `find` now and after each change, until it returns a value or timeout_s has passed.
+        """Call `find` now and after each change, until it finds something or timeout_s has passed.
 
-        note_wait: called after each wait for a change, with the seconds of the wait.
+        note_wait: called after each wait for a change, with its duration in seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -350,7 +347,6 @@ def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> A
 
 
 def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
-    """Return the record of a taken step from which the merge actor builds the batch."""
     described, blocks = _described([group.finished() for group in groups])
     return StepInput(step=step, groups=described, blocks=blocks)
 

@@ -86,11 +86,9 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Put the tokens that a branch shares with its parent before the branch's own tokens.
-
-    The shared tokens are a part of the prompt, so they have log-probability 0 and no version.
-    """
+    """Put the tokens that a branch shares with its parent before the branch's own tokens."""
     number, rewards = own.num_shared, own.token_rewards
+    # The shared tokens are a part of the prompt, so they have log-probability 0 and no version.
     zeros = np.zeros(number, np.float32)
     return replace(
         own,
@@ -111,7 +109,7 @@ def _from_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 
 def _to_array(kind: type, value: Any) -> NDArray[Any]:
-    """Decode an array, the only type that msgspec does not know. Raises: ValueError, TypeError."""
+    """Decode an array, the only type that msgspec does not know."""
     dtype, shape, data = value
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 

@@ -68,12 +68,12 @@ class RolloutExchange:
         """Create an exchange; `run` starts it.
 
         Args: play: function that plays one rollout to its end. If it raises, the rollout counts as
-        an infrastructure error. Calls of `play` are cancelled by `stop`, and if the queue dies. In
-        the second case the next attempt of a rollout may begin while its cancelled call still runs.
+        an infrastructure error. `stop` cancels its calls, and so does the queue's death. After the
+        queue's death, the next attempt of a rollout may begin while the cancelled call still runs.
         queue: handle of the trajectory queue actor. environments: names of the environments whose
-        tasks are taken. num_slots: number of rollouts held at a time, >= 1. is_durable: what
-        happens to the rollouts that `stop` cancels. If True, they are dropped, and another actor
-        delivers them later; if False, they are sent to the queue with the outcome cancelled.
+        tasks are taken. num_slots: number of rollouts held at a time, >= 1. is_durable: if True,
+        rollouts that `stop` cancels are dropped, and another actor delivers them later; if False,
+        they are sent to the queue with the outcome cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -168,10 +168,7 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Cancel all rollouts, drop their trajectories, and return the rollouts to the new queue.
-
-        Raises: QueueUnreachable.
-        """
+        """Drop all rollouts and trajectories, and return the rollouts to the new queue."""
         self._num_deaths_seen += 1
         for task in self._plays:
             task.cancel()
@@ -206,7 +203,7 @@ class RolloutExchange:
     def _keep(self, trajectory: Trajectory, num_deaths: int) -> None:
         """Keep a finished trajectory, unless the queue has died since its rollout was taken.
 
-        num_deaths: number of the queue's deaths at the time when the rollout was taken.
+        num_deaths: how often the queue had died when the rollout was taken.
         """
         if num_deaths == self._num_deaths_seen:
             self._finished.append(trajectory)

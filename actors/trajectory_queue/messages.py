@@ -127,7 +127,7 @@ class QueueSnapshot:
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:
-        """Return this snapshot with the tasks' ids but without their data, as a cut contains it."""
+        """Return this snapshot without the tasks' data, which a cut omits; the tasks' ids stay."""
         groups = (replace(group, task=replace(group.task, data={})) for group in self.groups)
         return replace(self, groups=tuple(groups))
 

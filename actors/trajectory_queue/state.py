@@ -60,7 +60,7 @@ class QueueState:
     ) -> None:
         """Start from a snapshot; every rollout that was in flight is pending again.
 
-        keeps_taken: if False, roll back all taken steps; if True, the training loop has them still.
+        keeps_taken: whether the training loop still has the taken steps; if not, roll them back.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -232,7 +232,6 @@ class QueueState:
         return group is not None
 
     def _scored_by(self, actor_id: str, group_id: str) -> Group | None:
-        """Return the group if this actor scores it now; None otherwise."""
         held = (self._groups[number] for number, by in self._unscored.items() if by == actor_id)
         return next((group for group in held if group.group_id == group_id), None)
 
@@ -253,12 +252,11 @@ class QueueState:
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
 
     def _drop_tokens(self, summary: TrajectorySummary) -> None:
-        """Count the tokens of an attempt without a usable result as tokens that no step takes."""
         cause = EvictionReason.of(summary.outcome)
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Let the next drain return the rollout's summary, withheld until its group was scored."""
+        """Release the rollout's summary, which was withheld until its group was scored."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -295,8 +293,8 @@ class QueueState:
     def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
         """Finalise `step`, which must be the next step: all its rollouts leave the ledger.
 
-        Returns: the token counts of attempts that no step took and that ended since the previous
-            step was finalised.
+        Returns: the token counts of the attempts that no step took. Only attempts that ended since
+            the previous step was finalised are counted.
         Raises: ValueError if outcomes does not have exactly the rollouts of the step, if the step
         is not taken, or after cancel_all; nothing is changed then.
         """
@@ -344,11 +342,11 @@ class QueueState:
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
-        """Begin a hold, in which no turns are sampled and no rollouts are handed out; or end it.
+        """Begin a hold if is_held, otherwise end it. During a hold no rollouts are handed out.
 
-        If a rollout was handed out when the hold began, and ends by a time-out or an infrastructure
-        error, it is played again without counting a failure. Durable environments are an exception,
-        because their clients would send the same result again (`QueueStateSettings.durable`).
+        No turns are sampled during a hold either, so a rollout that was handed out before may end
+        by a time-out or an infrastructure error. It is then played again without counting a
+        failure, except in a durable environment, whose client would send the same result again.
         """
         self._is_held = is_held
         if is_held:
@@ -427,7 +425,6 @@ class QueueState:
         )
 
     def _tokens_waiting(self) -> TokenCounts:
-        """Count the tokens of the waiting trajectories outside durable environments."""
         tokens = TokenCounts()
         for rollout in map(self._find, self._waiting.ids()):
             if rollout is not None and not self._is_durable(group := self._group_of(rollout)):
@@ -458,7 +455,7 @@ class QueueState:
         return num_items >= settings.max_items or self._waiting.num_bytes >= settings.max_bytes
 
     def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
-        """Yield pending rollouts of these environments in the order in which to hand them out.
+        """Yield pending rollouts of these environments in the order of handing out.
 
         If a bound is reached, only rollouts of the step that is being collected are yielded, so
         that the step can be completed.

@@ -233,7 +233,7 @@ def oldest_admitted_version(
 def _advance(oldest: int, beyond: set[int]) -> int:
     """Return the smallest number, at least `oldest`, that is not in `beyond`.
 
-    Remove the numbers from `oldest` up to the returned number from `beyond`.
+    Smaller numbers are removed from `beyond`.
     """
     while oldest in beyond:
         beyond.discard(oldest)

@@ -129,14 +129,14 @@ class WeightBoard:
         self._wake()
 
     async def set_check(self, check: CheckText | None) -> None:
-        """Set the text that engines score after they have loaded a version; None: nothing.
+        """Set the text that engines score after they have loaded a later publication.
 
-        This applies to publications made after this call.
+        check: None for the text of `board.check_tokens`.
         """
         self._check = check
 
     async def num_moved(self) -> int:
-        """Return how often `publish` has fetched or copied a buffer; growth shows progress."""
+        """Return how often `publish` has fetched or copied a buffer, a measure of its progress."""
         return self._num_moved
 
     async def wait_published(
@@ -314,9 +314,7 @@ class WeightBoard:
         self._wake()
 
     async def _answers(self, replica_id: str) -> bool:
-        """Return whether a replica's process answers now, and remove a dead replica from the
-        board.
-        """
+        """Return whether a replica's process answers now. Remove a dead replica from the board."""
         if (actor := self._actors.get(replica_id)) is None:
             return True
         try:

@@ -389,10 +389,9 @@ class Board:
     def _settle(self, now: float) -> None:
         """Set the measure of the replicas' progress back to the start.
 
-        After this call, a start or a load counts as progress only if it gets further than every
-        other start or load since the call. The reason is a replica that crashes in each start or
-        load: Serve starts it again under another name, and if each repetition counted as progress,
-        the board would wait for it forever.
+        A start or a load then counts as progress only if it gets further than all others since this
+        call. Otherwise the board would wait forever for a replica that crashes in each start or
+        load, because Serve starts it again under another name.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0

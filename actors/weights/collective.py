@@ -106,11 +106,9 @@ def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
 
 
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
-    """Wait until all members have called this function with the same `place`.
+    """Wait until all members have called this function with the same `place`, at most STALL_S.
 
     place: the prefix of the keys by which the members report.
-
-    Raises: RuntimeError (torch) if a member has not called this function within STALL_S.
     """
     store.set(f"{place}/{rank}", "1")
     store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))
@@ -198,9 +196,9 @@ class Sender:
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
     def offer(self, offer: Publication | None) -> None:
-        """Broadcast this version from now on, also to engines that start later; if None, stop.
+        """Broadcast a version from now on, also to engines that start later; stop if it is None.
 
-        Args: offer: a publication whose groups have arrays as buffers, not references.
+        Args: offer: the version, whose groups have arrays as buffers, not references.
         Raises: RuntimeError if the thread has ended.
         """
         self.check()

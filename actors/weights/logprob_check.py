@@ -122,7 +122,8 @@ def start_text(
 ) -> CheckText:
     """Return the text of the check before the first step.
 
-    The text and its continuations together are as long as the context and the limit allow.
+    The engine continues the text. The text and a continuation together are as long as the context
+    and the limit allow.
 
     limit: largest number of tokens; None for 4,096 on CPU and the whole context otherwise.
     temperatures: the run's temperatures.
@@ -362,7 +363,7 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """Return a description of each series beyond its bound, the worst series first."""
+        """Describe each series beyond its bound, the worst first. The worst is always included."""
         found: dict[str, Comparison] = {}
         bounds = self.bounds
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):

@@ -114,10 +114,7 @@ async def check_query(request: Request) -> None:
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the SHA-256 of the first admin key; None if the API has no such key.
-
-    If the key is in a file, which may change, return an object that reads the SHA-256 from it.
-    """
+    """Return the SHA-256 of the first admin key, or its reader if the key is in a file."""
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(
@@ -262,10 +259,9 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Complete the description of one route in the OpenAPI document.
+    """Add to a route's description the key that it requires, and the errors of the guards.
 
-    Add the key that the route requires, and the errors with which the guards may answer. The
-    route's own declarations have precedence.
+    The route's own declarations have precedence.
     """
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])
@@ -292,10 +288,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """Remove null from the schema of an optional parameter.
-
-    A client does not send null in a query: it leaves the parameter out.
-    """
+    """Remove null from the schema of an optional parameter: a client leaves the parameter out."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

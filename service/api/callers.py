@@ -124,7 +124,7 @@ class Callers:
         """Read the run's keys, unless they were read at `moment` or later.
 
         If the run does not answer within PATIENCE_S, keep the keys that were read last.
-        moment: in the event loop's time. Raises: RunUnavailable if the keys were never read.
+        moment: in the event loop's time.
         """
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S

@@ -203,13 +203,13 @@ def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Te
 def micro_batch_statistics(
     terms: MicroBatchTerms, result: MicroBatchLoss, *, num_tokens: int, with_mismatch: bool
 ) -> Tensor:
-    """Reduce one micro-batch's values to a row of partial results.
+    """Reduce one micro-batch's values to a row of partial results, [S] float64.
 
-    The mismatch compares the trainer with the engine on tokens sampled by the version that the
-    trainer holds: delta = trainer - engine. The mismatch is meaningful only before the weights
-    change, so with_mismatch is true only in the step's first update.
+    The mismatch is delta = trainer - engine, the difference of their log-probabilities. It includes
+    only tokens that were sampled by the version that the trainer holds. with_mismatch is true only
+    in the step's first update, because later updates have other weights.
 
-    Args: num_tokens: tokens of the packed row.    Returns: [S] float64.
+    Args: num_tokens: tokens of the packed row.
     """
     advantages = terms.advantages.double()
     positive, negative = advantages > 0, advantages < 0
@@ -272,10 +272,7 @@ def combine_rows(rows: Tensor) -> Tensor:
 def _reduced(
     values: Tensor | tuple[Tensor | None, Tensor] | None, part: Part, neutral: Tensor
 ) -> Tensor:
-    """Reduce values to a partial result.
-
-    If there are no values, return `neutral`, which changes nothing when results are combined.
-    """
+    """Reduce values to one partial result, which is `neutral` if there are no values."""
     found, where = values if isinstance(values, tuple) else (values, None)
     if found is None or found.numel() == 0:
         return neutral

@@ -4,9 +4,9 @@ All objectives raise a token's probability if its advantage is positive and lowe
 advantage is negative; they differ in how they limit the change. At ratio 1, each has the gradient
 -A of the plain policy gradient for the token's log-probability. `token_losses` applies the
 objective that the settings name, and marks the *clipped* tokens. The objectives cispo and reinforce
-multiply a token by a weight without gradient; there, a token is clipped if its weight was bounded.
-In the other objectives, a token is clipped if the objective removed its gradient. A token is
-clipped high at a high ratio, and clipped low at a low ratio.
+multiply a token by a weight without gradient, and clip a token if they bound its weight. The other
+objectives clip a token if they remove its gradient. A token is clipped high at a high ratio, and
+clipped low at a low ratio.
 Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
 p the token's probability.
 """
@@ -156,8 +156,8 @@ def token_losses(
 ) -> TokenLosses:
     """Apply the objective that the settings name.
 
-    Args: all [M] float32; ratio with gradient. behaviour_logprobs: of the policy at the centre of
-        DPPO's trust region.
+    Args: all [M] float32; ratio with gradient. behaviour_logprobs: of the policy that sampled the
+        tokens; only DPPO uses them.
     """
     low, high, cap = settings.clip_low, settings.clip_high, settings.ratio_cap
     clipped_low = clipped_high = torch.zeros_like(ratio, dtype=torch.bool)

@@ -136,7 +136,7 @@ def _write_model(
     seed: int,
     tie_word_embeddings: bool,
 ) -> dict[str, Any]:
-    """Create, warm up and save the model; return the report that its marker file stores."""
+    """Create, warm up and save the model; return the report for its marker file."""
     tokenizer = build_tokenizer()
     config = tiny_config(tokenizer, tie_word_embeddings=tie_word_embeddings)
     model = Qwen3ForCausalLM(config)

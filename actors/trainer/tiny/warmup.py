@@ -53,10 +53,11 @@ each with an answer and without tools."""
 
 
 class Decks:
-    """Decks of cards for uniform choices with less variance than independent draws.
+    """Deals random numbers from 1 to `high`, like cards from a shuffled deck.
 
-    A deck is shuffled again only after all its cards are dealt. Each range and turn has its own
-    deck, so that the guesses of a game are independent of each other.
+    A deck is shuffled again only after all its numbers are dealt, so that their frequencies vary
+    less than those of independent draws. Each `high` and turn has its own deck, so that the guesses
+    of a game are independent of each other.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,6 @@ def _random_expression(dice: random.Random) -> str:
 
 
 def _tool_call(dice: random.Random) -> tuple[str, bool]:
-    """Return the text of a call with random operands, and whether it is well formed."""
     arguments = {"expression": _random_expression(dice)}
     body = json.dumps({"name": CALCULATOR.name, "arguments": arguments})
     is_well_formed = dice.random() >= MALFORMED_SHARE
@@ -172,9 +172,7 @@ def _step_loss(
     tokenizer: PreTrainedTokenizerFast,
     conversations: Sequence[Sequence[Conversation]],
 ) -> torch.Tensor:
-    """Return the mean cross-entropy over all assistant tokens; each kind of chat is padded
-    separately.
-    """
+    """Return the mean cross-entropy over all assistant tokens."""
     total = torch.zeros(())
     count = 0
     for kind in conversations:
@@ -226,9 +224,9 @@ def imitate(
     steps: int,
     learning_rate: float,
 ) -> tuple[float, ...]:
-    """Train on conversations in place; return the loss of each step, in nats per token.
+    """Train the model in place; return the loss of each step, in nats per token.
 
-    deal: called for each step, returns its conversations by kind.
+    deal: function that returns the next step's conversations, in one sequence for each kind.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
