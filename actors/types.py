@@ -197,7 +197,7 @@ class Sample:
     The sample's arrays are read-only.
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
     [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may follow the
-    last turn. It ends the last state of a truncated trajectory, whose value a critic estimates.
+    last turn. A critic uses it to estimate the value of a truncated trajectory's last state.
     """
 
     trajectory_id: str

@@ -295,9 +295,8 @@ def check_packing(
     that mix tokens outside the attention interface (convolutions, state-space models, linear
     attention) do not know where a sample ends. Every rank runs the same check before it shards.
 
-    Args: lengths: of the common start and of the rest of each sample. reference: the same weights
-        with transformers' own attention, which runs the separate samples; None uses the packed
-        model.
+    Args: lengths: of the common start and of the rest of each sample. reference: the same
+        model with transformers' own attention, for the separate rows; None: `body` runs them too.
     Raises: NotImplementedError if hidden states differ by more than rounding.
     """
     body.eval()

@@ -121,10 +121,10 @@ def join_group(
 
 
 def join_side_group() -> dist.ProcessGroup:
-    """Create a second group of the same ranks, on gloo, with a timeout of one day.
+    """Create another group of the same ranks, on gloo, for use while the main group trains.
 
-    The call is collective. If a rank dies, the group fails at once. If a rank hangs, the group may
-    wait for a day, so the caller must notice it.
+    The call is collective. If a rank dies, the group fails at once. If a rank hangs, the group
+    waits for up to a day, so the caller must notice it.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 

@@ -77,7 +77,8 @@ class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
     version: the policy version of the weights, which each step increments. republished: versions
-    of this term that belong to the same step as the version before them (`actors.policy_age`).
+    of this term that were published for the same step as the version before them
+    (`actors.policy_age`).
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class TrainerRank:
         return Reference(ShardedModel(policy, policy.causal_lm, sharding))
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
-        """Score rows by the critic and the reference, before the rows' rewards are shaped.
+        """Score rows with the critic, and with the reference if it shapes the rows' rewards.
 
         Returns: the scores of each row, in the order of rows.
         Raises: ShardRefused or PolicyTooOld on every rank if any rank refuses its shard;

@@ -395,7 +395,7 @@ def load_checkpoint(
     if critic is not None and progress.critic_updates is None:
         raise CheckpointError(
             f"checkpoint {path}: got no critic, expected one; the run that wrote it had no "
-            "critic: start a new run, with this one's export as its model"
+            "critic: start a new run, with an export of this checkpoint as its model"
         )
     check = partial(
         checkpoint.check_files,

@@ -368,11 +368,10 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
     """Restore a group from its snapshot.
 
-    Rollouts that have left the ledger stay gone. The others are pending again or, if a step has
-    taken the group, finished, because the step's batch may be built already. The payloads of
-    finished rollouts count as lost.
+    Rollouts that have left the ledger stay gone. The others are pending again.
 
-    is_taken: whether a step has taken the group.
+    is_taken: whether a step has taken the group. The other rollouts are then finished instead of
+    pending, because the step's batch may be built already; their payloads count as lost.
     """
     group = Group(
         number=snapshot.number,

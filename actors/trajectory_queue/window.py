@@ -220,7 +220,8 @@ def oldest_admitted_version(
 
     Args: num_ahead: how much larger the policy version was than the step's number when the term
         started.
-        republished: the term's versions that belong to the same step as the version before them.
+        republished: versions of the term that were published for the same step as the version
+        before them (`actors.policy_age`).
     Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag

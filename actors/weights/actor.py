@@ -269,10 +269,9 @@ class WeightBoard:
         return work
 
     async def take_seat(self, replica_id: str, timeout_s: float) -> Seat | None:
-        """Wait for a seat in a broadcast of the current publication, and return it.
+        """Wait up to timeout_s for a seat in a broadcast of the current publication.
 
-        Returns: the seat; None if no group was formed within timeout_s, after which the replica
-            must poll again.
+        Returns: the seat; None if no group was formed in time. The replica must then poll again.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s

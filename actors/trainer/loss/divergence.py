@@ -29,7 +29,7 @@ def kl_k1(delta: Tensor) -> Tensor:
 def kl_k2(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q with bias and low variance: k2 = delta^2 / 2.
 
-    In expectation over q, the unweighted gradient of k2 for log q is the gradient of KL(q || p).
+    Averaged over samples of q, the gradient of k2 for log q is the gradient of KL(q || p).
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
     Example: k2(ln 2) = .240227
     """
@@ -41,8 +41,8 @@ def kl_k3(delta: Tensor) -> Tensor:
 
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
-    delta is bounded by 20, without gradient above). In expectation over q, the unweighted gradient
-    of k3 for log q equals the gradient of KL(p || q), the other direction. For rewards,
+    delta is bounded by 20, without gradient above). Averaged over samples of q, the gradient of k3
+    for log q is the gradient of KL(p || q), the other direction. For rewards,
     `actors.merge.groups.kl_rewards` has the same formula in NumPy.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
