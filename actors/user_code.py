@@ -187,7 +187,7 @@ def _take_error(task: asyncio.Task[Any]) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the error at the root of a chain of explicit causes."""
+    """Follow the chain of `__cause__` from an error, and return its last error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

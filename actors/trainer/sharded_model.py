@@ -422,10 +422,10 @@ def load_checkpoint(
 
 
 class _DigestingWriter(FileSystemWriter):
-    """A writer of one rank's files that computes the SHA-256 of each file, by the file's name.
+    """A writer of one rank's files that also computes the SHA-256 of each file.
 
     A digest is of the bytes that are passed to the file system, not of the stored bytes.
-    seconds: time spent on computing the digests.
+    digests: by the file's name. seconds: time spent on computing the digests.
     """
 
     def __init__(self, path: Path) -> None:

@@ -83,8 +83,8 @@ class TrajectoryQueue:
     async def admissible(self, timeout_s: float) -> tuple[list[OpenSlot], QueueCut]:
         """Wait up to timeout_s until new tasks can be admitted.
 
-        Returns: the free group numbers, to which `admit` can give tasks; none if timeout_s has
-            passed. Also a cut: the queue's state and its events since the last cut.
+        Returns: the free group numbers, to which `admit` can give tasks; an empty list if timeout_s
+            passes first. Also a cut: the queue's state and its events since the last cut.
         """
         await self._opened.wait()
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()

@@ -329,8 +329,10 @@ class WaitingRollouts:
 
 
 def check_request(request: GroupRequest, *, free: Collection[int], min_group_size: int) -> None:
-    """Raise ValueError if a group's number is not free, or if the group could never close or would
-    be too small to be trained.
+    """Raise ValueError if a task cannot be admitted.
+
+    The request is refused if its group number is not free, if its group could never close, or if
+    the group would be too small to be trained.
 
     free: the numbers without a task. min_group_size: >= 1.
     """

@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:
-    """Return a group with tensors of any device copied into one buffer.
+    """Copy tensors, which may be on any device, into one buffer, and return it as a group.
 
     Args: named: full (unsharded) tensors under their Hugging Face names, in load order.
     Raises: ValueError if a name repeats.

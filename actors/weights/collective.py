@@ -106,7 +106,7 @@ def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
 
 
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
-    """Wait until all members have called this function with the same `place`, at most STALL_S.
+    """Wait until all members have called this function with the same `place`; fail after STALL_S.
 
     place: the prefix of the keys by which the members report.
     """
