@@ -278,10 +278,7 @@ async def _begun(
 
 
 async def _asked(work: Awaitable[Found]) -> Found:
-    """Await a call of the run, and return its result.
-
-    Raises: Problem if the run refuses the call.
-    """
+    """Await a call of the run, and turn its refusal into a Problem."""
     try:
         return await work
     except ControlRefused as refused:
@@ -296,10 +293,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Await an operator's call, record it with its answer, and return the answer.
-
-    Raises: the errors of `work`; a Problem is recorded too.
-    """
+    """Await an operator's call, and record it with its answer or with its Problem."""
     try:
         answer = await work
     except Problem as problem:

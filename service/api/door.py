@@ -84,8 +84,8 @@ class Door:
     async def _ask(self, scope: Scope) -> list[Message]:
         """Ask the API whether it accepts a request's headers; return the messages of its refusal.
 
-        The question is a request with the method OPTIONS. The list is empty if the API accepts the
-        headers. It is also empty if the answer comes from another application than Rayloom's API.
+        The question has the method OPTIONS. The list is empty if the API accepts the headers, or if
+        another application than Rayloom's API answers.
         """
         asking = {
             **scope,

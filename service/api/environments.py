@@ -102,7 +102,6 @@ class TaskChecks:
 
 
 def _problems(check: DataCheck, requests: Sequence[RolloutRequest]) -> dict[int, str]:
-    """Return what is wrong with the data of at most MAX_ERRORS tasks, by the task's index."""
     found: dict[int, str] = {}
     for index, item in enumerate(requests):
         if problem := check.problem(item.task.data):

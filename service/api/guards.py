@@ -1,8 +1,8 @@
 """Check a request's host, headers' size, key and body before its route runs.
 
-The check of the key includes its scope and its rate. Invariants: no byte of a body is read before
-the request's key was looked up; the large bodies in memory have at most `MAX_BODIES_BYTES` in all.
-A body counts from its first byte until the route has read it. A request that is refused before its
+The check of the key includes the key's scope and rate. No byte of a body is read before the
+request's key was looked up. All large bodies in memory have at most `MAX_BODIES_BYTES` together; a
+body counts from its first byte until the route has read it. A request that is refused before its
 body was read is answered at once, and its connection is closed.
 
 This module also answers an unexpected error of a route as a problem. Starlette's own handler would
@@ -135,10 +135,11 @@ class Guards:
             body.drop()
 
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
-        """Check a request's headers, host and key; return the refusal, or None if all are accepted.
+        """Check a request's headers, host and key; return None if all are accepted.
 
-        method: the method of the client's request. A question that `door` asks about the request
-        has the method OPTIONS itself, and names the client's method in a header.
+        If a session's key is refused, return the answer that `app.state.check_session_key` made.
+        All other refusals are raised.
+        method: the client's method. It differs from the scope's method, OPTIONS, if `door` asks.
         Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
@@ -160,10 +161,7 @@ class Guards:
         return None
 
     async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
-        """Read the body of an accepted request, and return it.
-
-        Raises: Problem if the body is too large or too slow, or its format is not accepted.
-        """
+        """Read an accepted request's body. Raises: Problem if its size, speed or type is wrong."""
         path = scope["path"]
         has_columns = path in _COLUMN_PATHS
         most = self._max_body_bytes
@@ -222,8 +220,7 @@ class _Body:
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
         """Create a reader of a body.
 
-        room: the budget in which num_bytes are reserved for this body until `drop`; None if nothing
-        is reserved.
+        room: the budget in which num_bytes are reserved for this body; None if nothing is reserved.
         """
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes
@@ -276,10 +273,7 @@ class _Body:
 
 
 def _session_check(scope: Scope) -> CheckSessionKey | None:
-    """Return the application's function that checks a session's key.
-
-    Return None if the application has no routes for sessions.
-    """
+    """Return the app's check of session keys; None if the app has no routes for sessions."""
     app = scope.get("app")
     return None if app is None else getattr(app.state, "check_session_key", None)
 
@@ -290,10 +284,7 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Make the answer to a refused request close the connection, unless the request has no body.
-
-    The server will not read the body, so it cannot read a later request from the connection.
-    """
+    """Close the connection of a refused request with a body, because this body stays unread."""
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer
@@ -318,7 +309,6 @@ def _no_room() -> Problem:
 
 
 def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
-    """Check the number and size of headers. Raises: Problem if they exceed the limits."""
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise Problem(
@@ -330,10 +320,6 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
-    """Check that a body has one of these media types and no Content-Encoding.
-
-    Raises: Problem if not.
-    """
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(
@@ -352,7 +338,6 @@ def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
 
 
 def _media_type(headers: Headers) -> str:
-    """Return a body's media type without its parameters, such as a charset."""
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 

@@ -130,10 +130,7 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Return the methods of all routes that match the request's path.
-
-    Starlette names only the methods of the first route.
-    """
+    """Return the methods of all routes at a path; Starlette names only the first route's."""
     found = {
         method
         for route in request.app.routes
@@ -167,9 +164,8 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 
 def _problem_of(item: Mapping[str, Any]) -> str:
-    """Return a text that says which value pydantic refused, and what it expected instead.
+    """Return which value pydantic refused, and what it expected.
 
-    The text quotes the value, unless the value is a list or an object.
     Example: got 'eight', expected a valid integer
     """
     message, value = _message_of(item), item.get("input")
@@ -183,10 +179,7 @@ def _problem_of(item: Mapping[str, Any]) -> str:
 
 
 def _message_of(item: Mapping[str, Any]) -> str:
-    """Return the message of a pydantic error, without pydantic's own prefix.
-
-    The message says "an object", as JSON does, instead of "a valid dictionary".
-    """
+    """Return a pydantic error's message, with "an object" in place of "a valid dictionary"."""
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return "there is no such field; check its name, or remove the field"
     message = str(item["msg"]).removeprefix("Value error, ")

@@ -216,7 +216,7 @@ def _why_not_cancelled(rollout_id: str, view: SubmissionView) -> str:
 
 
 def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpSettings) -> None:
-    """Check that the run's configuration allows these tasks. Raises: Problem if it does not."""
+    """Check that the run's configuration allows these tasks."""
     if environment == SESSION:
         raise Problem(
             422,

@@ -35,11 +35,7 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """Check that a text has only digits, and return it unchanged. Raises: ValueError.
-
-    Without this check, pydantic would accept "+1", "1.0" and " 1 " as integers. A value that is not
-    a text is not checked.
-    """
+    """Refuse a text that is not only digits: pydantic would accept "+1", "1.0" and " 1 "."""
     if isinstance(text, str) and not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number in digits only")
     return text

@@ -160,7 +160,7 @@ def http_settings(config: Config) -> HttpSettings:
 
 
 def digest_of_long(key: str) -> str:
-    """Return the digest of the first admin key. Raises: ValueError if the key is too short."""
+    """Return the digest of an admin key. Raises: ValueError if the key is too short."""
     if len(key) < MIN_KEY_CHARACTERS:
         raise ValueError(f"got {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}")
     return digest_of(key)
