@@ -1,8 +1,9 @@
 """Accept submissions, show their states, and assign them to free group numbers in order.
 
-A submission is stored before the client learns that it was accepted. The id of the group that plays
-it is stored before this group is admitted. Ended submissions are removed from memory; the store
-keeps the newest ones. The supervisor has one queue, and calls it only from its event loop.
+A submission is stored before the client learns that it was accepted. The id of the group that will
+play a submission is stored before the group is admitted. Ended submissions are removed from memory;
+the store keeps the newest ones. The supervisor has one queue, and calls it only from its event
+loop.
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ class SubmissionQueue:
     ) -> SubmitReply:
         """Accept all tasks of a request or none. A task that is already known is not added again.
 
-        Args: key: the digest of the request's Idempotency-Key and its tenant; empty if the request
-        has none. While a task of the request is kept, a different request with this key is refused.
-        limits: the limits of the request's API key.
+        key: digest of the request's Idempotency-Key and its tenant; empty if the request has no
+        such key. A different request with the same key is refused as long as a task of the first
+        request is kept. limits: the limits of the request's API key.
         Raises: LeaseLost, StoreError.
         """
         offer = offer_of(requests, key=key, limits=limits)
@@ -170,7 +171,6 @@ class SubmissionQueue:
         ]
 
     async def _answer(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Return a reply or an error for each offer, in order."""
         answers: list[SubmitReply | Exception] = []
         async with self._changing:
             for batch in independent_batches(offers):
@@ -223,7 +223,7 @@ class SubmissionQueue:
         ]
 
     def _accept(self, accepted: Sequence[Submission]) -> dict[str, PlaceAnswer]:
-        """Add stored submissions to the table in memory. Returns: their positions, by id."""
+        """Add stored submissions to the table in memory, and return their positions by id."""
         places: dict[str, PlaceAnswer] = {}
         for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
             self._table.accept(submission)
@@ -269,11 +269,11 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """Return the tasks of an offer that were not accepted before, or the reply that refuses it.
+        """Return the tasks of an offer that are new, or the reply that refuses the offer.
 
-        Args: over: digests of the ended tasks that are still kept, by id. stored: the digest of the
-        request that was accepted with the offer's key; None if there is no such request. ahead:
-        tasks of earlier offers, which are stored before the tasks of this offer.
+        over: digests of the ended tasks that are still kept, by id. stored: digest of the request
+        that was accepted earlier with the offer's key; None if there is none. ahead: new tasks of
+        earlier offers, which are stored first.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -306,7 +306,7 @@ class SubmissionQueue:
     ) -> SubmitReply | None:
         """Return the reply that refuses these tasks for now; None if they can be accepted.
 
-        ahead: tasks of earlier offers, which are stored before the new ones.
+        ahead: new tasks of earlier offers, which are stored first.
         """
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
@@ -346,9 +346,9 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply that refuses tasks beyond the limits of their API key.
+        """Return the reply that refuses tasks beyond the limits of their API key; None if within.
 
-        None if all tasks are within the limits. ahead: tasks of earlier offers, which count too.
+        ahead: new tasks of earlier offers, which count too.
         """
         name = new[0].key_name
         for limit, measure, count in (
@@ -413,10 +413,7 @@ class SubmissionQueue:
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
-        """Return the states of submissions in rows that `SubmissionStore.page` returned.
-
-        Submissions that are no longer kept are left out.
-        """
+        """Return the states of rows of `SubmissionStore.page`; omit submissions no longer kept."""
         # Submissions that have ended since the rows were read.
         over = await self._ended(
             [name for _, name, ended in rows if ended is None and name not in self._table]
@@ -454,11 +451,10 @@ class SubmissionQueue:
     ) -> SubmissionView | None:
         """Cancel a submission unless a training step has taken it; return the result of `view`.
 
-        Nothing changes if the submission is unknown, or has already been trained, evicted or
-        cancelled. If its group is not admitted yet, wait for the admission before the eviction.
-        Args: evict: evicts a group from the trajectory queue, and returns True. It returns False if
-        a step has taken the group, or if the group is not admitted yet.
-        sees: as in `view`.
+        Nothing changes if the submission is unknown, or already trained, evicted or cancelled. If
+        it has a group that is not admitted yet, wait for the admission, and then evict the group.
+        evict: evicts a group from the trajectory queue. It returns False if a step has taken the
+        group, or if the group is not admitted yet. sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
         # One call at a time: a second one would find the group evicted but not stored as cancelled.
@@ -488,10 +484,7 @@ class SubmissionQueue:
         return self._table.group_of(submission_id) if submission_id in self._table else None
 
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
-        """Store that a submission is cancelled, unless its group or the term has changed meanwhile.
-
-        Args: group, term: their earlier values. Returns: whether the submission was cancelled.
-        """
+        """Store that a submission is cancelled, unless its group or the term has changed."""
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
                 return False

@@ -147,11 +147,10 @@ class SubmissionTable:
                 entry.admitted_seq = event.seq
 
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
-        """Return the submission's id and the result that the feed shows for a recorded event.
+        """Return what the feed shows for a recorded event: the submission and the result.
 
-        Return None for an event that the feed does not show. The feed shows no event of a rollout
-        that no client submitted. It shows one admission for each submission, namely the first, and
-        not the admissions of the submission's other rollouts.
+        Return None for an event that the feed does not show. These are the events of rollouts that
+        no client submitted, and all admissions of a submission except the first.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -165,14 +164,14 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
-        A submission is over if no return to a checkpoint can undo the end of its rollouts. If all
-        its rollouts were evicted before a step took any, it is over earlier: as soon as the newest
-        checkpoint contains the evictions. Otherwise the number of such submissions would grow
-        without a limit while no step is trained. The earlier end does not apply to a submission
-        that was admitted by the event `last_event_seq` or an earlier one. Its group may be in the
-        queue of an older checkpoint, and would be played again after a return to this checkpoint.
-        Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
-        undo. newest_event_seq: number of the newest checkpoint's last event.
+        A submission is over when no return to a checkpoint can undo the end of its rollouts. If no
+        step took any of its rollouts and all were evicted, it is over earlier: as soon as the
+        newest checkpoint contains the evictions. Otherwise the number of such submissions would
+        grow without a limit while no step is trained. This does not apply if the submission was
+        admitted by the event `last_event_seq` or an earlier one. Then its group may be in the queue
+        of an older checkpoint, and a return to this checkpoint would play it again.
+        last_event_seq: number of the newest ledger event that no return to a checkpoint can undo.
+        newest_event_seq: number of the newest checkpoint's last event.
         """
         return [
             self.view(submission_id)
@@ -224,11 +223,7 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Return whether a result is the final one of its rollout.
-
-        The result of a dropped attempt is not final: the attempt is repeated, or the rollout is
-        evicted at once.
-        """
+        """Return whether a result is final. The result of a dropped attempt is not."""
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
@@ -265,8 +260,7 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
     """Return whether a submission is over because all its rollouts were evicted without a step.
 
-    The submission must have been admitted after the event `last_event_seq`, and its evictions must
-    not be after the event `newest_event_seq`. `SubmissionTable.over` gives the reasons.
+    `SubmissionTable.over` explains why the two events matter.
     """
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False
