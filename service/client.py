@@ -376,10 +376,7 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object in an answer.
-
-    If the body is not JSON, as in a proxy's answer, return an empty object.
-    """
+    """Return the JSON object in an answer; {} if there is none, as in a proxy's answer."""
     try:
         found = answer.json()
     except ValueError:
@@ -388,10 +385,7 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
-    """Parse an answer; ignore unknown fields, which a newer service may have added.
-
-    Raises: NoAnswer if the answer is not of this type.
-    """
+    """Parse an answer; ignore unknown fields, which a newer service may have added."""
     try:
         return kind.model_validate_json(answer.content, extra="ignore")
     except ValidationError as error:

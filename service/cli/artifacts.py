@@ -84,10 +84,10 @@ def export_to(
     dtype: Dtype = Dtype.FLOAT32,
     only_adapter: bool = False,
 ) -> Progress:
-    """Write a checkpoint as a Hugging Face model directory; return its manifest's content.
+    """Write a checkpoint as a Hugging Face model directory; return the checkpoint's manifest.
 
-    command: name of the command for errors. only_adapter: write the checkpoint's adapters in
-    PEFT's format. Raises: ConfigError if the export fails.
+    command: name of the command for errors. only_adapter: write the checkpoint's adapters in PEFT's
+    format. Raises: ConfigError if the export fails.
     """
     import torch
 
@@ -149,11 +149,7 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
-    """Return the run's checkpoints, even if another version of Rayloom made the database.
-
-    Return None if the database's format is not the current one and cannot be read.
-    Raises: StoreError if the format is the current one, and the database still cannot be read.
-    """
+    """Return the run's checkpoints; None if the database has another format and cannot be read."""
     number = store.format_number()
     try:
         return store.checkpoints()
@@ -193,7 +189,6 @@ def move(run: Path, options: StoreOptions) -> str:
 
 
 def _is_same_file(url: str, other: str) -> bool:
-    """Return whether two URLs name one SQLite file, even by different paths."""
     file, other_file = sqlite_file(url), sqlite_file(other)
     return file is not None and other_file is not None and file.resolve() == other_file.resolve()
 

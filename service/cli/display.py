@@ -102,10 +102,7 @@ class ProgressState:
         return lines
 
     def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
-        """Return a line with the name and duration of the start-up stage that has just ended.
-
-        Return [] if the run was not starting.
-        """
+        """Return a line about the start-up stage that has ended; [] if the run was not starting."""
         if previous is None or previous.phase != "starting":
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]
@@ -161,7 +158,6 @@ class ProgressState:
         return statistics.median(record.stages.total for record in self.recent)
 
     def _left_s(self, record: StepRecord) -> float | None:
-        """Return the expected seconds for the steps after `record`; None after the last step."""
         assert self.status is not None
         num_left = self.status.steps - record.step
         return self._pace_s * num_left if num_left > 0 else None

@@ -88,17 +88,14 @@ def run_evaluate(
     num_tasks: int | None,
     out: Path | None,
 ) -> int:
-    """Play the tasks, print the results and write the rollouts. Returns: the exit code.
+    """Play the tasks, print the results, write the rollouts, and return the exit code.
 
-    Args: stages: display of the start's progress; the caller has begun its first stage.
-    run: the run's directory; None if a configuration was given instead. checkpoint: name of a
-    checkpoint in the run, or a directory. If it is None, the run's newest checkpoint plays, or the
-    configured model if there is no run. uses_model: whether the configured model plays instead of a
-    checkpoint.
-    set_name: a name in evaluation.sets; empty for the run's own held-out tasks. num_tasks: number
-    of tasks to play, from the beginning of the set; None plays all. out: file for the rollouts;
-    None uses the default name.
-
+    stages: display of the start's progress; the caller has begun its first stage. run: the run's
+    directory; None if the user named a configuration instead. checkpoint: a checkpoint's name in
+    the run, or its directory. None plays the run's newest checkpoint, or without a run the
+    configured model. uses_model: play the configured model instead of a checkpoint. set_name: empty
+    for the run's own held-out tasks. num_tasks: number of tasks to play, from the beginning of the
+    set; None plays all. out: file for the rollouts; None uses the default name.
     Raises: ConfigError if the arguments are refused; KeyboardInterrupt if a signal arrives. Both
     are raised only before any part of the evaluation starts.
     """
@@ -156,10 +153,6 @@ def _with_model(config: Config, path: str) -> Config:
 def _chosen_set(
     config: Config, set_name: str, num_tasks: int | None, *, model_path: str | None = None
 ) -> EvaluationSet:
-    """Return the set of tasks to play. model_path: see `open_tasks`.
-
-    Raises: ConfigError if there is no such set, or it has fewer than `num_tasks` tasks.
-    """
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
     if (found := sets.get(set_name)) is None and config.mixture:
@@ -183,10 +176,7 @@ def _chosen_set(
 
 
 def _checkpoint(run: Path | None, name: str | None) -> Path | None:
-    """Return the directory of the checkpoint that plays; None if the configured model plays.
-
-    Raises: ConfigError if there is no such checkpoint.
-    """
+    """Return the directory of the checkpoint that plays; None if the configured model plays."""
     if name is None:
         return None if run is None else checkpoint_of(run, command="evaluate")
     named = Path(name)
@@ -196,10 +186,7 @@ def _checkpoint(run: Path | None, name: str | None) -> Path | None:
 
 
 def _out(named: Path | None, run: Path | None, label: str) -> Path:
-    """Return the file for the rollouts. Raises: ConfigError if it cannot be written.
-
-    named: the file that the user named. label: name of the checkpoint or of the run.
-    """
+    """Return the file for the rollouts, after checking that it can be written."""
     file = Path(f"evaluate-{label}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     out = named or file
     try:
@@ -217,11 +204,7 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Return the model that plays.
-
-    If a checkpoint is given, first write it as a model directory at model.path.
-    Raises: ConfigError if the model cannot be made.
-    """
+    """Return the model that plays; first export a given checkpoint to model.path."""
     if checkpoint is None:
         model = model_path(config, scratch)
         return _Policy(label=config.model.path or "the tiny model", model=model)
@@ -296,7 +279,7 @@ def _play_and_report(
 async def _play(
     config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, stages: Stages
 ) -> list[Played]:
-    """Start the parts, play the set, write and return the rollouts, and end the parts.
+    """Start the engines and actors, play the set, write the rollouts, and end all parts.
 
     Raises: PolicyUnavailable, ActorLost, WeightError or RayError if a part fails; OSError if the
     rollouts cannot be written.
@@ -360,10 +343,7 @@ def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
 async def _unless_stopped(
     work: Coroutine[Any, Any, list[Played]], signals: StopSignals
 ) -> list[Played]:
-    """Return the result of the work. After a signal, cancel the work and wait for its cleanup.
-
-    Raises: KeyboardInterrupt after a signal.
-    """
+    """Await the work. After a signal, cancel it, await its cleanup, and raise KeyboardInterrupt."""
     working = asyncio.create_task(work)
     while not working.done():
         await asyncio.wait({working}, timeout=LOOK_S)

@@ -228,7 +228,6 @@ def _shown(row: Contribution) -> tuple[str, str, str]:
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return lines with aligned columns; long cells are cut off."""
     cut = [
         tuple(cell[: _WIDTHS.get(name)] for cell, name in zip(row, header, strict=True))
         for row in rows

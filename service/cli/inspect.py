@@ -121,10 +121,7 @@ def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _shadow_of(journal: OpenJournal, name: str) -> Verify:
-    """Return a function that verifies the trajectories of a step with the named verifier.
-
-    Raises: ConfigError if the verifier cannot be loaded.
-    """
+    """Return a function that verifies the trajectories of a step with the named verifier."""
     from service.hacking.shadow import ShadowVerifier  # a second of imports
 
     run_dir = journal.run_dir
@@ -170,7 +167,6 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _check_audits(request: InspectRequest) -> None:
-    """Check the options of audits. Raises: ConfigError if they do not fit together."""
     if request.audit and request.hacking:
         raise ConfigError(
             "inspect: --audit checks invariants and --hacking looks for reward hacking, got both; "
@@ -190,7 +186,6 @@ def _check_audits(request: InspectRequest) -> None:
 
 
 def _check_options_of_journal(request: InspectRequest) -> None:
-    """Check the options of a list or an audit. Raises: ConfigError if they do not fit together."""
     target = request.target
     if request.html is not None:
         raise ConfigError(
@@ -212,7 +207,6 @@ def _check_options_of_journal(request: InspectRequest) -> None:
 
 
 def _check_options_of_one(request: InspectRequest) -> None:
-    """Check the options for one trajectory. Raises: ConfigError if they do not fit together."""
     if "/" in request.target:
         raise ConfigError(
             f"inspect: {request.target} does not exist; expected a run directory, a journal file, "

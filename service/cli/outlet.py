@@ -39,7 +39,7 @@ class OutletConsole(Console):
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines for the user with control characters escaped; drop them if the stream is gone."""
+    """Print lines, with control characters escaped. Print nothing if the stream is gone."""
     with outlet(sys.__stderr__ if err else sys.__stdout__):
         typer.echo(visible_lines(text), err=err)
 

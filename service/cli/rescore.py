@@ -96,10 +96,6 @@ def run_rescore(
 def _warn_of_missing_tasks(
     config: Config, found: Sequence[Rescored], verifier: ShadowVerifier
 ) -> None:
-    """Warn if tasks are no longer in the run's data.
-
-    For such a task, the functions received only the prompt and no other column.
-    """
     with_data = {
         name
         for name, each in config.members.items()
@@ -135,10 +131,10 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether the functions that score a single answer are called for a trajectory.
+    """Return whether a run scores a trajectory with the functions that score a single answer.
 
-    In the environments single_turn and tools, a run does not call them if the episode ended
-    without a reply to score. In all other environments they are called.
+    In the environments single_turn and tools, it does not if the episode ended without a reply to
+    score. In all other environments, it always does.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
@@ -182,10 +178,9 @@ async def _rescored(
 
 
 async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
-    """Return the scores of one group function by trajectory id; each call scores one group.
+    """Return the scores of one group function by trajectory id.
 
-    As in a run, the function receives the trajectories that were in the group's baseline, in the
-    order of the group.
+    As in a run, each call scores one group: the trajectories in its baseline, in their order.
     """
     groups: dict[str, list[Trajectory]] = {}
     for entry in step.entries:

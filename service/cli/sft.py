@@ -110,10 +110,7 @@ def _trained(
     signals: StopSignals,
     stages: Stages,
 ) -> tuple[Path | None, int]:
-    """Train, and return the last checkpoint and the exit code.
-
-    The checkpoint is None if the training did not finish.
-    """
+    """Train, and return the last checkpoint, None if there is none, and the exit code."""
     training = SftRun(
         config,
         chats,
@@ -139,7 +136,7 @@ def _trained(
 
 @contextmanager
 def _prepared(run_dir: RunDir) -> Iterator[None]:
-    """Create a directory and lock it during the block; remove it if the training is refused."""
+    """Lock a directory for the `with` block. Remove a new directory if the training is refused."""
     was_there = run_dir.path.exists()
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -167,7 +164,6 @@ def _check_new(run_dir: RunDir) -> None:
 
 
 def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
-    """Check that a training can resume with this configuration. Raises: ConfigError if not."""
     before = load_sft(run_dir.config_file)
     kept = {name: getattr(before.sft, name) for name in _CHANGEABLE}
     for section, own, now in (
@@ -191,8 +187,7 @@ def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
 def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[tuple[Sample, ...]]:
     """Check the model's files, read the chats, and return the samples of each chat.
 
-    was_loaded: whether an earlier start has already loaded the model, as in a resumed training.
-    Raises: ConfigError if the model or a chat cannot be used.
+    was_loaded: whether an earlier start has already loaded this model.
     """
     check_model(config.as_run(num_steps=1), model, was_loaded=was_loaded)
     check_stop_tokens(model)
@@ -220,11 +215,7 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
 
 
 def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[Sample]]) -> None:
-    """Write the configuration and the digest of the chats.
-
-    Raises: ConfigError if the digest of an earlier start is different: a resumed training must have
-        the same chats.
-    """
+    """Write the configuration and the chats' digest; refuse other chats than before."""
     file, digest = run_dir.chats_file, _digest(chats)
     try:
         if file.is_file() and json.loads(file.read_text())["digest"] != digest:
@@ -249,7 +240,7 @@ def _digest(chats: Sequence[Sequence[Sample]]) -> str:
 
 
 def _exported(checkpoint: Path, run_dir: RunDir) -> Path:
-    """Write the last checkpoint as a model directory in place of an earlier export; return it."""
+    """Write the last checkpoint as a model directory, in place of an earlier export."""
     export = run_dir.path / EXPORT
     aside = run_dir.path / f"{EXPORT}.new"
     shutil.rmtree(aside, ignore_errors=True)

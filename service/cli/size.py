@@ -1,9 +1,9 @@
 """`rayloom check --size`: compute the disk space and the memory that a configuration needs.
 
-The output shows the formula of each size with its inputs. The bytes of a token, an event and a
-record are measured (`docs/deploy.md`, "Disks"). The bytes of a parameter follow from the code: a
-checkpoint has float32 weights and two moments, an export only the weights. With LoRA a checkpoint
-and an export have only adapters, and the frozen weights in memory have the trainer's data type.
+The output shows the formula of each size with its inputs. The bytes per token, event and record
+were measured (`docs/deploy.md`, "Disks"). The bytes per parameter follow from the code. A
+checkpoint has float32 weights and two moments; an export has only the weights. With LoRA, both have
+only adapters, and the frozen weights in memory have the trainer's data type.
 """
 
 from __future__ import annotations
@@ -147,11 +147,10 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 
 
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
-    """Return how much larger the database is if `rayloom serve` starts the run.
+    """Return how much larger the database is under `rayloom serve`.
 
-    num_turns_kept: number of ended sessions whose turns are still stored, which are the sessions of
-    the steps since the oldest checkpoint. of_experts: bytes that record which experts one token
-    used; None if the architecture is not known.
+    num_turns_kept: number of ended sessions whose turns are still stored: those of the steps since
+    the oldest checkpoint. of_experts: result of `_expert_bytes`.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES
@@ -175,7 +174,10 @@ def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> 
 
 
 def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need]:
-    """Return the memory that a rank and the publications need."""
+    """Return the memory that a rank and the publications need.
+
+    num: parameters of the model. num_adapted: parameters of its adapters; None without LoRA.
+    """
     trainer, algorithm = config.trainer, config.algorithm
     of_dtype = 4 if trainer.dtype is Dtype.FLOAT32 else 2
     trained = num if num_adapted is None else num_adapted
@@ -234,10 +236,7 @@ def _experts(of_token: float, of_experts: int | None) -> str:
 
 
 def _evaluated(config: Config) -> tuple[int, str]:
-    """Return the number of rollouts of the largest evaluation set.
-
-    Also return a note that names the sets whose size is unknown; empty if there are none.
-    """
+    """Return the rollouts of the largest evaluation set, and a note about sets of unknown size."""
     own = sum(
         member.tasks.evaluation_tasks * member.evaluation.samples
         for member in config.members.values()
@@ -280,10 +279,7 @@ def _parameters(config: Config) -> float:
 
 
 def _architecture(config: Config) -> Any | None:
-    """Return transformers' settings of the model's architecture.
-
-    Return None if the model is not a directory with a config.json on this machine.
-    """
+    """Return transformers' settings of the model; None if this machine has no config.json of it."""
     directory = Path(config.model.path or "").expanduser()
     if config.model.path is None or not (directory / "config.json").is_file():
         return None
@@ -301,10 +297,7 @@ def _architecture(config: Config) -> Any | None:
 
 
 def _adapter_parameters(config: Config) -> int | None:
-    """Return the number of the adapters' parameters; None without LoRA.
-
-    Raises: ConfigError if the architecture is not known.
-    """
+    """Return the number of the adapters' parameters; None without LoRA."""
     lora = config.trainer.lora
     if lora is None:
         return None
@@ -330,10 +323,7 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return the bytes that record which experts one token used.
-
-    Return 0 for a model without experts, and None if the architecture is not known.
-    """
+    """Return the bytes that record one token's experts; None if the architecture is not known."""
     if config.model.path is None:
         return 0
     architecture = _architecture(config)
@@ -348,10 +338,7 @@ def _expert_bytes(config: Config) -> int | None:
 
 
 def _elements(file: Path) -> int:
-    """Return the number of elements of all tensors in a safetensors file, from its header.
-
-    Raises: ConfigError if it is not such a file.
-    """
+    """Return the number of elements of all tensors in a safetensors file, from its header."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

@@ -65,7 +65,6 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
 
 
 def _run_id(directory: str) -> str:
-    """Return the id of the run in a directory. Raises: ConfigError if it contains no run."""
     run_dir = RunDir(path=Path(directory))
     if not run_dir.config_file.is_file():
         raise ConfigError(
@@ -76,10 +75,7 @@ def _run_id(directory: str) -> str:
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """Return the supervisors of the requested runs by run id.
-
-    name: the name of runs, or the id of one run; None returns all.
-    """
+    """Return supervisors by run id. name: the name of runs, or one run's id; None: all runs."""
     found = {}
     for each in list_named_actors(all_namespaces=True):
         run_name = run_name_of(each["name"])

@@ -93,10 +93,6 @@ def submit_file(
 
 
 def _body(task: Task) -> TaskBody:
-    """Return a task as the body of a request.
-
-    Raises: BadTaskFile if its id or seed is not accepted.
-    """
     try:
         return TaskBody(id=task.task_id, seed=task.seed, data=dict(task.data))
     except ValidationError as error:
@@ -186,8 +182,7 @@ class _Submitting:
     def _has_room(self, batch: list[Task]) -> bool:
         """Submit a batch. Return False if the service has no room, or the batch is too large.
 
-        The caller then submits the tasks again later. After a batch that was too large, the next
-        batch has half as many tasks.
+        After a batch that was too large, the next batch has half as many tasks.
         """
         try:
             self.client.submit(
@@ -236,7 +231,7 @@ def _batch_of(tasks: deque[Task], size: int) -> list[Task]:
 
 
 class Progress:
-    """Shows progress in one changing line on a terminal, and otherwise in lines now and then."""
+    """Shows progress: on a terminal in one line that changes, elsewhere in lines now and then."""
 
     def __init__(self, live: Live | None) -> None:
         self._live = live

@@ -66,16 +66,15 @@ def run_training(
 ) -> int:
     """Train until the run ends or a signal arrives, and return the exit code.
 
-    Args: stages: display of the start's progress; the caller has begun its first stage.
-    address: address of the Ray cluster to join; None starts a local cluster. new_run: directory of
-    a new run; None chooses one. resume: directory of the run to resume; None starts a new run. The
-    caller has checked both (`check_new`, `check_resumable`). checkpoint: with `resume`, the
-    directory name of the checkpoint to return to; empty for the newest. takes_over: whether to
-    resume a run even if another process holds the run's lease. api: settings for accepting tasks
-    over HTTP; None plays the configuration's own tasks. store: location of a new run's database.
-    trial: selects which of the user's functions are called before the start. Raises: ConfigError
-    if the run is refused; KeyboardInterrupt if a signal arrives. Both are raised only before
-    anything starts.
+    stages: display of the start's progress; the caller has begun its first stage. address: the Ray
+    cluster to join; None starts a local one. new_run: directory of a new run; None chooses one.
+    resume: directory of the run to resume; None starts a new run. The caller has checked both
+    directories. checkpoint: with `resume`, the directory name of the checkpoint to return to; empty
+    for the newest. takes_over: resume a run even if another process holds its lease. api: settings
+    for accepting tasks over HTTP; None plays the configuration's own tasks. store: location of a
+    new run's database. trial: selects which of the user's functions are called before the start.
+    Raises: ConfigError if the run is refused; KeyboardInterrupt if a signal arrives. Both are
+    raised only before anything starts.
     """
     signals.check()
     if resume is not None:
@@ -194,10 +193,7 @@ def _run(
 
 
 def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
-    """Report that a run has no steps left, and return the exit code.
-
-    Raises: ConfigError or StoreError if the run cannot be read.
-    """
+    """Report that a run has no steps left, after its trackers have caught up."""
     move_finished(run_dir)
     with run_dir.looked_into() as store:
         trackers = trackers_of(config, run_dir, run_id=run_id_of(config, run_dir), store=store)
@@ -220,7 +216,7 @@ def _show_until_done(
 ) -> int:
     """Show the run until its end, and return the exit code.
 
-    stays: whether the API continues to answer after the run's end until a signal arrives.
+    stays: whether the API answers after the run's end, until a signal arrives.
     """
     worker_logs = session_directory() / "logs"
     try:
@@ -267,9 +263,9 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Tell the user what a second signal interrupted, and return the exit code.
+    """Report to the user what a second signal interrupted, and return the exit code.
 
-    It interrupted either the run itself, or only the ending of the parts of a run that was over.
+    The signal interrupted the run, or, if the run was already over, only the ending of its parts.
     """
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""

@@ -175,7 +175,7 @@ def _with_group_rewards(
     task: Task,
     played: Sequence[tuple[float, str]],
 ) -> list[float]:
-    """Return the rewards of a task's answers with the scores of the group functions added.
+    """Return the answers' rewards plus their group scores, without answers that have no score.
 
     played: reward and text of each answer. Raises: _Unplayed if the group cannot be scored.
     """
@@ -218,7 +218,6 @@ def _parts(result: StepResult) -> str:
 
 
 def _renderer(config: Config) -> ChatRenderer:
-    """Return the model's renderer. Raises: ConfigError if its tokenizer cannot be used."""
     load = partial(
         load_renderer,
         template_options=config.rollouts.template_options,
@@ -303,10 +302,7 @@ def _step(environment: Environment, action: Action) -> Callable[[], Awaitable[St
 
 
 async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """Make the call and return its result. method: name of the called method, for errors.
-
-    Raises: _Unplayed if the call raises an error or exceeds its time limit.
-    """
+    """Await a call of the environment. Raises: _Unplayed if it fails or takes too long."""
     try:
         return await bounded(call, limit_s=limit_s)
     except CallTimedOut as error:
@@ -362,10 +358,7 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
 
 
 async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
-    """Read a reply that the user types and ends with an empty line.
-
-    Returns: the reply, and "typed" as its source. Raises: EOFError if the input has ended.
-    """
+    """Read a reply that the user ends with an empty line. Raises: EOFError if there is no input."""
     how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
     say(f"\nyour reply, ended by an empty line.{how}")
     lines: list[str] = []
@@ -380,10 +373,7 @@ async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[
 async def _sampled(
     request: TryRequest, chat: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> tuple[Action, str]:
-    """Request a reply from the model behind the API.
-
-    Returns: the reply, and the model's name as its source. Raises: _Unplayed if the request fails.
-    """
+    """Request a reply from the model behind the API; return it with the model's name."""
     assert request.base_url is not None
     body = {
         "model": request.model,

@@ -182,10 +182,7 @@ def with_model(overrides: list[str], model: str | None) -> list[str]:
 
 
 def _model_in(overrides: Sequence[str]) -> str | None:
-    """Return the value of model.path in overrides that leave model.tiny alone; None if not given.
-
-    Without a file, this model takes the place of the tiny model.
-    """
+    """Return the model.path that the overrides set; None if they set none, or set model.tiny."""
     values = {key: value for key, _, value in (each.partition("=") for each in overrides)}
     if "model.tiny" in values:
         return None
@@ -264,10 +261,7 @@ _TINY: dict[str, Any] = {
 
 
 def _sft_tree(*, model: str | None, has_gpu: bool) -> dict[str, Any]:
-    """Return the sections `model` and `trainer` of a configuration of `rayloom sft`.
-
-    model: a directory or hub name; None for the tiny model.
-    """
+    """Return the sections `model` and `trainer`. model: None for the tiny model."""
     if model is None:
         return {"model": {"tiny": {}}, "trainer": {"num_ranks": 1, "learning_rate": 1e-3}}
     trainer: dict[str, Any] = {"num_ranks": 1, "learning_rate": _SFT_LEARNING_RATE}

@@ -126,11 +126,6 @@ def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
 
 
 def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
-    """Return the run's directory and the key's name.
-
-    words: the arguments of the command. run: the value of --run. Raises: ConfigError if these are
-    not exactly a directory and a name.
-    """
     given = [*([str(run)] if run else []), *words]
     if len(given) != 2:
         raise ConfigError(
@@ -163,8 +158,7 @@ def _day(moment: float) -> str:
 def _opened(run: Path) -> Iterator[RunStore]:
     """Open a run's database for the `with` block. If its format is older, migrate it first.
 
-    Raises: ConfigError if there is no run, if the database cannot be opened, or if it must be
-    migrated while a process holds the run.
+    Raises: ConfigError, also if it must be migrated while a process holds the run.
     """
     from service.launch.run_dir import RunDir
 

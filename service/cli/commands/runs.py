@@ -235,10 +235,9 @@ def evaluate(
 
 
 def _evaluation_section(config: Config, name: str) -> str:
-    """Return the dotted key of the section that has the sampling settings of an evaluation set.
+    """Return the dotted key of the section with an evaluation set's sampling settings.
 
     name: name of the set; empty for the run's own held-out tasks.
-    Raises: ConfigError if there is no such set.
     """
     sections = {"": "evaluation"}
     sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}

@@ -232,10 +232,6 @@ def sft(
 
 
 def _own_sft_config(run: Path) -> Path:
-    """Return the configuration file of a supervised training.
-
-    Raises: ConfigError if the directory has no such file.
-    """
     from service.launch.run_dir import RunDir
 
     if not RunDir(path=run).chats_file.is_file():
@@ -249,7 +245,6 @@ def _own_sft_config(run: Path) -> Path:
 def _store_options(
     state_dir: str | None, database_url: str | None, *, is_new: bool
 ) -> StoreOptions:
-    """Return the options of a new run's database. Raises: ConfigError if they cannot be used."""
     place = path_option("--state-dir", state_dir)
     options = StoreOptions(state_dir=place, database_url=database_url)
     if not is_new and options != StoreOptions():
@@ -267,10 +262,7 @@ def _store_options(
 
 
 def _fetch_missing(config: Config, resumed: Path) -> None:
-    """Restore a run's directory from its copy at `run.checkpoint_url` if this machine lacks it.
-
-    Raises: ConfigError if it cannot be restored.
-    """
+    """Restore a resumed run's directory from `run.checkpoint_url` if this machine lacks it."""
     if config.run.checkpoint_url is not None:
         from service.launch.remote_run import fetch_missing
         from service.launch.run_dir import RunDir
@@ -281,10 +273,6 @@ def _fetch_missing(config: Config, resumed: Path) -> None:
 def _check_machine_and_files(
     config: Config, new_run: Path | None, resumed: Path | None, *, kind: RunKind, is_local: bool
 ) -> None:
-    """Check the machine, the directories and the model's files.
-
-    Raises: ConfigError if a check fails.
-    """
     from service.config.preflight import (
         check_machine,
         check_metrics_address,
