@@ -143,11 +143,6 @@ def _check_refills(config: Config) -> list[str]:
 
 
 def _check_scale(config: Config) -> Iterator[str]:
-    """Yield a contradiction if `algorithm.scale` needs a group baseline, and there is none.
-
-    The scale divides advantages by the mean or the standard deviation of a group's returns. The
-    group baselines are mean and leave_one_out.
-    """
     algorithm = config.algorithm
     if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:
         yield (
@@ -258,7 +253,6 @@ def _check_bands(config: Config) -> Iterator[str]:
 
 
 def _check_unread_loss(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting of the loss that was changed but has no effect."""
     loss, default = config.algorithm.loss, LossSettings()
     is_clipped = loss.objective in _CLIPPED
     uses = {
@@ -292,7 +286,6 @@ def _check_reference(config: Config) -> Iterator[str]:
 
 
 def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
-    """Yield the contradictions among the settings of one schedule."""
     key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
     is_wsd = kind == "wsd"
     if kind == "constant":
@@ -317,10 +310,7 @@ def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
 
 
 def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
-    """Yield a contradiction if warm-up and decay have more updates than the schedule.
-
-    planned: the schedule with its number of updates filled in.
-    """
+    """Yield a contradiction if warm-up and decay do not fit into `planned`, which has `updates`."""
     if planned.kind == "constant":
         return
     assert planned.updates is not None

@@ -136,10 +136,7 @@ def _check_weights(config: Config) -> Iterator[str]:
 
 
 def _check_blocks(config: Config) -> Iterator[str]:
-    """Yield a contradiction if vLLM's attention on CPU refuses the block size.
-
-    On a GPU the allowed sizes depend on the backend that vLLM chooses.
-    """
+    """Yield a contradiction if vLLM refuses the block size on CPU; on a GPU its backend decides."""
     inference = config.inference
     tokens = inference.block_tokens
     if inference.is_on_cpu and tokens is not None and tokens % CPU_BLOCK_TOKENS:
@@ -151,7 +148,6 @@ def _check_blocks(config: Config) -> Iterator[str]:
 
 
 def _check_adapters(config: Config) -> Iterator[str]:
-    """Yield a sentence for each reason why vLLM cannot serve the adapters."""
     lora = config.trainer.published_lora
     if lora is None:
         return
@@ -173,7 +169,6 @@ def _check_engine_args(config: Config) -> Iterator[str]:
 
 
 def _check_gpus(config: Config) -> Iterator[str]:
-    """Yield a sentence for each kind of process that lacks GPUs, or does not use its GPUs."""
     inference, trainer = config.inference, config.trainer
     if (trainer.device == "cuda") != (trainer.gpus_per_rank > 0):
         yield (

@@ -88,10 +88,7 @@ def _sft_disagreements(config: SftConfig) -> Iterator[str]:
 
 
 def _filled(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a tree with {} in place of each section that is null.
-
-    YAML reads a section as null if all its keys are commented out.
-    """
+    """Replace null sections by {}: YAML reads a section as null if all its keys are comments."""
     return deepcopy({name: {} if section is None else section for name, section in tree.items()})
 
 
@@ -119,11 +116,7 @@ def _parsed(
 
 
 def _with_template(config: _Root) -> _Root:
-    """Return the configuration with a chat template's path replaced by the template's text.
-
-    All processes of the run use this text, also after a resumption. Raises: ConfigError if the file
-    cannot be read or is not a template.
-    """
+    """Replace a chat template's path by its text, which a resumed run then uses too."""
     given = config.model.chat_template
     if given is None or given == RAW or _SIGN in given:
         return config
@@ -198,10 +191,9 @@ def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
 def _described(
     values: Mapping[str, Any], section: Mapping[str, Any], sections: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the lines of a section as YAML, with a comment that describes each setting.
+    """Yield a section's lines as YAML, with a comment that describes each setting.
 
-    Args: values: a section of the configuration. section: the JSON schema of `values`. sections:
-    the schemas to which `section` refers, by name.
+    section: the JSON schema of `values`. sections: the schemas to which `section` refers, by name.
     """
     for key, value in values.items():
         setting = section["properties"][key]
@@ -245,10 +237,10 @@ _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9.:_]+))")
 class _Loader(yaml.SafeLoader):
     """A loader of plain YAML values that refuses four kinds of misleading files.
 
-    It refuses duplicate keys, of which YAML's own loader silently keeps the last; keys such as yes,
-    which YAML reads as true; aliases that expand a few lines into more values than fit into memory;
-    and numbers of base 8 and 60, because in YAML 1.1 the value 010 is the number 8, and 12:30 is
-    750.
+    - Duplicate keys: YAML's own loader silently keeps the last.
+    - Keys such as yes, which YAML reads as true.
+    - Aliases that expand a few lines into more values than fit into memory.
+    - Numbers of base 8 and 60: in YAML 1.1 the value 010 is the number 8, and 12:30 is 750.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -292,10 +284,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return the number of values of a tree after its aliases are expanded.
-
-    Return infinity if an alias refers to a node that contains the alias.
-    """
+    """Return the number of values in a tree with its aliases expanded; infinity for a cycle."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:

@@ -154,10 +154,7 @@ def template_warnings(config: Config, model_path: str) -> Iterator[str]:
 
 
 def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
-    """Check that the chat template has a variable for each option.
-
-    The template itself would ignore a misspelt option. Raises: ConfigError if an option is unknown.
-    """
+    """Check that the chat template reads each option; it would ignore a misspelt one."""
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     known = template_variables(tokenizer.chat_template)
     for name in options:
@@ -240,10 +237,7 @@ def check_architecture(
 
 @contextmanager
 def _refused_as(model: str) -> Iterator[None]:
-    """Run a block, and raise a ConfigError if the trainer's code in it refuses the model.
-
-    Args: model: name of the model for errors.
-    """
+    """Run a block, and raise a ConfigError if the trainer's code in it refuses the model."""
     try:
         yield
     except NotImplementedError as error:
@@ -304,9 +298,8 @@ def check_architecture_once(
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
     """Return the name, modification time and header of each safetensors file.
 
-    This includes files that are not loaded, because the check refuses some of them. If there is an
-    index file, also return its name, 0 as its time, and its content.
-    Raises: ConfigError if a file that the index names is missing.
+    Files that are not loaded are included, because the check refuses some of them. An index file is
+    included with its content, and with 0 as its time.
     """
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
     beside = (file for file in directory.glob("*.safetensors") if file.is_file())
@@ -340,10 +333,6 @@ def _versions() -> dict[str, str]:
 
 
 def _weight_files(directory: Path, *, key: str) -> list[Path]:
-    """Return the safetensors files to load.
-
-    Raises: ConfigError if a file that the index names is missing.
-    """
     index = directory / INDEX
     whole = directory / "model.safetensors"
     if not index.is_file():
@@ -425,9 +414,7 @@ def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str
 
 
 def cpu_head_sizes() -> frozenset[int]:
-    """Return the head sizes that vLLM's attention supports on CPU; empty if they cannot be
-    read.
-    """
+    """Return the head sizes that vLLM's attention supports on CPU; empty if they are not known."""
     return frozenset(
         item.value
         for node in ast.walk(_parsed(_CPU_ATTENTION))
@@ -514,10 +501,10 @@ def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Return whether vLLM can run a model through the implementation in transformers.
+    """Return whether vLLM can run a model that it lacks through transformers' implementation.
 
-    The question arises for models that vLLM does not implement. Return False for a mixture of
-    experts: vLLM would replace the experts by its own, but it does not know the model's router.
+    It cannot run a mixture of experts: vLLM would replace the experts by its own, but it does not
+    know the model's router.
     """
     kind = _causal_kind(config)
     if any(getattr(config, name, None) for name in _EXPERTS):

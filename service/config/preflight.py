@@ -59,12 +59,11 @@ def check_without_model(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> dict[str, Observation]:
-    """Run the checks that need no model, and return the first observation of each environment.
+    """Run the checks that need no model; return each environment's first observation by its name.
 
-    Args: is_local: whether the run starts its own Ray on this machine; if not, this machine's size
-    is not checked. trial: selects which of the user's own functions are called. tell: called with
-    each warning.
-    Returns: the observations by the environment's name.
+    is_local: whether the run starts its own Ray on this machine; if not, this machine's size is not
+    checked. trial: selects which of the user's own functions are called. tell: called with each
+    warning.
     Raises: ConfigError if a check fails.
     """
     check_machine(config, is_local=is_local)
@@ -203,7 +202,7 @@ def registered_parsers() -> dict[Literal["tool", "reasoning"], frozenset[str]] |
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
-    """Return the text keys of the dictionary that a module assigns to a name, or an empty set."""
+    """Return the text keys of the dictionary that a module assigns to a name."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     return frozenset(
         key.value
@@ -249,8 +248,8 @@ def check_token_ids(config: Config, directory: Path) -> None:
     """Check that the model has all tokens of its chat template, and a token that ends an answer.
 
     A tokenizer may have tokens that the model lacks: Gemma 3 has such a token for images, and a
-    user may add tokens without resizing the embedding. Raises: ConfigError if such a token is
-    needed.
+    user may add tokens without resizing the embedding. Raises: ConfigError if the template has such
+    a token, or if only such tokens end an answer.
     """
     if (vocabulary := vocabulary_size(directory)) is None:
         return
@@ -320,10 +319,7 @@ def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
 
 
 def _check_companion(key: str, path: str, *, policy: Path) -> None:
-    """Check that a local reference or critic accepts all token ids of the policy's tokenizer.
-
-    Raises: ConfigError if it does not.
-    """
+    """Check that a reference or critic accepts all token ids of the policy's tokenizer."""
     vocabulary = vocabulary_size(Path(path).expanduser())
     if vocabulary is None or not (policy / "tokenizer.json").is_file():
         return
@@ -385,8 +381,7 @@ def check_memory(config: Config) -> None:
 def check_processes(config: Config) -> None:
     """Check that a local run does not start too many ranks, engines or actors for the CPUs.
 
-    Raises: ConfigError if the number of ranks, engines or actors is larger than the number of CPUs
-    times MAX_PROCESSES_PER_CPU.
+    Raises: ConfigError if one of these numbers exceeds the CPUs times MAX_PROCESSES_PER_CPU.
     """
     most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
     for key, count in (
@@ -512,10 +507,7 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
 
 
 def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
-    """Return a method of a class without its parameter `self`, to check the signature.
-
-    Raises: ConfigError if the class has no such method.
-    """
+    """Return a method of a class, bound to some object, so that its signature lacks `self`."""
     try:
         method = inspect.getattr_static(kind, name, None)
         if isinstance(method, singledispatchmethod):
@@ -546,7 +538,7 @@ def _check_call(
     *,
     use: str,
 ) -> None:
-    """Check that a call with these arguments fits the signature. Raises: ConfigError if not."""
+    """Check that a call with these arguments fits the signature."""
     try:
         signature = inspect.signature(called)
     except Exception:  # noqa: BLE001

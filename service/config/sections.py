@@ -265,10 +265,7 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Convert an evaluation's settings to `Sampling`.
-
-    pass@k is computed for each power of two k that is at most the number of samples.
-    """
+    """Return the `Sampling` of an evaluation, with pass@k for each power of two up to `samples`."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,

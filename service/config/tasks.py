@@ -180,7 +180,7 @@ def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
 
 @contextmanager
 def _named_refusals(name: str) -> Iterator[None]:
-    """Run a block. If it raises a ConfigError, add `name`, a part of the mixture, to its text."""
+    """Name a part of the mixture in the text of each ConfigError that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -232,10 +232,7 @@ def _check_environment(tasks: PackedTasks, config: Config, *, key: str) -> None:
 def _read(
     settings: TasksSettings, checks: Mapping[str, DataCheck]
 ) -> tuple[PackedTasks, PackedTasks | None]:
-    """Return the training tasks, and the tasks of evaluation_split; None if it is not set.
-
-    Raises: BadTaskFile if a file or data set cannot be used.
-    """
+    """Return the training tasks, and the tasks of evaluation_split; None if it is not set."""
     if settings.dataset is None:
         assert settings.file is not None
         return PackedTasks(read_tasks(settings.file, checks=checks)), None
@@ -254,10 +251,7 @@ def _read(
 def _fitting(
     config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
 ) -> PackedTasks:
-    """Return the tasks whose prompts leave room for an answer.
-
-    Raises: ConfigError if there are none, or if a prompt cannot be rendered.
-    """
+    """Return the tasks whose prompts leave room for an answer; all if only `reset` has prompts."""
     if (first_messages := _first_messages(config)) is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
@@ -300,20 +294,13 @@ def _fitting(
 def _first_messages(
     config: Config,
 ) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
-    """Return the function that builds a task's prompt from its data.
-
-    Return None if the environment has no such function. Then only its `reset` yields the prompt.
-    """
+    """Return the function that builds a task's prompt from its data; None if only `reset` does."""
     if not config.has_environment:
         return None
     return getattr(maker(config)(), "first_messages", None)
 
 
 def _data_checks(config: Config) -> dict[str, DataCheck]:
-    """Return the check of each environment's task data, by the environment's name.
-
-    Raises: ConfigError if an environment cannot be created.
-    """
     if not config.has_environment:
         return {}
     return {name: check_of(maker(each)()) for name, each in config.members.items()}
@@ -343,10 +330,10 @@ def check_prompt(
 ) -> None:
     """Check that the first prompt can be rendered and leaves room for an answer.
 
-    If the environment builds its prompts from data, check all prompts instead; it is enough if the
-    prompt of one task fits.
-    Args: config: has no mixture. observation: the environment's first observation. tell: called
-    with each warning. Raises: ConfigError if the prompt cannot be rendered or does not fit.
+    If the environment builds its prompts from data, check the prompts of all tasks instead; at
+    least one must leave room.
+    config: has no mixture. observation: the environment's first observation. tell: called with each
+    warning. Raises: ConfigError if a prompt cannot be rendered or none leaves room.
     """
     if _first_messages(config) is not None:
         tasks = open_tasks(config, model_path=model_path, tell=tell)
@@ -486,9 +473,9 @@ class _TooLong(Exception):
 
 
 def _begun(make_environment: Callable[[], Environment], task: Task) -> object:
-    """Return the result of reset, which is called in a thread because the user's code may block.
+    """Return the result of `reset`, called in a thread because the user's code may block.
 
-    Raises: _TooLong if reset or close does not end in time; any exception of the user's code.
+    Raises: _TooLong if `reset` or `close` does not end in time; any exception of the user's code.
     """
     found: Future[object] = Future()
 
@@ -543,9 +530,9 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
-    """Return why a JSON schema is invalid in the draft that it names; None if it is valid.
+    """Return why a JSON schema is invalid; None if it is valid.
 
-    A schema that names no draft is valid if it is valid in one of three drafts.
+    A schema that names no draft must be valid in one of three drafts.
     """
     drafts = [Draft202012Validator, Draft7Validator, Draft4Validator]
     problems = []
@@ -565,10 +552,6 @@ def _check_tools(
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
 ) -> None:
-    """Check the tools of an environment.
-
-    Raises: ConfigError if the template does not show the tools, or no parser reads their calls.
-    """
     if not tools:
         return
     for tool in tools:

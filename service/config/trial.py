@@ -169,11 +169,10 @@ def load_shadow(name: str, *, key: str, scores_groups: bool = False) -> RewardFu
 
 
 def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[str, Observation]:
-    """Try the functions of a configuration, and return the first observation of each environment.
+    """Try the functions of a configuration; return the environments' first observations by name.
 
-    tell: called with each warning. Returns: the observations by the environment's name.
-    Raises: ConfigError if a module cannot be imported, a first task cannot begin, or a function can
-    never work. Also if the data lack the column that `trial` names.
+    tell: called with each warning. Raises: ConfigError if a module cannot be imported, a first task
+    cannot begin, a function can never work, or the data lack the column that `trial` names.
     """
     trials = _Trials(config, trial)
     while not trials.is_done:
@@ -263,8 +262,8 @@ class _Trials:
     def _take(self, ours: Connection, process: subprocess.Popen[bytes], dump: IO[bytes]) -> bool:
         """Process the child's next message, and return whether more messages are expected.
 
-        Raises: ConfigError if the child reports a refusal, or fails outside of a call; EOFError if
-        the child has ended.
+        Raises: ConfigError if the child reports a refusal, or is too slow outside of a call;
+        EOFError if the child has ended.
         """
         started = time.monotonic()
         end = started + self._limit_s
@@ -285,7 +284,6 @@ class _Trials:
         return not self.is_done
 
     def _hear(self, kind: str, value: Any) -> None:
-        """Process one message of the child. Raises: ConfigError if the child reports a refusal."""
         match kind:
             case "refused":
                 raise ConfigError(value)
@@ -305,10 +303,9 @@ class _Trials:
                 self.is_done = True
 
     def _late(self, place: str) -> None:
-        """Handle a child that took too long. If it was calling a function, record "hung".
+        """Record the current call as "hung". Raises: ConfigError if no function is called now.
 
-        place: the line that the child executes, for the error. Raises: ConfigError if the child was
-        importing a module or beginning the first task.
+        place: the line that the child executes, for the error.
         """
         if self._call is None:
             raise ConfigError(
@@ -320,10 +317,7 @@ class _Trials:
         self._lost(self._call, "hung", f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Record the current call as "ended", because the child's process ended during the call.
-
-        code: the exit code. Raises: ConfigError if the child was not calling a function.
-        """
+        """Record the current call as "ended". Raises: ConfigError if no function is called now."""
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]
@@ -358,10 +352,10 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 
 
 def _own_last(path: Sequence[str]) -> list[str]:
-    """Return an import path with the working directory moved to the end.
+    """Return an import path with the working directory at its end.
 
-    A file in the working directory may have the same name as a module that the child needs. With
-    this path the child imports the module, not the user's file. A later check refuses the file.
+    Otherwise the child would import a user's file that has the name of a module it needs. A later
+    check refuses the file.
     """
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)
@@ -396,7 +390,7 @@ def _error_text(call: Call) -> str:
 
 
 def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
-    """Warn if a task's reference answer scores no higher than another task's reference answer."""
+    """Warn if a task's own reference answer scores no higher than the answer of another task."""
     if not all(each.fate == "scored" for each in calls):
         return
     compared = [each for each in calls if each.is_reference]

@@ -63,7 +63,7 @@ _BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxE
 
 
 def main() -> None:
-    """Execute the request on standard input and send messages to the given file descriptor."""
+    """Execute the request from standard input; send messages to the file descriptor in argv[1]."""
     with suppress(AttributeError, OSError):
         # On Linux the kernel kills this child when the command that started it dies.
         die_with(os.getppid(), signal.SIGKILL)
@@ -88,10 +88,7 @@ def main() -> None:
 
 
 def _try_all(request: Request, said: Connection) -> None:
-    """Import the environments, and make the calls that earlier child processes did not make.
-
-    Raises: ConfigError if an environment, a task or a function cannot be used.
-    """
+    """Import the environments, and make the calls that earlier child processes did not make."""
     trial = request.trial
     for name, key in trial.others.items():
         said.send(("doing", (key, f"import {name}", request.import_limit_s)))
@@ -117,10 +114,6 @@ def _try_all(request: Request, said: Connection) -> None:
 
 
 def _send_begun(name: str, observation: Observation, said: Connection) -> None:
-    """Send the parent an environment's first observation.
-
-    Raises: ConfigError if the observation cannot be pickled.
-    """
     try:
         said.send(("begun", {name: observation}))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -136,8 +129,7 @@ async def _call_all(
 ) -> None:
     """Call each function of an environment with two answers, and send the results.
 
-    what: the settings that name the environment, for messages. Raises: ConfigError if the tasks
-    cannot be opened, or the first task lacks the column that the request names.
+    what: the settings that name the environment, for messages.
     """
     source = tasks.open_tasks(config)
     task = source.task(0)
@@ -224,9 +216,8 @@ def _misspelt(
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
     """Return two answers, each as its text, its description and whether it is a reference answer.
 
-    A made-up answer takes the place of each reference answer that the data lack. column: the column
-    with the reference answers; None chooses a column. Raises: ConfigError if the first task lacks
-    `column`.
+    If the data lack reference answers, they are made up. column: the column with the reference
+    answers; None chooses a column.
     """
     found = reference_of(task, column)
     if found is None and column is not None:
@@ -269,9 +260,8 @@ async def _stepped(
 
     is_copied: whether the result must be picklable: in a run, a worker process sends it to the
     actor.
-    Returns: the observation of `reset`, or None if `reset` raised, and a description of the step.
-    The description has three parts: how the step ended, the problem in words, and 0.0 in place of a
-    score.
+    Returns: the observation of `reset`, or None if `reset` raised; and how the step ended, the
+    problem in words, and 0.0 in place of a score.
     """
     begun = None
     try:
@@ -299,10 +289,7 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Call the environment's `score_group` with two equal answers.
-
-    Returns: how the call ended, the problem in words, and 0.0, because the score is not used.
-    """
+    """Call `score_group` with two equal answers; return how it ended, the problem, and 0.0."""
     try:
         async with closing(environment.close):
             found = await environment.score_group(task.own_copy(), [text, text])
