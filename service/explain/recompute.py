@@ -140,7 +140,6 @@ def _journal_step(journal: OpenJournal, number: int) -> JournalStep:
 
 
 def _newest_before(run_dir: RunDir, commits: list[Checkpoint], number: int) -> Checkpoint | None:
-    """Return the newest readable checkpoint from before step `number`; None if there is none."""
     for commit in sorted(commits, key=lambda commit: commit.step, reverse=True):
         if commit.step < number:
             try:
@@ -262,10 +261,10 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
 
 
 def _one_rank(config: Config, model: str) -> RankSettings:
-    """Return the run's trainer settings, changed for one rank in this process.
+    """Return the run's trainer settings for one rank in this process.
 
-    The critic and the reference model of the reward are left out. They only help to compute
-    advantages, which the journal already has.
+    The critic and the reward's reference model are left out. They only help to compute advantages,
+    which the journal already has.
     """
     has_gpu = config.trainer.device == "cuda" and torch.cuda.is_available()
     trainer = replace(
@@ -286,7 +285,7 @@ def _one_rank(config: Config, model: str) -> RankSettings:
 
 @contextmanager
 def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
-    """Start a rank with the weights from before the step. Raises: ConfigError."""
+    """Start a rank with the weights from before the step."""
     store = open_store(LOOPBACK, num_ranks=1, timeout_s=_STORE_TIMEOUT_S)
     try:
         rank = TrainerRank(settings, rank=0, store=store)
@@ -331,10 +330,7 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """Return the gradient norm of a step in the same way as the step's record states it.
-
-    It is the mean norm of the updates whose norm is finite; infinity if there is no such update.
-    """
+    """Return the mean of the finite norms, as the step's record does; infinity if none is."""
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -347,7 +343,7 @@ def _trajectories(
 ) -> tuple[Contribution, ...]:
     """Return the contribution of each trajectory to the step's updates.
 
-    own: each trajectory's own share (see `own_shares`) by trajectory id; a missing one counts as 1.
+    own: results of `own_shares` by trajectory id; a missing one counts as 1.
     """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
@@ -439,7 +435,7 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return the share of each member's advantage that remains without any one other member.
+    """Return the share of each member's advantage that depends on no single other member.
 
     For a member i, leave out each other member j in turn, and compute the advantage A_i again. The
     share is the least part of A_i that remains: f_i = min(1, min_{j != i} |A_i without j| / |A_i|).
