@@ -293,7 +293,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Await an operator's call, and record it with its answer or with its Problem."""
+    """Await an operator's call. Record it with its answer, or with the Problem that it raises."""
     try:
         answer = await work
     except Problem as problem:

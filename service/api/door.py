@@ -84,8 +84,8 @@ class Door:
     async def _ask(self, scope: Scope) -> list[Message]:
         """Ask the API whether it accepts a request's headers; return the messages of its refusal.
 
-        The question has the method OPTIONS. The list is empty if the API accepts the headers, or if
-        another application than Rayloom's API answers.
+        The question is the same request with the method OPTIONS. The list is empty if the API
+        accepts the headers, or if another application than Rayloom's API answers.
         """
         asking = {
             **scope,

@@ -139,7 +139,8 @@ class Guards:
 
         If a session's key is refused, return the answer that `app.state.check_session_key` made.
         All other refusals are raised.
-        method: the client's method. It differs from the scope's method, OPTIONS, if `door` asks.
+        method: the client's method. If `door` asks about the request, the scope has OPTIONS
+        instead.
         Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
@@ -284,7 +285,7 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Close the connection of a refused request with a body, because this body stays unread."""
+    """Make the answer close the connection, because the request's body will not be read."""
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer

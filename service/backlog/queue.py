@@ -223,7 +223,6 @@ class SubmissionQueue:
         ]
 
     def _accept(self, accepted: Sequence[Submission]) -> dict[str, PlaceAnswer]:
-        """Add stored submissions to the table in memory, and return their positions by id."""
         places: dict[str, PlaceAnswer] = {}
         for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
             self._table.accept(submission)
@@ -346,7 +345,7 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply that refuses tasks beyond the limits of their API key; None if within.
+        """Return the reply that refuses tasks beyond the limits of their API key, or None.
 
         ahead: new tasks of earlier offers, which count too.
         """
@@ -413,7 +412,7 @@ class SubmissionQueue:
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
-        """Return the states of rows of `SubmissionStore.page`; omit submissions no longer kept."""
+        """Return the states of a page's submissions; omit submissions that are no longer kept."""
         # Submissions that have ended since the rows were read.
         over = await self._ended(
             [name for _, name, ended in rows if ended is None and name not in self._table]

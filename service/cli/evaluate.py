@@ -90,12 +90,12 @@ def run_evaluate(
 ) -> int:
     """Play the tasks, print the results, write the rollouts, and return the exit code.
 
-    stages: display of the start's progress; the caller has begun its first stage. run: the run's
-    directory; None if the user named a configuration instead. checkpoint: a checkpoint's name in
-    the run, or its directory. None plays the run's newest checkpoint, or without a run the
-    configured model. uses_model: play the configured model instead of a checkpoint. set_name: empty
-    for the run's own held-out tasks. num_tasks: number of tasks to play, from the beginning of the
-    set; None plays all. out: file for the rollouts; None uses the default name.
+    run: the run's directory; None if the user named a configuration instead.
+    checkpoint: a checkpoint's name in the run, or its directory. None plays the run's newest
+    checkpoint, or without a run the configured model.
+    uses_model: play the configured model instead of a checkpoint.
+    set_name: a name in evaluation.sets; empty for the run's own held-out tasks.
+    num_tasks: number of tasks to play, from the beginning of the set; None plays all.
     Raises: ConfigError if the arguments are refused; KeyboardInterrupt if a signal arrives. Both
     are raised only before any part of the evaluation starts.
     """
@@ -279,7 +279,7 @@ def _play_and_report(
 async def _play(
     config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, stages: Stages
 ) -> list[Played]:
-    """Start the engines and actors, play the set, write the rollouts, and end all parts.
+    """Start engines and actors, play the set, write the rollouts, and end the engines and actors.
 
     Raises: PolicyUnavailable, ActorLost, WeightError or RayError if a part fails; OSError if the
     rollouts cannot be written.
@@ -334,7 +334,6 @@ async def _play(
 
 
 def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
-    """Load a model, pack its weights as a trainer does, and put the buffers in the object store."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     packed = pack_weights(causal_lm, dtype=dtype, is_kept=True)
     return [replace(group, buffer=ray.put(group.buffer)) for group in packed]

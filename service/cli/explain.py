@@ -86,8 +86,8 @@ def ranked(rows: Sequence[Contribution], by: Order) -> list[Contribution]:
 def describe(found: Explanation, *, by: Order, top: int) -> str:
     """Return the text for a terminal: the notes, a table of groups and a table of trajectories.
 
-    The tables show the rows that are largest by the number that `by` selects. top: maximum number
-    of trajectories.
+    by: the number by which the rows are ordered, largest first. top: maximum number of
+    trajectories.
     """
     step = found.source.step.step
     shown = ranked(found.trajectories, by)[:top]

@@ -119,7 +119,6 @@ async def _all_rescored(
     verifiers: Sequence[ShadowVerifier],
     of_groups: Sequence[ShadowVerifier],
 ) -> list[Rescored]:
-    """Return a journal's trajectories with new rewards; one pool of workers scores all steps."""
     workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
     scored_alone = partial(_is_scored_alone, config.members, config.policies)
     found: list[Rescored] = []

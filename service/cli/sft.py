@@ -110,7 +110,10 @@ def _trained(
     signals: StopSignals,
     stages: Stages,
 ) -> tuple[Path | None, int]:
-    """Train, and return the last checkpoint, None if there is none, and the exit code."""
+    """Train on the chats, and return the last checkpoint and the exit code.
+
+    The checkpoint is None if the training did not finish.
+    """
     training = SftRun(
         config,
         chats,
@@ -215,7 +218,10 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
 
 
 def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[Sample]]) -> None:
-    """Write the configuration and the chats' digest; refuse other chats than before."""
+    """Write the configuration and the digest of the chats.
+
+    A resumed training must have the same chats, so another digest than before is refused.
+    """
     file, digest = run_dir.chats_file, _digest(chats)
     try:
         if file.is_file() and json.loads(file.read_text())["digest"] != digest:

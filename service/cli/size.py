@@ -236,7 +236,7 @@ def _experts(of_token: float, of_experts: int | None) -> str:
 
 
 def _evaluated(config: Config) -> tuple[int, str]:
-    """Return the rollouts of the largest evaluation set, and a note about sets of unknown size."""
+    """Return how many rollouts the largest set has, and a note about sets of unknown size."""
     own = sum(
         member.tasks.evaluation_tasks * member.evaluation.samples
         for member in config.members.values()
@@ -279,7 +279,7 @@ def _parameters(config: Config) -> float:
 
 
 def _architecture(config: Config) -> Any | None:
-    """Return transformers' settings of the model; None if this machine has no config.json of it."""
+    """Return transformers' settings of the model; None if this machine lacks its config.json."""
     directory = Path(config.model.path or "").expanduser()
     if config.model.path is None or not (directory / "config.json").is_file():
         return None
@@ -297,7 +297,6 @@ def _architecture(config: Config) -> Any | None:
 
 
 def _adapter_parameters(config: Config) -> int | None:
-    """Return the number of the adapters' parameters; None without LoRA."""
     lora = config.trainer.lora
     if lora is None:
         return None
@@ -323,7 +322,7 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return the bytes that record one token's experts; None if the architecture is not known."""
+    """Return the bytes that record which experts a token used; None if they are not known."""
     if config.model.path is None:
         return 0
     architecture = _architecture(config)

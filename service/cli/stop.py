@@ -75,7 +75,10 @@ def _run_id(directory: str) -> str:
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """Return supervisors by run id. name: the name of runs, or one run's id; None: all runs."""
+    """Return the supervisors of the requested runs by run id.
+
+    name: the name of runs, or the id of one run; None returns all.
+    """
     found = {}
     for each in list_named_actors(all_namespaces=True):
         run_name = run_name_of(each["name"])

@@ -66,13 +66,13 @@ def run_training(
 ) -> int:
     """Train until the run ends or a signal arrives, and return the exit code.
 
-    stages: display of the start's progress; the caller has begun its first stage. address: the Ray
-    cluster to join; None starts a local one. new_run: directory of a new run; None chooses one.
-    resume: directory of the run to resume; None starts a new run. The caller has checked both
-    directories. checkpoint: with `resume`, the directory name of the checkpoint to return to; empty
-    for the newest. takes_over: resume a run even if another process holds its lease. api: settings
-    for accepting tasks over HTTP; None plays the configuration's own tasks. store: location of a
-    new run's database. trial: selects which of the user's functions are called before the start.
+    address: the Ray cluster to join; None starts a local one.
+    new_run, resume: directory of a new run, or of the run to resume; the caller has checked it. If
+    both are None, a new directory is chosen.
+    checkpoint: with `resume`, the directory name of the checkpoint to return to; empty for the
+    newest.
+    takes_over: resume a run even if another process holds its lease.
+    api: settings for accepting tasks over HTTP; None plays the configuration's own tasks.
     Raises: ConfigError if the run is refused; KeyboardInterrupt if a signal arrives. Both are
     raised only before anything starts.
     """

@@ -175,9 +175,10 @@ def _with_group_rewards(
     task: Task,
     played: Sequence[tuple[float, str]],
 ) -> list[float]:
-    """Return the answers' rewards plus their group scores, without answers that have no score.
+    """Return the rewards of a task's answers, each with its group score added.
 
-    played: reward and text of each answer. Raises: _Unplayed if the group cannot be scored.
+    An answer without a group score is left out. played: reward and text of each answer.
+    Raises: _Unplayed if the group cannot be scored.
     """
     own = [reward for reward, _ in played]
     if not (request.scores_groups and played):
@@ -358,7 +359,7 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
 
 
 async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
-    """Read a reply that the user ends with an empty line. Raises: EOFError if there is no input."""
+    """Read a reply that ends with an empty line. Raises: EOFError if the input has ended."""
     how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
     say(f"\nyour reply, ended by an empty line.{how}")
     lines: list[str] = []
@@ -413,7 +414,6 @@ async def _sampled(
 
 
 def _for_api(message: Message) -> dict[str, Any]:
-    """Return a message in the format of OpenAI's chat completions."""
     found: dict[str, Any] = {"role": message.role.value, "content": message.content}
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id

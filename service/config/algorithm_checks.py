@@ -310,7 +310,7 @@ def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
 
 
 def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
-    """Yield a contradiction if warm-up and decay do not fit into `planned`, which has `updates`."""
+    """Yield a contradiction if warm-up and decay have more updates than the schedule."""
     if planned.kind == "constant":
         return
     assert planned.updates is not None
@@ -321,8 +321,9 @@ def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -
             asked += f" and {section}.schedule.decay_updates {decay}"
         yield (
             f"{asked} with kind {planned.kind}, but the schedule has {planned.updates} updates "
-            f"({section}.schedule.updates, or those of run.steps); expected room for warm-up and "
-            f"decay; set {section}.schedule.updates or run.steps higher, or lower the first"
+            f"({section}.schedule.updates, or the updates of run.steps steps); expected room for "
+            f"warm-up and decay; raise {section}.schedule.updates or run.steps, or lower "
+            f"{section}.warmup_updates"
         )
 
 

@@ -4,9 +4,9 @@ Without these checks, every rank and every engine would fail minutes after the s
 not load the weights: they read only the headers of the weight files and some rows of the output
 head. `service.config.preflight` calls this module.
 
-The checks of what vLLM can serve parse vLLM's source. They read the architectures in its registry,
+To know what vLLM can serve, this module parses vLLM's source: the architectures in its registry,
 and the head sizes that its attention supports on CPU. If vLLM is not installed, or its source has
-another form, these checks refuse nothing; the start of the engine then reports the failure.
+another form, nothing is refused here; then the start of the engine reports the failure.
 """
 
 from __future__ import annotations
@@ -501,10 +501,10 @@ def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Return whether vLLM can run a model that it lacks through transformers' implementation.
+    """Return whether vLLM can run a model with the implementation of transformers.
 
-    It cannot run a mixture of experts: vLLM would replace the experts by its own, but it does not
-    know the model's router.
+    The question arises for models that vLLM does not implement. A mixture of experts cannot run
+    like this: vLLM would replace the experts by its own, but it does not know the model's router.
     """
     kind = _causal_kind(config)
     if any(getattr(config, name, None) for name in _EXPERTS):

@@ -133,9 +133,10 @@ def open_sets(
 ) -> list[EvaluationSet]:
     """Return the sets to evaluate: the run's own held-out tasks, if any, then each named set.
 
-    For a mixture, return one set with the held-out tasks of each part.
+    For a mixture, the held-out tasks of each part are a set with the part's name, and there are no
+    other sets.
 
-    Args: tasks: the run's tasks. model_path, tell: the arguments of `open_tasks`.
+    tasks: the run's tasks. model_path, tell: the arguments of `open_tasks`.
     Raises: ConfigError if a set's tasks cannot be read.
     """
     if isinstance(tasks, MixedTasks):
@@ -251,7 +252,10 @@ def _read(
 def _fitting(
     config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
 ) -> PackedTasks:
-    """Return the tasks whose prompts leave room for an answer; all if only `reset` has prompts."""
+    """Return the tasks whose prompts leave room for an answer.
+
+    Return all tasks if the environment does not build prompts from data.
+    """
     if (first_messages := _first_messages(config)) is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
@@ -294,7 +298,7 @@ def _fitting(
 def _first_messages(
     config: Config,
 ) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
-    """Return the function that builds a task's prompt from its data; None if only `reset` does."""
+    """Return the function that builds a task's prompt from its data; None if there is none."""
     if not config.has_environment:
         return None
     return getattr(maker(config)(), "first_messages", None)

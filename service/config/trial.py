@@ -303,7 +303,7 @@ class _Trials:
                 self.is_done = True
 
     def _late(self, place: str) -> None:
-        """Record the current call as "hung". Raises: ConfigError if no function is called now.
+        """Record the current call as "hung". Raises: ConfigError if there is no current call.
 
         place: the line that the child executes, for the error.
         """
@@ -317,7 +317,7 @@ class _Trials:
         self._lost(self._call, "hung", f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Record the current call as "ended". Raises: ConfigError if no function is called now."""
+        """Record the current call as "ended". Raises: ConfigError if there is no current call."""
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]

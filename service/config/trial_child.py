@@ -216,8 +216,8 @@ def _misspelt(
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
     """Return two answers, each as its text, its description and whether it is a reference answer.
 
-    If the data lack reference answers, they are made up. column: the column with the reference
-    answers; None chooses a column.
+    A made-up answer replaces a reference answer that the data lack. column: the column with the
+    reference answers; None chooses a column.
     """
     found = reference_of(task, column)
     if found is None and column is not None:
@@ -289,7 +289,7 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Call `score_group` with two equal answers; return how it ended, the problem, and 0.0."""
+    """Call `score_group` with two equal answers. Return its fate, the problem and 0.0 as score."""
     try:
         async with closing(environment.close):
             found = await environment.score_group(task.own_copy(), [text, text])

@@ -47,8 +47,8 @@ from service.telemetry.records import StepRecord
 class StepSource:
     """The data from which a step's gradient is recomputed.
 
-    They are the step's journal, its record, and the weights of the newest readable checkpoint from
-    before the step, or of the model from which training started.
+    They are the step's journal, the step's record, and weights from before the step. The weights
+    are those of the newest readable checkpoint, or of the model from which training started.
     """
 
     run: Path

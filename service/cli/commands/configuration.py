@@ -261,7 +261,7 @@ _TINY: dict[str, Any] = {
 
 
 def _sft_tree(*, model: str | None, has_gpu: bool) -> dict[str, Any]:
-    """Return the sections `model` and `trainer`. model: None for the tiny model."""
+    """Return the sections `model` and `trainer` of a configuration of `rayloom sft`."""
     if model is None:
         return {"model": {"tiny": {}}, "trainer": {"num_ranks": 1, "learning_rate": 1e-3}}
     trainer: dict[str, Any] = {"num_ranks": 1, "learning_rate": _SFT_LEARNING_RATE}

@@ -158,7 +158,7 @@ def _day(moment: float) -> str:
 def _opened(run: Path) -> Iterator[RunStore]:
     """Open a run's database for the `with` block. If its format is older, migrate it first.
 
-    Raises: ConfigError, also if it must be migrated while a process holds the run.
+    Raises: ConfigError, also if the database must be migrated while a process holds the run.
     """
     from service.launch.run_dir import RunDir
 
