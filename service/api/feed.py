@@ -93,7 +93,6 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
 
 
 async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedPage:
-    """Return a page of the feed. Raises: Problem if the next entries are no longer kept."""
     page = await run.feed(after=after, limit=limit, sees=sees)
     # 0 means from the oldest entry that is kept.
     if 0 < after < page.oldest - 1:

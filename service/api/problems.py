@@ -110,7 +110,6 @@ def install(app: FastAPI) -> None:
 
 
 def _of_http(error: HTTPException, request: Request) -> Problem:
-    """Convert an error that FastAPI itself raised into a Problem."""
     status, path, headers = error.status_code, shown(request.url.path), error.headers
     if status == HTTPStatus.BAD_REQUEST:
         return _malformed(shown(str(error.__cause__ or error.detail)))

@@ -167,9 +167,10 @@ class SubmissionTable:
         A submission is over when no return to a checkpoint can undo the end of its rollouts. If no
         step took any of its rollouts and all were evicted, it is over earlier: as soon as the
         newest checkpoint contains the evictions. Otherwise the number of such submissions would
-        grow without a limit while no step is trained. This does not apply if the submission was
-        admitted by the event `last_event_seq` or an earlier one. Then its group may be in the queue
-        of an older checkpoint, and a return to this checkpoint would play it again.
+        grow without a limit while no step is trained. The earlier end does not apply to a
+        submission that was admitted by the event `last_event_seq` or an earlier one: its group may
+        be in the queue of an older checkpoint, and a return to this checkpoint would play the group
+        again.
         last_event_seq: number of the newest ledger event that no return to a checkpoint can undo.
         newest_event_seq: number of the newest checkpoint's last event.
         """

@@ -162,7 +162,7 @@ def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
 def move(run: Path, options: StoreOptions) -> str:
     """Move a run's database to another place, and return a sentence about it.
 
-    The move takes a new term of the run, so that no process of an older term writes any more.
+    The move begins a new term of the run, so that processes of older terms can no longer write.
     Raises: ConfigError if the move is refused.
     """
     run_dir = RunDir(path=run)

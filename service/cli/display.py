@@ -102,7 +102,6 @@ class ProgressState:
         return lines
 
     def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
-        """Return a line about the start-up stage that has ended; [] if the run was not starting."""
         if previous is None or previous.phase != "starting":
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]

@@ -121,7 +121,6 @@ def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _shadow_of(journal: OpenJournal, name: str) -> Verify:
-    """Return a function that verifies the trajectories of a step with the named verifier."""
     from service.hacking.shadow import ShadowVerifier  # a second of imports
 
     run_dir = journal.run_dir

@@ -246,7 +246,6 @@ def _digest(chats: Sequence[Sequence[Sample]]) -> str:
 
 
 def _exported(checkpoint: Path, run_dir: RunDir) -> Path:
-    """Write the last checkpoint as a model directory, in place of an earlier export."""
     export = run_dir.path / EXPORT
     aside = run_dir.path / f"{EXPORT}.new"
     shutil.rmtree(aside, ignore_errors=True)

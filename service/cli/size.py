@@ -322,7 +322,7 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return the bytes that record which experts a token used; None if they are not known."""
+    """Return the size of the record of a token's experts; None if the architecture is unknown."""
     if config.model.path is None:
         return 0
     architecture = _architecture(config)

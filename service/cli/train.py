@@ -193,7 +193,6 @@ def _run(
 
 
 def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
-    """Report that a run has no steps left, after its trackers have caught up."""
     move_finished(run_dir)
     with run_dir.looked_into() as store:
         trackers = trackers_of(config, run_dir, run_id=run_id_of(config, run_dir), store=store)

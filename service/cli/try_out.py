@@ -92,7 +92,7 @@ class TryRequest:
 
     @property
     def samples_of_task(self) -> int:
-        """Return how often each task is played: by default once, or GROUP_SIZE times for groups."""
+        """Return how often a task is played; the default is 1, or GROUP_SIZE with group scores."""
         return self.num_samples or (GROUP_SIZE if self.scores_groups else 1)
 
     def check(self) -> None:

@@ -136,7 +136,10 @@ def _check_weights(config: Config) -> Iterator[str]:
 
 
 def _check_blocks(config: Config) -> Iterator[str]:
-    """Yield a contradiction if vLLM refuses the block size on CPU; on a GPU its backend decides."""
+    """Yield a contradiction if vLLM's attention on CPU refuses the block size.
+
+    On a GPU the allowed sizes depend on the backend that vLLM chooses.
+    """
     inference = config.inference
     tokens = inference.block_tokens
     if inference.is_on_cpu and tokens is not None and tokens % CPU_BLOCK_TOKENS:

@@ -515,7 +515,6 @@ def _runs_in_transformers(config: Any, named: set[str]) -> bool:
 
 
 def _causal_kind(config: Any) -> Any:
-    """Return transformers' causal model class for a model's settings; None if there is none."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM._model_mapping.get(type(config), None)

@@ -538,7 +538,6 @@ def _check_call(
     *,
     use: str,
 ) -> None:
-    """Check that a call with these arguments fits the signature."""
     try:
         signature = inspect.signature(called)
     except Exception:  # noqa: BLE001

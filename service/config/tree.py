@@ -43,7 +43,6 @@ from service.inference.settings import InferenceSettings
 
 
 def _given(settings: MemberRollouts | MemberEvaluation) -> dict[str, Any]:
-    """Return a section's settings that are not null, except `outcomes`."""
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values.pop("outcomes", None)
     return {name: value for name, value in values.items() if value is not None}

@@ -1,8 +1,8 @@
 """Call a user's own functions in the child process of a trial.
 
-`trial.py` starts the child. It imports the functions, begins the first task of each environment and
-calls every function twice: with the reference answers of two tasks, or with made-up answers if the
-data have none.
+`trial.py` starts the child. The child imports the functions, begins the first task of each
+environment and calls every function twice: with the reference answers of two tasks, or with made-up
+answers if the data have none.
 """
 
 from __future__ import annotations
@@ -289,7 +289,10 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Call `score_group` with two equal answers. Return its fate, the problem and 0.0 as score."""
+    """Call the environment's `score_group` with two equal answers.
+
+    Returns: how the call ended, the problem in words, and 0.0 in place of a score.
+    """
     try:
         async with closing(environment.close):
             found = await environment.score_group(task.own_copy(), [text, text])

@@ -262,7 +262,6 @@ def _store_options(
 
 
 def _fetch_missing(config: Config, resumed: Path) -> None:
-    """Restore a resumed run's directory from `run.checkpoint_url` if this machine lacks it."""
     if config.run.checkpoint_url is not None:
         from service.launch.remote_run import fetch_missing
         from service.launch.run_dir import RunDir
