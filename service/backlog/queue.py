@@ -104,7 +104,7 @@ class SubmissionQueue:
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
-        # Events of the ledger that are in no checkpoint yet; the feed shows them only after that.
+        # Events of the ledger that no checkpoint contains yet; until then the feed omits them.
         self._unpublished: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:

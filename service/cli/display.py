@@ -90,7 +90,7 @@ class ProgressState:
             lines.append((evaluation_line(evaluation), False))
         lines += [(visible_lines(text), True) for text in status.notices]
         if news := _phase_news(previous, status):
-            # An ending's line follows the last steps; any other line precedes its phase's steps.
+            # The line of an ending follows the steps; the line of another phase precedes them.
             index = len(lines) if status.phase in _ENDINGS else 0
             texts = self._ended_stage(previous, now)
             if status.phase not in _ENDED:

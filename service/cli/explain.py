@@ -22,7 +22,8 @@ from service.inspect.view import advantage, number
 from service.units import plural, visible_text
 
 DEFAULT_TOP = 10
-# Share of the recorded norm. The order of addition alone changes 1e-5 in float32, 1e-2 in bfloat16.
+# The norms agree if they differ by at most this share of the recorded norm. The order of addition
+# alone changes a norm by 1e-5 of it in float32, and by 1e-2 in bfloat16.
 AGREES_WITHIN = 0.02
 _COLUMNS = (
     "trajectory",

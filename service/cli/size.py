@@ -83,8 +83,8 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
     if algorithm.has_critic:
         trained.append(f"{CHECKPOINT_BYTES} x {num:,.0f} parameters of the critic")
         num_trained += num
-    # Number of older checkpoints that are kept for a return to before a collapse of the reward: one
-    # or, if the newest checkpoints span too few steps, also one between it and the newest.
+    # The run keeps an older checkpoint, to return to if the reward collapses. If the newest ones
+    # span too few steps, it also keeps one between the older checkpoint and the newest ones.
     num_old = 1 if run.checkpoint_every * (run.keep_checkpoints - 1) >= MILESTONE_STEPS else 2
     num_kept = run.keep_checkpoints + run.keep_best + num_old + 1
     num_rollouts = algorithm.groups_per_step * algorithm.group_size

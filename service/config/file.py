@@ -302,7 +302,7 @@ def _load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-# A date such as 2026-11-31, or a tag that does not fit its value, raises an error of Python's.
+# For a date such as 2026-11-31, or a tag that does not fit its value, yaml raises Python's errors.
 _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 

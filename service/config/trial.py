@@ -384,7 +384,7 @@ def _remedy(call: Call) -> str:
 def _error_text(call: Call) -> str:
     said = _SAID[call.fate or "broken"]
     found = f"{call.function} {said} {call.text}".replace("  ", " ")
-    # Such a text ends with what is expected, so that the answer would be read as a part of that.
+    # The text of "no number" ends with what was expected, so the answer must come before the text.
     is_before = call.fate == "no number"
     return f"for {call.answer}, {found}" if is_before else f"{found} for {call.answer}"
 
