@@ -73,10 +73,7 @@ TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
 
 
 def _turn_number(name: object) -> object:
-    """Refuse a turn's number that is not in plain digits, such as "+1" or "01".
-
-    Otherwise two keys of a JSON object could mean the same turn.
-    """
+    """Refuse a number such as "+1" or "01", because two keys could then mean the same turn."""
     if isinstance(name, str) and not re.fullmatch(TURN_PATTERN, name):
         raise ValueError(
             "expected a turn's number of at most nine digits, without a sign or leading zeros, "

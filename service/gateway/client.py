@@ -41,10 +41,7 @@ class GatewayClient:
     """
 
     def __init__(self, find_gateway: Callable[[], Awaitable[Any]]) -> None:
-        """Make a client.
-
-        find_gateway: returns the gateway's handle, or raises RunUnavailable if there is none.
-        """
+        """Make a client. `find_gateway` returns the gateway's handle, or raises RunUnavailable."""
         self._find_gateway = find_gateway
         self._actor: Any = None
         self.sessions = cast("Sessions", _RemoteSessions(self))
@@ -100,9 +97,9 @@ class GatewayClient:
 
 
 class _RemoteSessions:
-    """Calls any method of the gateway's `Sessions`, by the same name.
+    """The gateway's `Sessions`, called remotely under the same method names.
 
-    A method that is not defined here is tried only once; the others retry if the gateway dies.
+    A method that is defined here is tried again if the gateway dies; any other is tried once.
     """
 
     def __init__(self, gateway: GatewayClient) -> None:
@@ -163,9 +160,9 @@ class _RemoteSessions:
 
 
 class _RemoteUploads:
-    """Calls any method of the gateway's `Uploads`, by the same name.
+    """The gateway's `Uploads`, called remotely under the same method names.
 
-    A method that is not defined here is tried only once; `generate` retries if the gateway dies.
+    `generate` is tried again if the gateway dies; any other method is tried once.
     """
 
     def __init__(self, gateway: GatewayClient) -> None:

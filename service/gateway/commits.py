@@ -131,9 +131,9 @@ class GroupCommit:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Write changes until the queue is empty. Raises: only unexpected errors (defects).
+        """Write changes until the queue is empty.
 
-        LeaseLost and StoreError are stored in `failure` instead.
+        LeaseLost and StoreError are not raised, but stored in `failure`.
         """
         batch: list[_Entry] = []
         try:

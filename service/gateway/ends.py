@@ -138,9 +138,8 @@ def _is_ended_by(
 ) -> bool:
     """Return whether the refusal of a request was the last event of the judged conversation.
 
-    Args: refusal: a refusal because of a limit. counted: the trained turns. judged: the turn that
-    gets the session's reward. named: number of the turn to which the client gave the reward; None
-    if the client named no turn.
+    counted: the trained turns. judged: the turn that gets the session's reward. named: number of
+    the turn to which the client gave the reward; None if the client named no turn.
     """
     if refusal.num_turns is None:
         return True
@@ -372,10 +371,10 @@ def trajectory_of(
 def _final_outcome(
     trajectory: Trajectory, end: SessionEnd, oldest_version: int
 ) -> tuple[Outcome, str]:
-    """Return the outcome of a session's trajectory, and the reason for it, a text for people.
+    """Return a trajectory's outcome, and a text with the reason.
 
-    This is the session's outcome, unless a token was sampled by a policy version older than
-    `oldest_version`; a missing reward counts first. end: the session's end, settled.
+    The outcome is STALE if a token's policy version is too old, unless the reward is missing.
+    Otherwise it is the session's own outcome.
     """
     versions = trajectory.versions
     is_missing = end.outcome is Outcome.REWARD_ERROR and end.reward is None
@@ -386,7 +385,7 @@ def _final_outcome(
 
 
 def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
-    """Return the first turns of all conversations, by the first user text in their messages."""
+    """Group the first turns of all conversations by their first user text."""
     found: dict[str, list[Node]] = {}
     for root in nodes:
         if root.parent is None and (texts := user_texts(root.turn.new_messages)):
@@ -397,7 +396,7 @@ def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
 def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]]) -> bool:
     """Return whether a turn only made a title for another conversation, which then continued.
 
-    topics: the first turns of conversations, by their first user text.
+    topics: the result of `_topics_of`.
     """
     if not node.is_alone or _is_quoting(node, nodes) or _is_used(node, nodes):
         return False
@@ -411,10 +410,9 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 def _starts_over(node: Node, root: Node) -> bool:
     """Return whether the conversation that begins with `root` repeats the single turn `node`.
 
-    This is true in two cases. In the first case, both have the same tools, and the messages of
-    `root` begin with the messages of `node`, followed by nothing or by an assistant message. In the
-    second case, an assistant message of `root` quotes the reply of `node`, which the client may
-    have rewritten.
+    This is so if `root` has the same tools and its messages begin with those of `node`, followed by
+    nothing or by an assistant message. It is also so if an assistant message of `root` quotes the
+    reply of `node`.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -428,8 +426,8 @@ def _starts_over(node: Node, root: Node) -> bool:
 def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether a turn may only have made a title for an earlier conversation.
 
-    This is so if the turn is the only one of its conversation, was offered no tools and quotes no
-    sampled reply, and its messages contain the first user text of an earlier conversation.
+    The turn must be alone (`Node.is_alone`) and quote no reply. Its messages must contain the first
+    user text of the earlier conversation.
     """
     if not node.is_alone or _is_quoting(node, nodes):
         return False
@@ -450,10 +448,7 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _is_continuing(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether a turn's conversation has another turn, or quotes an earlier reply.
-
-    Auxiliary turns of the conversation do not count as another turn.
-    """
+    """Return whether a turn's conversation has another turn of the task, or quotes a reply."""
     return node.parent is not None or node.root.num_of_task > 1 or _is_quoting(node.root, nodes)
 
 
@@ -465,10 +460,6 @@ def _is_quoting(root: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _newest_quoted(messages: Sequence[Message], nodes: Sequence[Node]) -> Node | None:
-    """Return the newest of the turns whose replies the messages quote, whole or in part.
-
-    Return None if the messages quote no reply.
-    """
     prompt = PromptText(messages)
     found = (node for node in reversed(nodes) if prompt.quotes(node.reply))
     return next(found, None)

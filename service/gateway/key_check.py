@@ -39,10 +39,6 @@ class SessionKeyCheck:
     """The check of the session key in a request; `service.api.guards.CheckSessionKey` calls it."""
 
     def __init__(self, check_key: Callable[[str, str], Awaitable[None]], callers: Callers) -> None:
-        """Make the check.
-
-        Args: check_key: `Sessions.check_key`. callers: the holders of named keys.
-        """
         self._check_key, self._callers = check_key, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:
@@ -100,13 +96,11 @@ def unknown_session(name: str) -> Refused:
 
 
 def _name_in(path: str) -> str:
-    """Return the name of the session in a path, or an empty string if the path has none."""
     found = _BOUND.match(path) or _ENDING.match(path)
     return found[1] if found else ""
 
 
 def _answer(path: str, headers: Headers, refused: Refused) -> Response:
-    """Return a refusal as the clients of a path expect it: a problem, or a dialect's error."""
     if path.startswith("/api/") or "/v1/" not in path:
         return problem_response(as_problem(refused), instance=path)
     return JSONResponse(

@@ -20,7 +20,7 @@ class ReplyText:
     """A sampled reply, and the parts of it that are searched for in later prompts."""
 
     def __init__(self, message: Message, history: Callable[[], Sequence[Message]]) -> None:
-        """Keep a reply. history: returns the messages of the prompt from which it was sampled."""
+        """Store a reply. `history` returns the messages of the prompt from which it was sampled."""
         self.message, self._history = message, history
 
     @cached_property
@@ -129,5 +129,4 @@ def _has_words(whole: str, text: str) -> bool:
 
 
 def _joins(left: str, right: str) -> bool:
-    """Return whether two adjacent characters are in one word: both are ASCII letters or digits."""
     return all(each.isascii() and each.isalnum() for each in (left, right))

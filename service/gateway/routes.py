@@ -280,11 +280,7 @@ async def answer_or_problem(work: Awaitable[Answer]) -> Answer:
 
 
 def _shown(name: str, view: StoredSession | None, caller: Caller) -> SessionAnswer:
-    """Return the answer that shows a session's state.
-
-    name: the session's id in the request. view: the session; None if it does not exist. Raises:
-    Problem if it does not exist.
-    """
+    """Return the answer that shows a session's state. Raises: Problem (404) if `view` is None."""
     if view is None:
         raise Problem(
             404,
@@ -305,8 +301,7 @@ def _add_agents_route(
 ) -> None:
     """Add a route of a dialect twice: with the session in the path, and without it.
 
-    If the path has no session, a header or the key names it. Args: answer: called with the request
-    and the session's name. description: the route's `openapi_extra`.
+    If the path has no session, a header or the key names it.
     """
 
     async def bound(request: Request, name: str) -> Response:
@@ -442,8 +437,7 @@ async def _read_call(
 ) -> tuple[ChatCall, AnswerStyle]:
     """Read a request for a turn, and the form in which the client wants the answer.
 
-    name: the session's name. defaults: values for parameters that the body leaves out. Raises:
-    Refused.
+    defaults: values for parameters that the body leaves out.
     """
     key = sent_key(request.headers)
     # Do not use `body()`, which keeps the body as long as the request: a turn may take minutes.
@@ -463,7 +457,7 @@ async def _read_call(
 
 
 class _Stream(StreamingResponse):
-    """A stream of heartbeats until the turn has been sampled, and then of the turn's events."""
+    """A stream that sends heartbeats until the turn is sampled, and then the turn's events."""
 
     def __init__(
         self,
@@ -512,7 +506,6 @@ async def _until_gone(request: Request) -> None:
 
 
 async def _parsed(body: bytes) -> object:
-    """Parse a JSON body. Raises: Refused."""
     try:
         if len(body) > THREAD_BYTES:
             return await asyncio.to_thread(_decoded, body)
@@ -525,7 +518,6 @@ async def _parsed(body: bytes) -> object:
 
 
 def _decoded(body: bytes) -> object:
-    """Decode a JSON body. Raises: Refused if an object has a key twice; msgspec's own errors."""
     found: object = msgspec.json.decode(body)
     if (key := repeated_key(body)) is not None:
         raise Refused(RefusalCode.INVALID_REQUEST, f"the body: {repeated_text(key)}")
@@ -539,5 +531,4 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
 
 
 def _session_of(headers: Mapping[str, str]) -> str:
-    """Return the name of the session from a request's header, or else from its key."""
     return headers.get(SESSION_HEADER) or session_of_key(sent_key(headers))

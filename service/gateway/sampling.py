@@ -98,9 +98,8 @@ class TurnRates:
     def __init__(
         self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
     ) -> None:
-        """Start with no turns counted.
-
-        default_limits: used for each limit that a key itself does not set. now: returns seconds.
+        """Start with no turns counted. A limit that a key does not set is taken from
+        `default_limits`.
         """
         self._keys = keys
         self._default_limits = default_limits
@@ -177,7 +176,7 @@ class Sampler:
         rates: TurnRates,
         now: Callable[[], float],
     ) -> None:
-        """Store what sampling needs. rates: limits of the keys. now: returns seconds since 1970."""
+        """Make a sampler. now: returns seconds since 1970."""
         self._renderer = renderer
         self._engine = engine
         self._background = background
@@ -239,10 +238,10 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the number of characters of the new messages if they cannot fit into the context.
+        """Return the new messages' number of characters if they cannot fit into the context.
 
-        Otherwise return 0. Messages that cannot fit are not tokenized: millions of tokens would
-        delay all other sessions.
+        Otherwise return 0. Such messages are not tokenized: millions of tokens would delay all
+        other sessions.
         """
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
@@ -260,7 +259,6 @@ class Sampler:
     def _request(
         self, pending: PendingTurn, prompt: Prompt, session: StoredSession, tree: SessionTree
     ) -> GenerateRequest:
-        """Make the request for the engine. Raises: Refused if the prompt fills the context."""
         call, place = pending.call, pending.place
         parent = None if place.parent is None else tree.turn(place.parent)
         room = self._max_context_tokens - prompt.token_ids.shape[0]
@@ -410,15 +408,12 @@ def _shown(
     """Return the message that the client gets, whether it is malformed, and what cut its text.
 
     The message is malformed if a call is unreadable, has arguments that are not a JSON object, or
-    names an undeclared tool. The third value is the stop string before which the text was cut, or
-    an empty string if it was not cut; after a cut no calls are shown, because they come later.
+    names an undeclared tool. All readable calls are shown, even of an undeclared tool, so that the
+    agent can report the error to its model. If calls are malformed and none is readable, the text
+    is shown as it was sampled.
 
-    All readable calls are shown, even of an undeclared tool, so that the agent can report the error
-    to its model. If calls are malformed and none is readable, the text is shown as it was sampled.
-
-    Args: text: the decoded reply, without its end tokens. parsed: the parsed reply; None if it was
-    not parsed. turn_id: used to make ids for calls to which the parser gave none. stop: stop
-    strings.
+    The third value is the stop string that cut the text, or an empty string. After a cut no calls
+    are shown, because they come later. text: the decoded reply, without its end tokens.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)
@@ -468,11 +463,6 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
 
 
 def _stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
-    """Return the reason that the client sees for the end of a reply.
-
-    It is "length" if the reply reached its maximum length, "calls" if the message calls tools, and
-    otherwise "stop".
-    """
     if finish_reason is FinishReason.LENGTH:
         return "length"
     return "calls" if message.call_texts else "stop"

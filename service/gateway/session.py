@@ -72,10 +72,10 @@ class Session:
         now: Callable[[], float],
         leaves_titles_out: bool,
     ) -> None:
-        """Rebuild the state of a stored session from its record and its turns.
+        """Rebuild the state of a stored session.
 
-        Args: turns: in the order of their numbers. now: returns seconds since 1970.
-        leaves_titles_out: whether turns that only make a title for a conversation are not trained.
+        turns: in the order of their numbers. now: returns seconds since 1970. leaves_titles_out: as
+        in `SessionTree`.
         """
         self.stored = stored
         self.tree = SessionTree(stored.id, leaves_titles_out=leaves_titles_out)
@@ -144,12 +144,11 @@ class Session:
                     self._over.set()
 
     def _note(self, change: Change) -> None:
-        """Apply a change in memory, and queue it for the store without waiting."""
         self.apply(change)
         self._commits.add(change)
 
     async def _commit(self, change: Change) -> None:
-        """Store a change, and wait until it is durable; do not apply it. Raises: Refused."""
+        """Store a change, and wait until it is durable. Do not apply it in memory."""
         try:
             await self._commits.commit(change)
         except (StoreAway, StoreError) as error:
@@ -158,7 +157,6 @@ class Session:
             raise Refused(RefusalCode.SESSION_CLOSED, str(error)) from error
 
     async def _add(self, turn: SessionTurn) -> None:
-        """Add a sampled turn in memory, and store it. Raises: Refused."""
         # No request can continue this turn, or get it as answer, before it is stored: until then
         # the request for it is in progress.
         change = TurnAdded(session_id=self.stored.id, turn=turn)
@@ -177,27 +175,23 @@ class Session:
         self._metrics.commit_seconds.observe(time.monotonic() - began)
 
     def _see(self, number: int) -> Coroutine[Any, Any, None]:
-        """Mark an unseen turn as seen, since a client gets it now.
+        """Mark an unseen turn as seen, because a client gets it now.
 
-        The mark is set in memory at once; the returned coroutine stores it. Raises: Refused, when
-        the coroutine is awaited.
+        The mark is set in memory at once. The returned coroutine stores it.
         """
         change = self._marked(number, is_unseen=False)
         self.apply(change)
         return self._commit(change)
 
     def _hide(self, number: int) -> None:
-        """Mark a turn as unseen, since no client received it."""
+        """Mark a turn as unseen, because no client received it."""
         self._note(self._marked(number, is_unseen=True))
 
     def _marked(self, number: int, *, is_unseen: bool) -> TurnMarked:
         return TurnMarked(session_id=self.stored.id, number=number, is_unseen=is_unseen)
 
     def _hit_limit(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
-        """Record that a request is refused because of a limit; ignore auxiliary requests.
-
-        num_turns: number of the session's turns at the refusal.
-        """
+        """Record that a limit refused a request when the session had `num_turns` turns."""
         if call.request.is_auxiliary:
             return
         before, followed = self.stored.limit_refusal, follows(self.tree, place)
@@ -207,7 +201,6 @@ class Session:
             self._note(LimitReached(session_id=self.stored.id, refusal=refusal))
 
     async def _store_end(self, end: SessionEnd) -> None:
-        """Store the session's end, with or without its reward. Raises: Refused."""
         end = replace(settled(end, self.tree), totals=totals_of(self.tree))
         change = SessionEnded(session_id=self.stored.id, end=end)
         while True:
@@ -296,10 +289,6 @@ class Session:
             self._hide(number)
 
     def _accept_request(self) -> None:
-        """Record the time of an agent's request.
-
-        Raises: Refused if the session has ended or is not claimed yet.
-        """
         if not self.is_live:
             raise closed(self.stored)
         if not self.stored.is_taken:
@@ -311,7 +300,6 @@ class Session:
         self._last_request_at = self._now()
 
     async def _until_admitted(self, deadline_at: float) -> None:
-        """Wait until the session is admitted. deadline_at: event loop's time. Raises: Refused."""
         try:
             async with asyncio.timeout_at(deadline_at):
                 await self._admitted.wait()
@@ -324,13 +312,12 @@ class Session:
             raise closed(self.stored)
 
     async def _place(self, request: ChatRequest) -> Place:
-        """Find the turn that a request continues. Raises: Refused."""
         return self.tree.find(request, await self._background.compute(request_keys, request))
 
     def _under_way(self, call: ChatCall, digest: str) -> PendingTurn | None:
-        """Return the turn that is being sampled for the same request, or None if none is.
+        """Return the turn that is being sampled for the same request.
 
-        Raises: Refused if another request in progress has the same idempotency key.
+        Raises: Refused if a different request in progress has the same idempotency key.
         """
         if (same := self._pending.get(call.request_id)) is not None:
             return same
@@ -352,7 +339,7 @@ class Session:
         return None
 
     def _begin(self, call: ChatCall, place: Place, *, deadline_at: float) -> PendingTurn:
-        """Begin to sample a turn. deadline_at: in the event loop's time. Raises: Refused."""
+        """Begin to sample a turn. deadline_at: by the event loop's clock."""
         if not self.is_live:
             raise closed(self.stored)
         self._sampler.rates.take(self.stored.key_name)
@@ -373,7 +360,6 @@ class Session:
         return pending
 
     async def _sample(self, pending: PendingTurn) -> SessionTurn:
-        """Sample a turn and store it. Raises: Refused."""
         try:
             new = await self._sampler.sample(pending, self.stored, self.tree)
         except Refused as refused:
@@ -391,12 +377,11 @@ class Session:
         return new
 
     def _num_begun(self) -> int:
-        """Return the number of the session's turns, including those that are being sampled."""
         waiting = (each for each in self._pending.values() if not each.is_committing)
         return self.tree.num_turns + sum(1 for _ in waiting)
 
     async def _show(self, turn: SessionTurn) -> ChatReply:
-        """Return a stored turn as a reply, after storing that a client sees it. Raises: Refused."""
+        """Return a stored turn as a reply, after storing that a client sees the turn."""
         number = turn.number
         if turn.is_unseen:
             if not self.is_live:
@@ -545,16 +530,11 @@ class Session:
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
         """End the session, or wait if an equal request is ending it.
 
-        is_stated: whether the client states the outcome; if not, the turns decide. Raises: Refused.
+        is_stated: whether the client states the outcome; if not, the turns decide.
         """
         await self._end_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
 
     async def _cancel_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
-        """Cancel turns that are being sampled, wait until the sampled ones are stored, and store
-        the session's end.
-
-        is_stated: whether the client states the outcome. Raises: Refused.
-        """
         self._cancel_unsampled()
         tasks = [pending.task for pending in self._pending.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -569,8 +549,8 @@ class Session:
     async def _end_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
         """Run the work that stores an end or a late reward, or wait if equal work is in progress.
 
-        digest: digest of the client's `Finish`; empty for a discard or a time limit. Work with the
-        same digest is equal. Raises: Refused if different work is in progress; errors of `work`.
+        digest: the digest of the client's `Finish`; empty for a discard or a time limit. Equal work
+        has the same digest. Raises: Refused if different work is in progress; errors of `work`.
         """
         ending = self._ending
         if ending is not None:
@@ -591,7 +571,6 @@ class Session:
             await self._end_once("", self._store_end(end))
 
     def _cancel_unsampled(self) -> None:
-        """Cancel the turns that are being sampled; turns that are being stored continue."""
         for pending in self._pending.values():
             if not pending.is_committing:
                 pending.task.cancel()

@@ -69,8 +69,7 @@ class Sessions:
     ) -> None:
         """Read the named keys, and start without sessions in memory.
 
-        Args: read_keys: reads the run's named keys from its store. now: returns seconds since 1970.
-        Raises: StoreError.
+        now: returns seconds since 1970. Raises: StoreError.
         """
         self._settings = settings
         self._store = store
@@ -312,10 +311,6 @@ class Sessions:
     # -- finding sessions ---------------------------------------------------------------------
 
     async def _find(self, name: str) -> Session | None:
-        """Return a session from memory or the store, or None if it does not exist.
-
-        Raises: Refused if the store does not answer.
-        """
         task = self._sessions.get(name)
         if task is None:
             task = self._sessions[name] = self._background.begin(self._load(name))
@@ -345,24 +340,17 @@ class Sessions:
         )
 
     def _forget(self, name: str) -> None:
-        """Drop a session from memory; its next call loads it from the store."""
         self._sessions.pop(name, None)
 
     async def _shown(self, name: str, sees: str | None) -> Session | None:
-        """Return a session, or None if it does not exist or another tenant owns it.
-
-        sees: the tenant that must own the session; None: any tenant. Raises: Refused.
-        """
+        """Return a session that the tenant `sees` owns. None allows any tenant."""
         session = await self._find(name)
         if session is None or not may_see(sees, session.stored.tenant):
             return None
         return session
 
     async def _of_submission(self, submission_id: str, sees: str | None) -> list[Session]:
-        """Return the sessions of a group; none if it does not exist or another tenant owns it.
-
-        sees: the tenant that must own the group; None: any tenant. Raises: Refused.
-        """
+        """Return a group's sessions that the tenant `sees` owns. None allows any tenant."""
         try:
             stored = await asyncio.to_thread(self._store.of_submission, submission_id)
         except StoreError as error:
@@ -373,8 +361,7 @@ class Sessions:
     async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> Session:
         """Return a session after checking that the caller may end and reward it.
 
-        client: the caller, if it sent a named key. If None, `key_digest` must be the digest of the
-        session's reward key. Raises: Refused.
+        client: the caller, if it sent a named key. If None, the session's reward key is checked.
         """
         if client is None:
             return await self._of_key(name, key_digest, wanted="reward")
@@ -386,11 +373,11 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return a session after checking that the caller sent one of the session's two keys.
+        """Return a session after checking that the caller sent the session's agent or reward key.
 
         wanted: the key that the call needs, "agent" or "reward". An unknown session and a wrong key
-        are refused with the same text, so that a caller without a key does not learn whether the
-        session exists. Raises: Refused.
+        get the same error, so that a caller without a key does not learn whether the session
+        exists.
         """
         if key_digest == NO_KEY:
             raise Refused(
@@ -446,12 +433,11 @@ class Gateway:
         run_id: str,
         term: int,
     ) -> None:
-        """Connect to the store and load the tokenizer.
+        """Connect to the store and load the tokenizer. Raises: StoreError.
 
-        Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
-        run_id: names the endpoint of the gateway's metrics. term: number of the supervisor's
-        current lease on the run; the store accepts changes only with this number. Raises:
-        StoreError.
+        tokenizer_path: a directory or hub name. run_id: names the endpoint of the gateway's
+        metrics. term: number of the supervisor's lease on the run; the store refuses changes of an
+        older lease.
         """
         store = RunStore(database_url)
         self._run_id, self._actor_id = run_id, actor_id

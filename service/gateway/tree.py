@@ -362,10 +362,10 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether the turn `node` cannot answer a request that is marked as a retry.
+        """Return whether a turn cannot be the answer to a request that is marked as a retry.
 
-        This is so if a client has already sent the turn's reply back, or if the request has another
-        idempotency key than the turn.
+        This is so if a client has sent the turn's reply back already, or if the retry has another
+        idempotency key.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
@@ -395,10 +395,8 @@ class SessionTree:
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
         """Return the turn whose reply is the last sampled message of a conversation.
 
-        Messages after this reply were not sampled in this session. Return several turns if their
-        conversations have equal texts up to the reply. Return no turn if no message was sampled.
-        Args: links: the links of the conversation's messages. tools: if given, ignore turns whose
-        tools have another key.
+        Return several turns if their conversations have equal texts up to the reply, and none if no
+        message was sampled. tools: if given, ignore turns whose tools have another key.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -409,7 +407,7 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: Node | None
     ) -> tuple[Message, ...]:
-        """Return the tree's copies of a client's messages, with the tree's own ids of calls."""
+        """Replace messages by the tree's copies, if it has any, with the tree's ids of calls."""
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []
@@ -470,7 +468,6 @@ class SessionTree:
 
 
 def _has_new_instructions(request: ChatRequest, named: Node) -> bool:
-    """Return whether a request replaces the instructions of the conversation that it continues."""
     if request.instructions is None:
         return False
     history = named.history()
@@ -481,7 +478,6 @@ def _has_new_instructions(request: ChatRequest, named: Node) -> bool:
 
 
 def _with_instructions(request: ChatRequest, named: Node) -> tuple[Message, ...]:
-    """Return the messages up to a turn, with the request's instructions instead of earlier ones."""
     history = named.history()
     return (*_instructions(request), *history[_num_instructions(named, history) :])
 
@@ -492,16 +488,14 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
 
 
 def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
-    """Return 1 if the history's first message came from a request's `instructions`, otherwise 0."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
-    """Return whether the conversation that a request begins has instructions as its first message.
+    """Return whether the conversation that a request begins has instructions at its start.
 
-    If the request has no field `instructions`, those of the named turn's conversation are used.
-    named: the turn that the request names as its previous turn, or None. A request that names a
-    turn still begins a conversation if it has new instructions or new tools.
+    A request without the field `instructions` keeps those of the turn that it names. A request may
+    name a turn and still begin a conversation, with new instructions or new tools.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed
@@ -525,10 +519,10 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | None:
     """Choose, among turns with equal texts, the turn that a client continues; None if ambiguous.
 
-    First keep the turns whose calls have the ids that the client sends back. Of these, keep the
-    turns whose reasoning the client sends back. Of these, keep the turns that a client received. A
-    criterion that no turn meets is skipped. If all remaining turns have the same token ids, return
-    the newest; otherwise the choice is ambiguous.
+    First keep the turns whose calls have the ids that the client sends back. Then keep the turns
+    whose reasoning the client sends back. Then keep the turns that a client received. A criterion
+    that no turn meets is skipped. If all remaining turns have the same token ids, return the
+    newest; otherwise the choice is ambiguous.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None

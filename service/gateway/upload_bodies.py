@@ -205,9 +205,7 @@ def _of_validation(text: str) -> Problem:
 
 
 def _parts(place: str) -> list[int | str]:
-    """Split a path in msgspec's form. Example: $.trajectories[0].reward -> ["trajectories", 0,
-    "reward"].
-    """
+    """Split msgspec's path. Example: $.samples[0].reward -> ["samples", 0, "reward"]"""
     parts = re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", place)
     return [shown(name) if name else int(n) if n.isdecimal() else n for name, n in parts]
 

@@ -96,10 +96,6 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
 
 
 def _check_order(samples: Sequence[Sample]) -> None:
-    """Check that the turns have indices 0 to n - 1 in ascending order, or no indices at all.
-
-    Raises: Violation.
-    """
     indices = [turn.index for each in samples for turn in each.turns]
     if all(index == NO_VERSION for index in indices):
         return
@@ -121,9 +117,8 @@ def _check_order(samples: Sequence[Sample]) -> None:
 def _check_duplicates(samples: Sequence[Sample]) -> None:
     """Check that no token would be trained twice.
 
-    Two samples may have a turn with the same tokens after the same prompt. If both samples train
-    some of these tokens, and with equal log-probabilities, they contain one and the same turn.
-    Raises: Violation in this case.
+    Two samples may contain the same turn: the same tokens after the same prompt. This is a
+    violation if both samples train some of these tokens with equal log-probabilities.
     """
     ends = sorted({turn.end for each in samples for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
@@ -155,16 +150,15 @@ def _check_duplicates(samples: Sequence[Sample]) -> None:
 
 
 def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
-    """Return whether a token position is inside of one of a sample's turns, and not at a border."""
+    """Return whether a token position is inside one of the turns, and not at a border."""
     before = bisect_left(turns, position, key=lambda turn: turn.start)
     return before > 0 and turns[before - 1].end > position
 
 
 def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
-    """Return whether a turn that two samples contain was sampled only once.
+    """Return whether two samples contain the same sampled turn, and not only equal token ids.
 
-    This is so if the log-probabilities of the tokens that both samples train are equal. turn: a
-    turn with equal token ids in both samples.
+    This is so if the log-probabilities of the tokens that both samples train are equal.
     """
     versions = left.versions[turn.tokens], right.versions[turn.tokens]
     trained = (versions[0] != NO_VERSION) & (versions[1] != NO_VERSION)
@@ -173,7 +167,6 @@ def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
 
 
 def _is_rewarded(body: TrajectoryBody) -> bool:
-    """Return whether the body has a reward; a reward of 0 counts as one."""
     has_token_rewards = any(each.token_rewards is not None for each in body.samples)
     return (
         body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards
@@ -181,7 +174,7 @@ def _is_rewarded(body: TrajectoryBody) -> bool:
 
 
 def _rewarded(body: TrajectoryBody, samples: Sequence[Sample]) -> list[tuple[TurnSpan, ...]]:
-    """Return the turns of each sample, with their indices and rewards. Raises: Violation."""
+    """Return the turns of each sample, with their indices and rewards."""
     spans = [turn for each in samples for turn in each.turns]
     if spans[0].index == NO_VERSION:
         spans = [msgspec.structs.replace(turn, index=i) for i, turn in enumerate(spans)]
@@ -219,10 +212,7 @@ def _rewarded(body: TrajectoryBody, samples: Sequence[Sample]) -> list[tuple[Tur
 
 
 def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
-    """Return the reward of each turn, by its number. Raises: Violation.
-
-    The last turn also gets the reward of the whole trajectory.
-    """
+    """Return each turn's reward by its number. The last turn also gets the trajectory's reward."""
     named: Mapping[str, Mapping[Any, float]] = {
         "reward": {} if body.reward is None else {"reward": body.reward},
         "components": body.components,
@@ -249,10 +239,7 @@ def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
 
 
 def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
-    """Return each turn's sum of token rewards, or None if no sample has token rewards.
-
-    Raises: Violation if only some samples have token rewards.
-    """
+    """Return each turn's sum of token rewards, or None if no sample has token rewards."""
     if all(each.token_rewards is None for each in samples):
         return None
     sums = []
@@ -271,9 +258,9 @@ def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | 
     """Return a copy of a sample that states from which sample it branches off, and why.
 
     The parent is the earlier sample that shares the longest prefix with the sample's first prompt;
-    of several, the newest. Tokens of an earlier sample that did not exist yet when this prompt was
-    sent are not compared. `SampleBuilder` chooses the parent by the same rule.
-    stated: the reason that the client gave; None derives the reason from the token ids.
+    of several, the newest. Tokens that did not exist yet when this prompt was sent are not
+    compared. `SampleBuilder` chooses the parent by the same rule. stated: the client's reason; None
+    derives the reason from the token ids.
     """
     if not earlier:
         return sample
@@ -299,15 +286,11 @@ def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | 
 
 
 def _known_before(sample: Sample, index: int) -> int:
-    """Return the number of a sample's tokens that existed when turn `index` was sampled."""
+    """Return how many of a sample's tokens existed when turn `index` was sampled."""
     return max(turn.end for turn in sample.turns if turn.index < index)
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> str:
-    """Return metadata as JSON text with sorted keys.
-
-    Raises: Violation if the metadata is not valid JSON or is nested too deep.
-    """
     try:
         if is_deeper(metadata, MAX_DEPTH):
             raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")

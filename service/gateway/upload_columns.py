@@ -288,7 +288,7 @@ def _integers(
 
 
 def _floats(value: list[float] | Packed, name: str, length: int, fail: Fail) -> LogProbs:
-    """Return a column of numbers as [T] float32; numbers too large for float32 become infinite."""
+    """Return a column as [T] float32; numbers too large for float32 become infinite."""
     if isinstance(value, Packed):
         if value.dtype != "<f4" or value.shape is not None:
             raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, "<f4"))

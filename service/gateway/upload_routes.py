@@ -127,10 +127,7 @@ class UploadAnswer(StrictBody):
 
 
 def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the OpenAPI text for a body in JSON or MessagePack.
-
-    FastAPI cannot derive it, because the body's type is msgspec's. kind: the type of the body.
-    """
+    """Return the OpenAPI text of a body, which FastAPI cannot derive from msgspec's type."""
     (reference,), definitions = msgspec.json.schema_components([kind])
     schema = _inlined(reference, definitions)
     content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}
@@ -138,10 +135,7 @@ def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Return a JSON schema with each `$ref` replaced by its definition.
-
-    No definition may refer to itself.
-    """
+    """Replace each `$ref` in a JSON schema by its definition, which may not refer to itself."""
     if isinstance(schema, list):
         return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, dict):
@@ -282,7 +276,6 @@ def _add_generate(app: FastAPI, port: Uploads, settings: HttpSettings) -> None:
 def _read_upload(
     raw: bytes, packed: bool, facts: PolicyFacts, settings: HttpSettings, caller: Caller
 ) -> tuple[list[Upload], list[GroupPolicy]]:
-    """Read and check an upload. Raises: Problem, with up to MAX_ERRORS violations."""
     body = decode_body(raw, UploadBody, packed=packed)
     if body.tokenizer_fingerprint != facts.tokenizer_fingerprint:
         raise Problem(
@@ -318,10 +311,6 @@ def _read_upload(
 
 
 def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) -> list[GroupPolicy]:
-    """Return the rules of the body's groups, which decide when each group is complete.
-
-    Raises: Problem.
-    """
     twice = [name for name, count in Counter(each.id for each in body.groups).items() if count > 1]
     if twice:
         raise Problem(
@@ -341,10 +330,7 @@ def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) ->
 
 
 def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
-    """Return an HTTP problem (422) that lists all violations.
-
-    found: the violations, each with the position of its trajectory in the request's body.
-    """
+    """Make one problem (422) of all violations, each with its trajectory's position in the body."""
     errors = [
         {
             "loc": ["body", *place, *violation.place],
@@ -359,11 +345,7 @@ def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Proble
 
 
 async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Call `work` and return its result. Use a thread if the body is large.
-
-    In the event loop a large body would delay other requests. raw: the body; only its length is
-    used.
-    """
+    """Call `work`, in a thread if the body `raw` is so large that it would delay other requests."""
     if len(raw) > THREAD_BYTES:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)

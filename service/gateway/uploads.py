@@ -52,10 +52,7 @@ class Uploads:
         make_policy: Callable[[], PolicyClient],
         count_turn: Callable[[str], None],
     ) -> None:
-        """Keep the store and the engine client that the methods use.
-
-        count_turn: counts a turn in the rate limit of the named key; raises Refused at the limit.
-        """
+        """Store the parts. `count_turn` raises Refused at the limit of the named key."""
         self._settings = settings
         self._facts = policy_facts(settings, renderer)
         self._store = store

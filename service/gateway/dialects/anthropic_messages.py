@@ -162,9 +162,7 @@ def read(
 
 
 def _continued(value: object) -> str:
-    """Return the id of the turn that a thread continues; empty if the thread begins with this
-    request.
-    """
+    """Return the id of the turn that a thread continues; empty if the thread is new."""
     thread = {"type": "create"} if value is None else read_object(value, "thread")
     found = read_text(thread.get("type"), "thread.type")
     if found == "create":
@@ -177,10 +175,7 @@ def _continued(value: object) -> str:
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """Convert one message in the body to chat messages.
-
-    A user's message may contain tool results. Each of them becomes a chat message of its own.
-    """
+    """Convert one message; each tool result in a user's message becomes a message of its own."""
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
     where_content = f"{where}.content"
@@ -220,10 +215,7 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
 
 
 def _shown_error(result: str) -> str:
-    """Prefix the result of a failed tool call with "Error: ".
-
-    A chat template has no field that shows the failure.
-    """
+    """Mark the result of a failed call, because a chat template has no field for a failure."""
     return result if result.startswith(_ERROR) else f"{_ERROR}{result}"
 
 

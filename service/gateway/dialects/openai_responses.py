@@ -283,10 +283,7 @@ def _messages(value: object) -> tuple[list[Message], list[Reference]]:
 
 
 def _kind_of(item: Mapping[str, Any]) -> object:
-    """Return an item's type.
-
-    An item without a type is a reference if it has only an id, otherwise a message.
-    """
+    """Return an item's type. Without a type, an item with only an id is a reference."""
     kind_of_item = item.get("type")
     if kind_of_item is not None:
         return kind_of_item
@@ -326,7 +323,6 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[Role, str]:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """Return the text of a reasoning item, or its summary if it has no text."""
     content = read_content(
         item.get("content"), f"{where}.content", texts={"reasoning_text", "text"}
     )
@@ -395,10 +391,10 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Return the fields with which an answer names a called function that is in a namespace.
+    """Return, for each function in a namespace, the two fields that the client expects in a call.
 
-    The policy calls such a function by one full name, which is the key here. The client expects the
-    two fields `namespace` and `name` instead.
+    The fields are `namespace` and `name`. The key is the function's full name, by which the policy
+    calls it.
     """
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
@@ -470,10 +466,10 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return the items of a reply: reasoning, message, calls.
+    """Return a reply's items: reasoning, message and calls.
 
-    A reply without calls has a message item, even if it is empty, so that a client that sends the
-    items back sends at least one item of this turn.
+    Without calls there is a message even if it is empty. A client that sends the items back
+    therefore sends at least one item of this turn.
     """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []

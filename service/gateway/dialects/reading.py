@@ -150,7 +150,6 @@ def read_stop(value: object, where: str) -> tuple[str, ...]:
 
 
 def _read_template_options(value: object, where: str) -> dict[str, Any]:
-    """Read options for the chat template; refuse options that the run decides."""
     if value is None:
         return {}
     options = read_object(value, where)
@@ -281,7 +280,7 @@ def check_tool_fields(
 
 
 def _has_text(value: object) -> bool:
-    """Return whether a JSON value has a text: a key counts as one, white space does not."""
+    """Return whether a JSON value contains text. Keys count as text; white space does not."""
     if isinstance(value, list):
         return any(map(_has_text, value))
     return bool(value.strip() if isinstance(value, str) else isinstance(value, dict) and value)
@@ -404,10 +403,7 @@ def make_call(
 
 
 def _read_arguments(value: object, where: str) -> dict[str, Any]:
-    """Read the arguments of a call: an object, its JSON text or its Python literal; "" means {}.
-
-    Example: _read_arguments("{'deep': False}", "…") -> {"deep": False}
-    """
+    """Read a call's arguments: an object, its JSON text or its Python literal."""
     found = value
     if value is None or value == "":
         found = {}
@@ -423,7 +419,6 @@ def _read_arguments(value: object, where: str) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> object:
-    """Return the value of a text that is JSON or a Python literal; None if it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
