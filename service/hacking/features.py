@@ -109,10 +109,9 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return a sample of whole groups that has at most MAX_TRAJECTORIES trajectories.
+    """Return a sample of whole groups: at most MAX_TRAJECTORIES, but at least one group.
 
-    A hash of the group ids orders the groups, so that the sample is the same each time. One group
-    is always returned, even if it is larger.
+    A hash of the group ids orders the groups, so that the sample is the same each time.
     """
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
@@ -184,10 +183,7 @@ def _codes(names: Sequence[str]) -> Ints:
 
 
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
-    """Return a code that is equal for equal answers.
-
-    If the environment reported no answer, the tokens of the last turn count as the answer.
-    """
+    """Return a code that is equal for equal answers."""
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
     return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))
@@ -196,8 +192,8 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
     """Return the token with which most answers end; -1 if no answer was ended by a stop.
 
-    Answers of a single token are ignored if there are longer answers. A single token may be
-    ordinary text, because a stop string instead of a stop token may have ended the answer.
+    Answers of a single token are ignored if there are longer ones. A stop string may have ended
+    such an answer, so that its token is ordinary text.
     """
     ended = [
         parts[-1]
@@ -213,7 +209,7 @@ def _is_malformed(turn: TurnSpan | None, tokens: TokenIds, stop: int) -> bool:
 
 
 def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
-    """Return a number for each run of `length` tokens; equal runs have equal numbers."""
+    """Return a hash of each run of `length` consecutive tokens."""
     whole = tokens[:MAX_TOKENS].astype(np.uint64) + np.uint64(1)
     count = whole.shape[0] - length + 1
     if count < 1:
@@ -226,10 +222,7 @@ def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
 
 
 def _repeated(tokens: TokenIds) -> float:
-    """Return the share of a turn's runs of tokens that occurred earlier in the turn.
-
-    Example: nearly 1 for forty equal tokens; 0 for forty different ones.
-    """
+    """Return the share of a turn's runs of tokens that occurred earlier in the turn."""
     if tokens.shape[0] < MIN_REPEATED_TOKENS:
         return 0.0
     runs = _runs(tokens, REPEATED_RUN)
@@ -253,9 +246,9 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Return the reward components by the names that the step's record gives them.
+    """Return each reward component as [N]: the sum over a trajectory's turns, or NaN.
 
-    Each array has N values: for each trajectory, the component's sum over the turns.
+    The names and their number are limited as in the step's record.
     """
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):

@@ -72,9 +72,8 @@ NUM_EXAMPLES = 3
 class _Seen:
     """A rise of the share of trajectories that show a pattern.
 
-    The share may be computed among only some of the trajectories. mark: [N], whether a trajectory
-    is one of these and shows the pattern. before: the share in the earlier steps. now: the share in
-    the newest steps. onset: the step in which the rise began.
+    mark: [N], whether a trajectory shows the pattern and counts in the share. before, now: the
+    share in the earlier and in the newest steps. onset: the step in which the rise began.
     """
 
     mark: Bools
@@ -108,10 +107,9 @@ def _rise(
 ) -> _Seen | None:
     """Return the rise of the share of marked trajectories; None if there is no clear rise.
 
-    The share in the newest steps is compared with an earlier share. among: the trajectories among
-    which both shares are computed. before: the earlier share; None uses the median share of the
-    earlier steps. The rise is clear only if the newest share is at least `min_share`, and exceeds
-    the earlier share by at least `min_rise`.
+    In a clear rise the newest share is at least `min_share`. It exceeds the earlier share by at
+    least `min_rise`, and by more than the noise. among: the trajectories that count in both shares.
+    before: the earlier share; None uses the median of the earlier steps.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)
@@ -133,8 +131,7 @@ def _rise(
 def _pays(window: Window, gains: Floats | None) -> bool:
     """Return whether marked trajectories clearly earn more than unmarked ones.
 
-    The mean gain must be large compared with the range of returns, and compared with the standard
-    error of the mean. gains: see `Window.gains`.
+    The mean gain must be large in relation to the range of returns and to its standard error.
     """
     if gains is None:
         return False
@@ -143,10 +140,10 @@ def _pays(window: Window, gains: Floats | None) -> bool:
 
 
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
-    """Return whether marked trajectories of the newest steps earn more than earlier trajectories.
+    """Return whether the newest marked trajectories earn more than all trajectories did earlier.
 
-    This replaces `_pays` if nearly all newest trajectories are marked, so that too few unmarked
-    ones remain for a comparison. Use it only for a pattern that no honest trajectory shows.
+    This replaces `_pays` if too few of the newest trajectories are unmarked. Use it only for a
+    pattern that no honest trajectory shows.
     """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
@@ -159,17 +156,17 @@ def _reward_before_and_now(window: Window) -> tuple[float, float]:
 
 
 def _share(window: Window, kind: Kind, seen: _Seen, what: str, *, rest: str = "") -> Finding:
-    """Return a finding whose text states the share of trajectories that show a pattern.
+    """Make a finding whose text states the share of trajectories that show a pattern.
 
-    what: the predicate of the sentence, such as "say the same over and over". rest: more text for
-    the end of the sentence.
+    what: the predicate of the sentence, such as "say the same over and over". rest: the end of the
+    sentence.
     """
     text = f"{_percent(seen.now)} of the trajectories {what}, {_percent(seen.before)} before{rest}"
     return _finding(window, kind, seen, text)
 
 
 def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
-    """Return a finding about a rise. text: continues the sentence "in steps 31 to 40, …"."""
+    """Make a finding about a rise. text: continues the sentence "in steps 31 to 40, …"."""
     last = int(window.step_numbers[-1])
     before, now = _reward_before_and_now(window)
     since = f"in steps {seen.onset} to {last}" if seen.onset < last else f"in step {last}"
@@ -191,7 +188,7 @@ def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
 def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
     """Return ids of marked trajectories of the newest steps, at most one of each group.
 
-    The trajectories with the highest rewards come first.
+    The highest rewards come first.
     """
     chosen = np.flatnonzero(mark & window.is_recent)
     ids = [name for each in window.steps for name in each.ids]
@@ -244,8 +241,8 @@ def _equal_answers(window: Window) -> Finding | None:
 def _most_frequent(answers: Ints, tasks: Ints, among: Bools) -> tuple[int | None, int, float]:
     """Find the answer that was given to the largest number of different tasks.
 
-    Only the trajectories in `among` count. Returns: the answer's code, the number of tasks to which
-    it was given, and the share of trajectories that gave it; without trajectories None, 0 and 0.
+    Return its code, the number of these tasks, and the share of trajectories that gave it. Only the
+    trajectories in `among` count.
     """
     if not among.any():
         return None, 0, 0.0
@@ -275,12 +272,9 @@ def _malformed_paid(window: Window) -> Finding | None:
 
 
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
-    """Return a finding if a pattern became more frequent and pays; otherwise None.
+    """Return a finding if a pattern became more frequent and pays.
 
-    A pattern pays if trajectories with it earn more than others of their group. A pattern that does
-    not pay may be honest.
-
-    Args: mark: for each trajectory, whether it shows the pattern. what: see `_share`.
+    A pattern that does not pay may be honest. what: see `_share`.
     """
     seen, gains = _rise(window, mark, window.is_graded), window.gains(mark)
     if seen is None or not _pays(window, gains):
@@ -361,22 +355,17 @@ def _component_falls(window: Window) -> Finding | None:
 
 
 def _range(window: Window, name: str) -> float:
-    """Return the range of a reward component's values in the earlier steps.
-
-    The least and the greatest 1 % of the values are ignored.
-    """
     values = window.component(name)
     known = values[~np.isnan(values) & ~window.is_recent & window.is_graded]
     return float(np.ptp(np.percentile(known, (1, 99)))) if known.size else 0.0
 
 
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
-    """Return by how much a component's mean fell, and its earlier value; None if it did not fall.
+    """Return by how much a component's mean fell, as a share of `width`, and its earlier mean.
 
-    The fall is a share of `width`, the component's range. A fall within the earlier noise does not
-    count. The newest mean is first compared with all earlier steps. A component that rose while the
-    policy learnt has a wide spread over all these steps and would hide a fall. The newest mean is
-    therefore also compared with only the last LATELY_STEPS earlier steps.
+    A fall within the earlier noise does not count. The newest mean is compared with all earlier
+    steps, and with only the last LATELY_STEPS of them. A component that rose while the policy
+    learnt has a wide spread over all steps, which would hide a fall.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -405,7 +394,7 @@ def _component_excess(window: Window) -> Finding | None:
 
 
 def _failures(window: Window) -> Finding | None:
-    """Return a finding if rollouts fail more often while low rewards become rarer; otherwise None.
+    """Return a finding if rollouts fail more often while low rewards become rarer.
 
     Failed rollouts do not count in the mean reward. The mean therefore rises if rollouts fail that
     would otherwise get a low reward.
@@ -452,9 +441,9 @@ def _failures(window: Window) -> Finding | None:
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
     """Return whether low rewards became rarer, as if failed rollouts had replaced them.
 
-    The decrease must be larger than chance explains. It must also be about as large as expected if
-    each additional failed rollout replaced one with a low reward. is_low: [N], whether a
-    trajectory's reward is low. failed: rise of the share of failed rollouts.
+    The decrease must be larger than chance explains. It must also be about as large as if each
+    additional failed rollout replaced one with a low reward. failed: rise of the share of failed
+    rollouts.
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])

@@ -66,10 +66,9 @@ class ShadowVerifier:
     ) -> None:
         """Load a verifier.
 
-        model: path or name of the model with the tokenizer. name, key, scores_groups: see
-        `load_shadow`. num_samples: number of trajectories of a step that `verdicts` checks.
-
-        Raises: ConfigError.
+        model: path or name of the model with the tokenizer. num_samples: number of trajectories of
+        a step that `verdicts` checks. name, key, scores_groups: see `load_shadow`. Raises:
+        ConfigError.
         """
         self._function = load_shadow(name, key=key, scores_groups=scores_groups)
         self._num_samples = num_samples
@@ -85,8 +84,8 @@ class ShadowVerifier:
     def verdicts(self, step: JournalStep) -> Verdicts:
         """Let the verifier check a sample of the step's graded trajectories.
 
-        Returns: by trajectory id, the result of `_verdict`. Trajectories for which the function
-        returned None are left out.
+        Returns: by trajectory id, whether the score is at least VERIFIED, or a text with the reason
+        if scoring failed. Trajectories for which the function returned None are left out.
         """
         graded = [e.trajectory for e in step.entries if e.trajectory.is_graded]
         chosen = sorted(
@@ -104,10 +103,6 @@ class ShadowVerifier:
         }
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
-        """Return whether the score is at least VERIFIED.
-
-        If there is no score, return what `score` returned: a reason or None.
-        """
         score = await self.score(trajectory)
         return score >= VERIFIED if isinstance(score, float) else score
 
@@ -147,11 +142,10 @@ class ShadowVerifier:
         *,
         extras: frozenset[str] = frozenset(),
     ) -> _Found | str:
-        """Call the function in the same context as in a run, and within the same time limit.
+        """Call the function with a run's time limit, and in the same context as in a run.
 
         The context has the settings of the trajectory's environment, the task's id and the step.
-        ask: makes the call. columns, extras: checked by `RewardFunction.check`. Returns: what `ask`
-        returned; a text with the reason if the call failed.
+        Return the result of `ask`, or a text with the reason if the call failed.
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.
@@ -183,7 +177,6 @@ class ShadowVerifier:
         return self._tasks.find(task_id) is not None
 
     def _note_of_task(self, task_id: str) -> str:
-        """Return the end of a sentence about missing columns; empty if the task is in the data."""
         if self.knows(task_id):
             return ""
         return (
@@ -192,7 +185,7 @@ class ShadowVerifier:
         )
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the task's data; if the run's tasks have no data, the rendered prompt."""
+        """Return the task's data, with the rendered prompt if the data has no prompt."""
         task = self._tasks.find(trajectory.task_id)
         first = trajectory.samples[0]
         data = {} if task is None else dict(task.data)

@@ -268,10 +268,7 @@ def _resolve(call: _Call, answer: Answer) -> None:
 
 
 def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None:
-    """Cancel the task of a batch once no caller waits for its answers.
-
-    The engine then aborts the turns of the batch.
-    """
+    """Cancel a batch once no caller waits for its answers; the engine then aborts its turns."""
     num_open = len(batch)
 
     def count(future: asyncio.Future[Answer]) -> None:

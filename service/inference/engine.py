@@ -74,7 +74,7 @@ class PolicyEngine:
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
         """Store the settings, and start nothing.
 
-        Args: directory: directory of this engine's own sockets and files; `shutdown` removes it.
+        directory: directory of this engine's own sockets and files; `shutdown` removes it.
         """
         self.settings = settings
         self._directory = directory
@@ -166,10 +166,6 @@ class PolicyEngine:
         return reply if parser is None else await _with_parts(reply, request, parser)
 
     async def _loaded_parser(self) -> ReplyParser:
-        """Return the parser of replies; load it when a request first needs it.
-
-        Raises: ValueError if the parser cannot be loaded (`load_parser`).
-        """
         if self._parser is None:
             self._parser = asyncio.create_task(asyncio.to_thread(load_parser, self.settings))
         # The cancellation of one request must not cancel the loading for others.
@@ -374,7 +370,7 @@ class PolicyEngine:
                     await self._unless_dead(self._engine.pause_generation(**_KEEP_TURNS))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, None]) -> None:
-        """Await a call to the engine process. Raises: EngineDeadError if the process dies."""
+        """Await a call to the engine process, but raise EngineDeadError if the process dies."""
         # vLLM's client itself waits without a bound for the answer of a process that was killed.
         calling = asyncio.create_task(call)
         try:
@@ -409,9 +405,9 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the numbers of the layers whose routed experts are recorded; an empty tuple on CPU.
+    """Return the numbers of the layers whose routed experts are recorded.
 
-    Only vLLM's model runner V2, which needs Triton, returns routed experts.
+    On CPU there are none: only vLLM's model runner V2, which needs Triton, returns them.
     """
     if settings.inference.is_on_cpu:
         return ()
@@ -444,10 +440,10 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for the policy's LoRA adapter; empty if the policy has no adapter.
+    """Return vLLM's options for the policy's LoRA adapter.
 
-    The options name the adapted layers, so that vLLM gives LoRA to no other layer. If the output
-    head had LoRA, vLLM could not score a prompt while other requests run.
+    The options name the adapted layers, so that the output head has no LoRA. With LoRA on the
+    output head, vLLM could not score a prompt while other requests run.
     """
     if settings.lora is None:
         return {}
@@ -476,10 +472,9 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the stages of an engine's start with their durations, without stages that took none.
+    """Return the duration of each stage of an engine's start, without stages that took none.
 
-    Args: began, ended: times in seconds since 1970. workers: the result of `start_marks` of each
-    worker; the slowest worker counts.
+    began, ended: seconds since 1970. workers: each worker's `start_marks`; the slowest counts.
     """
     imported, loaded, compile_s = (max(marks) for marks in zip(*workers, strict=True))
     stages = (
@@ -542,7 +537,6 @@ async def _follow(
 async def _with_parts(
     reply: GenerateReply, request: GenerateRequest, parser: ReplyParser
 ) -> GenerateReply:
-    """Return the reply with its parsed text (`ReplyParser.parse`) in `parsed`."""
     assert request.tools is not None
     arguments = (request.prompt_token_ids, reply.token_ids, request.tools)
     if reply.token_ids.shape[0] <= MAX_TOKENS_PARSED_INLINE:
@@ -563,7 +557,6 @@ def _scoring_params() -> SamplingParams:
 
 
 def _continuing_params(text: CheckText, temperature: float) -> SamplingParams:
-    """Return parameters to sample a continuation of `text.num_sampled` tokens, as in a turn."""
     return SamplingParams(
         temperature=temperature,
         top_p=1.0,

@@ -108,11 +108,9 @@ def find_parser(
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
-    """Return the name of the parser to use: `wanted`, or `found` if `wanted` is auto.
+    """Return the parser to use: `wanted`, or `found` if `wanted` is auto; None for no parser.
 
-    Return None for no parser. Args: wanted: the value of the setting. found: the parser that fits
-    the chat template. setting: name of the setting: tool_parser or reasoning_parser.
-    Raises: ValueError if a parser that the setting names cannot be used.
+    found: the parser that fits the chat template. setting: tool_parser or reasoning_parser.
     """
     name = found if wanted == AUTO else wanted
     if name == NONE:
@@ -258,10 +256,7 @@ class ReplyParser:
         return (UNREADABLE,) if self._start is not None and self._start in text else ()
 
     def _text(self, sampled: TokenIds) -> str:
-        """Return the reply's text without the end tokens, but with other special tokens.
-
-        The parsers need those other special tokens.
-        """
+        """Return the text without the end tokens. The parsers need the other special tokens."""
         ids = sampled.tolist()
         while ids and ids[-1] in self._end_ids:
             ids.pop()
@@ -278,10 +273,7 @@ class ReplyParser:
         return is_open
 
     def _marks_of_thought(self) -> tuple[str, ...]:
-        """Return the two strings between which a model thinks, such as <think> and </think>.
-
-        The tuple is empty if there is no parser of thinking, or if it has no such strings.
-        """
+        """Return the strings around a model's thinking, such as <think> and </think>; or none."""
         parser_class = _compose(self.tokenizer, reasoning_parser=self.reasoning_parser)
         reasoning = None if parser_class is None else parser_class(self.tokenizer).reasoning_parser
         if reasoning is None:

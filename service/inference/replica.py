@@ -113,9 +113,9 @@ class InferenceReplica:
     ) -> None:
         """Join the weight board, start the engine and load the current policy version.
 
-        Args: run_id: the run whose weight board the replica joins and whose metrics endpoint gets
-            vLLM's metrics. orphan_timeout_s: seconds to wait for a new weight board if the board
-            has died; then the replica deletes its application.
+        run_id: names the weight board, and the endpoint that gets vLLM's metrics. orphan_timeout_s:
+        seconds to wait for a new weight board if the board has died; then the replica deletes its
+        application.
         """
         self._settings = settings
         self._board = board
@@ -148,17 +148,13 @@ class InferenceReplica:
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Join the weight board, or the board of the run's next term if the board has died.
-
-        Raises: PolicyUnavailable if the next board does not appear in time.
-        """
         try:
             await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
         except ACTOR_DEATHS:
             await self._meet_next_board()
 
     async def _meet_next_board(self) -> None:
-        """Wait for the weight board of the run's next term, and join it.
+        """Join the weight board of the run's next term.
 
         If no board appears in time, delete this replica's application and raise PolicyUnavailable.
         """
@@ -310,9 +306,7 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _pull(self) -> None:
-        """Ask the weight board once what to do, and do it.
-
-        The board answers with a publication to load, or with an order to hold or resume turns.
+        """Ask the weight board once, and follow its answer: load a version, hold or resume turns.
         """
         try:
             publication = await self._poll()
@@ -344,10 +338,6 @@ class InferenceReplica:
         return publication
 
     async def _load_with_beats(self, publication: Publication) -> None:
-        """Load a publication, and meanwhile report the progress to the weight board.
-
-        Raises: PolicyUnavailable if there is no progress for publish_deadline_s.
-        """
         limit_s = self._settings.inference.publish_deadline_s
         loading = asyncio.create_task(self._load(publication))
         try:
@@ -363,7 +353,6 @@ class InferenceReplica:
             loading.cancel()
 
     def _mark_progress(self) -> None:
-        """Record that a group of weights was received or loaded."""
         self._progress_at = time.monotonic()
         self._num_loaded += 1
 
@@ -384,10 +373,7 @@ class InferenceReplica:
         return fetched
 
     async def _load_broadcast(self, publication: Publication) -> bool:
-        """Load a version from the next broadcast, and return whether it was loaded.
-
-        Return False if there was no broadcast, or if the broadcast failed.
-        """
+        """Load a version from the next broadcast; return False if there was none or it failed."""
         from service.inference.engine import BroadcastFailed
 
         waiting = self._board.take_seat.remote(self._name, POLL_S)
@@ -432,17 +418,16 @@ class InferenceReplica:
         await retry(report, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
 
     async def _checked(self, publication: Publication) -> EngineScores | None:
-        """Return the engine's log-probabilities of the publication's check text.
+        """Return the engine's log-probabilities of the check text, for the trainer to compare.
 
-        The trainer compares them with its own. Return None if they did not arrive in time, or if
-        the publication has no text to check (`NO_TEXT`). The wait counts as progress, because
-        scoring a text that fills the context may take longer than loading is allowed to.
+        Return None if they did not arrive in time, or if the publication has no text (`NO_TEXT`).
         """
         if publication.check is not None and not publication.check.token_ids.size:
             return None
         checking = asyncio.create_task(self._engine.check_logprobs(publication.check))
         try:
             while not (await asyncio.wait({checking}, timeout=BEAT_S))[0]:
+                # Scoring a text that fills the context may take longer than loading is allowed to.
                 self._mark_progress()
             return checking.result()
         finally:
@@ -450,10 +435,10 @@ class InferenceReplica:
 
 
 class _StartReports:
-    """A context manager that reports the progress of an engine's start to the weight board.
+    """Reports the progress of an engine's start to the weight board, from a thread.
 
-    A thread sends the reports, because the start blocks the event loop. Each report has the number
-    `_work_so_far`, which stops growing if the start hangs. A frozen process sends no reports.
+    The start blocks the event loop. Each report has the number `_work_so_far`, which stops growing
+    if the start hangs.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:
@@ -475,7 +460,7 @@ class _StartReports:
 def _work_so_far() -> float:
     """Return a number that grows as long as the start of an engine makes progress.
 
-    The number is the CPU seconds plus the MiB read, of this process and its descendants.
+    It is the CPU seconds plus the MiB read, of this process and its descendants.
     """
     this = psutil.Process()
     work = 0.0

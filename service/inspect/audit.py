@@ -278,7 +278,6 @@ def _check_rewards(
 
 
 def _worst_completed(step: JournalStep, group: int) -> float:
-    """Return the lowest return of a group's completed rollouts; infinity if none has completed."""
     returns = [
         entry.trajectory.episode_return
         for entry in step.entries
@@ -436,8 +435,8 @@ def _check_admitted(
 ) -> Iterator[Offence]:
     """Yield a violation if admitted rollouts are missing from a group's baseline.
 
-    The violation is allowed (`is_explained`) if the journal or the ledger has a reason for each
-    missing rollout. Args: admitted: the newest ledger event of each admitted rollout of the group.
+    It is allowed (`is_explained`) if the journal or the ledger has a reason for each missing
+    rollout. admitted: the newest ledger event of each admitted rollout of the group.
     """
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)
