@@ -378,7 +378,7 @@ class CloseAnswer(StrictBody):
 class SessionsAnswer(StrictBody):
     """The sessions of a group, or the claimed session.
 
-    Sessions' keys are shown only in this answer, and again if the same request is sent again.
+    The keys are shown only in this answer, and again if the same request is sent again.
     """
 
     id: str

@@ -146,7 +146,7 @@ class _RemoteSessions:
         return await self._gateway.until_answered(ask, deadline_s=call.deadline_s)
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """Return at once, and call `Sessions.abandon` in the background until a gateway answers."""
+        """Start to call `Sessions.abandon` until a gateway answers, and return at once."""
         self._abandoning.begin(self._abandon(session_id, request_id))
 
     async def _abandon(self, session_id: str, request_id: str) -> None:

@@ -45,8 +45,9 @@ class GroupCommit:
     If the database does not answer, `commit` gives up after `hold_s`. The writer retries for
     longer, because a transaction may have been committed before its connection broke. If the
     `RunStore` gives up too, or if the lease is lost, the writer has failed: it writes nothing more,
-    and the gateway ends. The next gateway continues from the stored changes. They may include
-    turns that no client received, if the last transaction was committed without a confirmation.
+    and the gateway ends. The next gateway continues from the stored changes. If the last
+    transaction was committed without a confirmation, these may include turns that no client
+    received.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:

@@ -111,11 +111,11 @@ def settled(end: SessionEnd, tree: SessionTree) -> SessionEnd:
 
 
 def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | None) -> Outcome:
-    """Derive a session's outcome from its turns, because the client states no outcome.
+    """Derive a session's outcome from its turns. Use this if the client states no outcome.
 
-    Args: refusal: the session's newest request that was refused because of a limit, if any.
-    judged: number of the turn to which the client gave the session's reward; None if the client
-    named no turn.
+    Args: refusal: the session's newest request that was refused because of a limit, if any. judged:
+    number of the turn to which the client gave the session's reward; None if the client named no
+    turn.
     """
     counted = trained(tree)
     main = judged_of(tree, counted, judged)
@@ -207,10 +207,10 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the error for a request to end or reward a session that something else has ended.
+    """Return the error for a request to end or reward a session that has ended differently.
 
-    A time limit or a different request has ended the session, or is ending it now. A request that
-    only repeats the one that ended the session does not get this error.
+    A time limit or a different request has ended the session, or is ending it now. If the request
+    only repeats the one that ended the session, it does not get this error.
     """
     end = stored.end
     how = (

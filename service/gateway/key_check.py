@@ -82,7 +82,7 @@ def sent_key(headers: Mapping[str, str]) -> str:
 
 
 def holder_of(key: str) -> Caller:
-    """Return the `Caller` who sent a session's key: a client of the session's tenant."""
+    """Return the `Caller` for a session's key: a client of the tenant that owns the session."""
     return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
 
 
@@ -111,7 +111,9 @@ def _answer(path: str, headers: Headers, refused: Refused) -> Response:
 
 
 def as_problem(refused: Refused) -> Problem:
-    """Return a refusal as a problem document, which is how Rayloom's own routes (/api) refuse."""
+    """Return a refusal as a problem document, the form of the errors of Rayloom's own routes
+    (/api).
+    """
     return Problem(
         refused.code.status,
         refused.code.value.replace("_", "-"),

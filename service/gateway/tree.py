@@ -34,7 +34,7 @@ from service.intake.session import SessionTurn
 class Place:
     """A request's position in the tree: the turn that it continues, called its parent.
 
-    It has copies of all values from which the prompt is made.
+    A place has copies of all values from which the prompt is made.
     """
 
     parent: int | None
@@ -221,7 +221,7 @@ class SessionTree:
         return f"{self._session_id}.{number}"
 
     def resolved(self, request: ChatRequest) -> ChatRequest:
-        """Return a copy of a request that contains everything that its client named only by an id.
+        """Fill in the parts of a request that its client named only by an id, and return a copy.
 
         A client can name the tools of an earlier turn, and parts of earlier replies. Raises:
         Refused for an id that no reply of this session has.
@@ -340,9 +340,10 @@ class SessionTree:
     ) -> SessionTurn | None:
         """Return the turn that already answers this request; None if a turn must be sampled.
 
-        First look for a request with the same id or the same idempotency key, and return its turn.
-        If there is none, the request may be marked as a retry and equal the newest request. Then
-        return the newest request's turn, unless `_is_another` says that it cannot be the answer.
+        This is the turn of an earlier request with the same id or the same idempotency key. If
+        there is no such turn, a request that is marked as a retry may get the turn of the newest
+        request. It gets this turn if both requests are equal and `_is_another` is false for the
+        turn.
         Raises: Refused if a different request had the same idempotency key.
         """
         number = self._by_request.get(request_id)

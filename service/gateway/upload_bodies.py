@@ -57,9 +57,7 @@ Numbers = list[float] | Packed
 
 
 class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A range [start, end) of a sample's tokens, and the policy version that sampled its trained
-    tokens.
-    """
+    """A range [start, end) of tokens. One policy version sampled all trained tokens in it."""
 
     version: int
     start: int

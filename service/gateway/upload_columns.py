@@ -32,7 +32,7 @@ _EXPERT_TYPES = ("|u1", "<i2")
 def read_columns(
     body: SampleBody, number: int, facts: PolicyFacts, *, trajectory_id: str
 ) -> Sample:
-    """Check the columns of a sample, and return a sample that has them. Raises: Violation.
+    """Check the columns in a sample's body, and return the sample. Raises: Violation.
 
     The rewards of its turns and the sample from which it branches are not set yet. number: index of
     the sample in its trajectory, for error messages.

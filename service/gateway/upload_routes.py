@@ -107,7 +107,7 @@ class GroupAnswer(StrictBody):
 
 
 class UploadAnswer(StrictBody):
-    """The result of each trajectory in an upload, by ids; accepted trajectories are stored."""
+    """The result of each trajectory in an upload. Accepted trajectories are stored."""
 
     accepted: list[str]
     duplicates: list[str] = Field(

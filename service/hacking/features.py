@@ -95,7 +95,7 @@ class StepFeatures:
         return len(self.ids)
 
     def with_verified(self, verdicts: Mapping[str, bool]) -> StepFeatures:
-        """Add a verifier's verdicts. verdicts: verdict by trajectory id."""
+        """Return a copy with a verifier's verdicts, which are given by trajectory id."""
         found = [float(verdicts[name]) if name in verdicts else np.nan for name in self.ids]
         return replace(self, verified=np.array(found, np.float64))
 
@@ -299,9 +299,9 @@ MAD_TO_SD = 1.4826
 
 
 class Window:
-    """N trajectories of one environment, in which patterns are sought.
+    """Consecutive steps of one environment, with N trajectories in which patterns are sought.
 
-    Those of the newest steps are compared with those of earlier steps.
+    The trajectories of the newest RECENT_STEPS steps are compared with those of the earlier steps.
     """
 
     def __init__(self, steps: Sequence[StepFeatures]) -> None:

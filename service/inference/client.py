@@ -131,7 +131,7 @@ class LostReplicas:
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Read from the answer to a request which replica is lost, and which one lives.
+        """Record, from the answer to a request, which replica is lost and which one lives.
 
         The replica `asked` is lost if another replica answered, or if the answer is
         PolicyUnavailable.
@@ -290,9 +290,10 @@ async def until_available(
     attempt sends the same token ids. The pauses between attempts avoid a busy loop while there is
     no engine.
     Args: margin_s: seconds to wait after deadline_s, so that an attempt can report the missed
-        deadline itself.
-    Raises: if the deadline has passed: PolicyUnavailable if any attempt found no engine or lost its
-        engine, otherwise PolicyDeadlineExceeded. Any other error of an attempt is raised at once.
+    deadline itself.
+    Raises: PolicyUnavailable if the deadline passes and any attempt found no engine or lost its
+    engine. PolicyDeadlineExceeded if the deadline passes otherwise. Any other error of an attempt
+    is raised at once.
     """
     lost: PolicyUnavailable | None = None
 

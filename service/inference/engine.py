@@ -2,7 +2,8 @@
 
 The module does not use Ray. Invariants: Nothing is sampled before a policy version is loaded.
 Requests in flight survive an update, and their replies name the version of each token. No
-trajectory begins during an update, so one version computes its first prompt (the cache salt).
+trajectory begins during an update: one version, which the cache salt names, computes its first
+prompt.
 """
 
 from __future__ import annotations
@@ -415,7 +416,7 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for these settings, except those in `_engine_args`."""
+    """Return the options for vLLM that depend on the settings; `_engine_args` adds the others."""
     inference = settings.inference
     return {
         "model": settings.model,

@@ -1,8 +1,8 @@
 """Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
 Invariant: `ReplyParser.parse` never raises, whatever was sampled; text that cannot be parsed stays
-content. vLLM's parsers do not report failures, so a turn counts as malformed if its text has the
-start of a call and the parser found no call; the turn loop checks the calls that were found
+content. vLLM's parsers do not report failures. A turn therefore counts as malformed if its text has
+the start of a call but the parser found no call. The turn loop checks the calls that were found
 (`actors.environment.tool_calls.check_calls`).
 
 The engine's replica imports this module after it has imported vLLM. In a process that has not yet

@@ -306,8 +306,7 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _pull(self) -> None:
-        """Ask the weight board once, and follow its answer: load a version, hold or resume turns.
-        """
+        """Ask the weight board what to do, and do it: load a version, hold or resume turns."""
         try:
             publication = await self._poll()
         except (TimeoutError, ActorUnavailableError):

@@ -142,7 +142,7 @@ class WorkerExtension:
         """Replace the policy's adapter by the adapter that the last weight update transferred.
 
         Call this after `finish_weight_update`, in which vLLM removes all adapters.
-        Raises: ValueError as `service.inference.lora.install_adapter`.
+        Raises: ValueError as in `service.inference.lora.install_adapter`.
         """
         transfer = self.weight_transfer_engine
         assert isinstance(transfer, _LayerwiseReload)
@@ -257,11 +257,11 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack weights again after a reload, because some CPU kernels of vLLM read packed weights.
+    """Pack weights again after a reload, for those CPU kernels of vLLM that read packed weights.
 
-    An output head that shares its weight with the embedding gets the new weight by the reload, but
-    its kernel would still use the old packed copy. The experts of a mixture are packed in place
-    only when the engine starts; after a reload their kernel would read plain weights as packed.
+    An output head may share its weight with the embedding. The reload then changes the weight, but
+    not the head's packed copy. The experts of a mixture are packed in place only when the engine
+    starts. After a reload their kernel would read plain weights as packed.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)

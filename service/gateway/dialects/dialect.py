@@ -150,9 +150,10 @@ def refused(note: str, *harmless: object) -> Parameter:
 
 
 def ignorable(note: str, *harmless: object) -> Parameter:
-    """Return a parameter that is refused, or ignored if `sessions.unsupported` is `ignore`.
+    """Return a parameter that a run may ignore: if `sessions.unsupported` is `ignore`.
 
-    harmless: values that are accepted, because they change nothing.
+    Otherwise the parameter is refused. harmless: values that are always accepted, because they
+    change nothing.
     """
     return Parameter(effect="ignorable", note=note, harmless=harmless)
 

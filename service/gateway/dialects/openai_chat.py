@@ -1,4 +1,7 @@
-"""OpenAI's Chat Completions API, with the field `reasoning_content` of servers of open models."""
+"""The dialect of OpenAI's Chat Completions API.
+
+It has the field `reasoning_content` too, which is not OpenAI's: servers of open models use it.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def read_fields(
     *,
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of an object in a body that have an effect, as `read_body` does."""
+    """Do for an object in the body what `read_body` does for the body: return its fields that have
+    an effect, and refuse those that are not supported.
+    """
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if value is None:
@@ -129,7 +131,7 @@ def read_fields(
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
     """Add an unsupported parameter to the list `ignored`.
 
-    Raises: Refused, with the reason `why`, if `ignored` is None. Refused if the list is full.
+    Raises: Refused if the list is full, or if it is None; in the second case with the reason `why`.
     """
     if ignored is None:
         raise unsupported(where, why)
