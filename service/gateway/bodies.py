@@ -304,7 +304,7 @@ class FinishBody(StrictBody):
 
     @property
     def _stated_reward(self) -> float | None:
-        """The reward; 0 if the body omits it but has turn rewards. An explicit null stays null."""
+        """The body's `reward`, or 0 if the body omits the field but has turn rewards."""
         is_left_out = "reward" not in self.model_fields_set and not self.reward_pending
         return 0.0 if is_left_out and self.turn_rewards else self.reward
 

@@ -148,7 +148,7 @@ class Session:
         self._commits.add(change)
 
     async def _commit(self, change: Change) -> None:
-        """Store a change, and wait until it is durable. Do not apply it in memory."""
+        """Store a change without applying it in memory, and wait until it is durable."""
         try:
             await self._commits.commit(change)
         except (StoreAway, StoreError) as error:

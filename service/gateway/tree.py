@@ -2,10 +2,10 @@
 
 The tree finds this turn by digests ("keys") of the request's conversation (`canonical`). The prompt
 consists of the token ids of the turn that the request continues and the ids of the request's new
-messages. It contains the tree's own copies of earlier messages, not the client's. To save memory,
-the tree keeps for each turn only the messages and ids that the turn added. The tree can be rebuilt
-by adding the stored turns in their order. `service.gateway.ends` makes the training samples from
-the tree.
+messages. Earlier messages in the prompt are the tree's own copies, not the client's. To save
+memory, the tree keeps for each turn only the messages and ids that the turn added. The tree can be
+rebuilt by adding the stored turns in their order. `service.gateway.ends` makes the training samples
+from the tree.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: Node | None
     ) -> tuple[Message, ...]:
-        """Replace messages by the tree's copies, if it has any, with the tree's ids of calls."""
+        """Replace messages by the tree's own copies, and the ids of calls by the tree's own ids."""
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []

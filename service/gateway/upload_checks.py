@@ -1,7 +1,7 @@
 """Check every number of an uploaded trajectory's body, and make the record that is stored.
 
-Invariant: the result is a trajectory like one that the run itself has sampled, which the queue, the
-merge actor and the trainer accept unchanged. Pure; called by the API's replicas, in a thread.
+Invariant: the queue, the merge actor and the trainer accept the result unchanged, like a trajectory
+that the run itself has sampled. Pure; called by the API's replicas, in a thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Describe one step's trajectories as columns of numbers, computed only from the journal.
 
 No tokenizer is needed: lengths, repetition and copying are counted in tokens. The columns are
-small, because the audit keeps those of the newest hundred steps. Called by the recorder of a run,
-through `hacking_watch`, and by `rayloom inspect --hacking`.
+small, because the audit keeps the columns of the newest hundred steps. Called by the recorder of a
+run, through `hacking_watch`, and by `rayloom inspect --hacking`.
 
 A pattern marks the trajectories that show it. A `Window` compares the share of marked trajectories
 in the newest steps with their share in the earlier steps. It also compares the reward of marked
@@ -109,7 +109,7 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return a sample of whole groups: at most MAX_TRAJECTORIES, but at least one group.
+    """Return a sample of whole groups: at most MAX_TRAJECTORIES trajectories, or one larger group.
 
     A hash of the group ids orders the groups, so that the sample is the same each time.
     """
@@ -246,7 +246,7 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Return each reward component as [N]: the sum over a trajectory's turns, or NaN.
+    """Return each reward component as [N]: the sum over a trajectory's turns, NaN without any.
 
     The names and their number are limited as in the step's record.
     """

@@ -60,7 +60,7 @@ MAIN_COMPONENT = 0.5
 # The share of other rewards then falls by at most the second factor times this rise. If the policy
 # learns, the share of other rewards grows, but by at most the third factor times this rise.
 FROM_BOTTOM, FROM_OTHERS, TO_OTHERS = 0.6, 0.25, 1.25
-# A missing engine while the policy learns looks the same, but not for this number of steps.
+# If an engine is missing while the policy learns, steps look the same, but only for fewer steps.
 LASTING_STEPS = 8
 # Share of the best return from which a trajectory should be verified; verdicts are 1 or 0.
 PASSED = 0.5
@@ -202,7 +202,7 @@ def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
 
 def _beside(gains: Floats | None) -> str:
     if gains is None:
-        return "hardly a group has any other"
+        return "almost no group has other trajectories"
     return f"they earn {gains.mean():.2f} more than others of their group"
 
 
@@ -212,7 +212,7 @@ def _equal_answers(window: Window) -> Finding | None:
     most, num_tasks, _ = _most_frequent(answers, tasks, among & window.is_recent)
     if most is None or num_tasks < MIN_TASKS:
         return None
-    # Each earlier window had a most frequent answer too: its share is the usual one.
+    # The usual share is the median share of the earlier windows' most frequent answers.
     count = len(window.steps) - RECENT_STEPS
     blocks = [
         range(end - RECENT_STEPS, end) for end in range(count, RECENT_STEPS - 1, -RECENT_STEPS)

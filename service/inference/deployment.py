@@ -130,7 +130,6 @@ async def wait_ready(
 
 
 async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: float) -> None:
-    """Raise PolicyUnavailable if the deployment failed or made no progress for quiet_limit_s."""
     application = (await asyncio.to_thread(serve.status)).applications.get(name)
     failed = application is None or application.status is ApplicationStatus.DEPLOY_FAILED
     if not failed and status.quiet_s <= quiet_limit_s:

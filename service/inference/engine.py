@@ -406,9 +406,9 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the numbers of the layers whose routed experts are recorded.
+    """Return the numbers of the layers whose routed experts are recorded; none on CPU.
 
-    On CPU there are none: only vLLM's model runner V2, which needs Triton, returns them.
+    Only vLLM's model runner V2 returns routed experts, and it needs Triton.
     """
     if settings.inference.is_on_cpu:
         return ()

@@ -248,7 +248,7 @@ class ReplyParser:
         )
 
     def _faults(self, text: str, tools: tuple[ToolSchema, ...]) -> tuple[MalformedCall, ...]:
-        """Return the malformed tool calls in a text in which vLLM's parser found no call."""
+        """Return a text's malformed tool calls. vLLM's parser has found no call in this text."""
         if self._is_usual_form:
             found = parse_tool_calls(text, tools)
             if faults := tuple(call for call in found if isinstance(call, MalformedCall)):
@@ -290,7 +290,7 @@ class ReplyParser:
 
 
 def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
-    """Return a chat request with these tools; vLLM's parsers require one besides the text."""
+    """Make the chat request that vLLM's parsers require in addition to the text."""
     body: dict[str, Any] = {"messages": []}
     if tools:
         body |= {"tools": [tool.for_template() for tool in tools], "tool_choice": "auto"}

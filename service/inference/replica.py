@@ -434,10 +434,10 @@ class InferenceReplica:
 
 
 class _StartReports:
-    """Reports the progress of an engine's start to the weight board, from a thread.
+    """Reports the progress of an engine's start to the weight board.
 
-    The start blocks the event loop. Each report has the number `_work_so_far`, which stops growing
-    if the start hangs.
+    The reports come from a thread, because the start blocks the event loop. Each report has the
+    number `_work_so_far`, which stops growing if the start hangs.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:

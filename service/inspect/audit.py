@@ -69,8 +69,8 @@ _WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DA
 _WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
 # Number of steps that a note lists.
 _MAX_NAMED_STEPS = 8
-# Number of newest files whose steps may have no record: the current step, and the step before it
-# while the engines load the version that it made.
+# Number of newest files whose steps may have no record: the current step, and the previous one
+# while the engines load the version that the previous step made.
 MAX_UNRECORDED = 2
 
 

@@ -352,7 +352,7 @@ def _output(item: Mapping[str, Any], where: str) -> Message:
 
 
 def _tools(value: object) -> tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]:
-    """Return the functions in a request's `tools`, and the list that the answer repeats."""
+    """Return the functions in a request's `tools`, and the list of tools for the answer."""
     found: list[ToolSchema] = []
     shown: list[dict[str, Any]] = []
     for where, tree in read_objects(value, "tools"):
