@@ -236,7 +236,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
 
     @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=_UNKNOWN)
     async def discard(request: Request, name: SessionName) -> SessionAnswer:
-        """End a session untrained; a session that has ended stays as it is."""
+        """End a session without training its turns. A session that has ended stays as it is."""
         caller = caller_of(request)
         ended = await answer_or_problem(port.discard(caller.whole(name), caller.sees))
         return _shown(name, ended, caller)

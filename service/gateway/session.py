@@ -469,9 +469,9 @@ class Session:
         await self._end_once(given.digest, self._store_end(rewarded))
 
     async def discard(self, why: str) -> None:
-        """End the session untrained; do nothing if it has ended already or ends at the same time.
+        """End the session without training its turns.
 
-        Raises: Refused.
+        Do nothing if it has ended already or ends at the same time. Raises: Refused.
         """
         while self.stored.end is None:
             if (ending := self._ending) is not None:

@@ -178,7 +178,7 @@ class Sessions:
             return free[0].stored.member
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        """End a group's unclaimed sessions untrained; return the number of these sessions.
+        """End a group's unclaimed sessions without training them, and return their number.
 
         sees: the tenant that must own the group; None: any tenant. Returns: None if there is no
         such group. Raises: Refused.
@@ -191,10 +191,10 @@ class Sessions:
             return len(free) if group else None
 
     async def discard(self, session_id: str, sees: str | None = None) -> StoredSession | None:
-        """End a session untrained, and return its state; an ended session stays as it is.
+        """End a session without training its turns, and return its state.
 
-        sees: the tenant that must own the session; None: any tenant. Returns: None if there is no
-        such session. Raises: Refused.
+        A session that has ended stays as it is. sees: the tenant that must own the session; None:
+        any tenant. Returns: None if there is no such session. Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         if session is None:

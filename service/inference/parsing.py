@@ -89,8 +89,8 @@ def find_parser(
     """Return a parser of replies that uses vLLM's parsers of tool calls and of thinking.
 
     Args: tokenizer: a result of vLLM's `get_cached_tokenizer`; another tokenizer would build its
-    vocabulary again for each reply. tool_parser, reasoning_parser: vLLM's name of the parser; auto
-    for the one that fits the chat template; none for no parser.
+    vocabulary again for each reply. tool_parser, reasoning_parser: the name of a parser in vLLM;
+    auto chooses the parser that fits the chat template, none uses no parser.
     Raises: ValueError if vLLM does not know a name, or the parser does not fit the tokenizer.
     """
     renderer = ChatRenderer(tokenizer)

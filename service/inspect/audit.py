@@ -78,9 +78,9 @@ MAX_UNRECORDED = 2
 class Audit:
     """The result of an audit.
 
-    unchecked: for each check that could not be made, the reason. missing_steps: recorded steps
-    whose journal file should still exist but does not. unrecorded_steps: steps that have a file,
-    but are unfinished or were interrupted. refused_steps: steps that trained nothing because the
+    unchecked: the reason for each check that could not be made. missing_steps: recorded steps that
+    should still have a journal file but have none. unrecorded_steps: steps that have a file, but
+    are unfinished or were interrupted. refused_steps: steps that trained nothing because the
     trainer refused their updates.
     """
 

@@ -199,16 +199,15 @@ class _Reader:
 
     @property
     def has_spoken(self) -> bool:
-        """Whether the assistant's message that is being read has content or calls already.
+        """Whether the current assistant's message has content or calls already.
 
-        A reasoning item then begins another message.
+        If it has, a reasoning item begins another message.
         """
         return self._content is not None or bool(self._calls)
 
     @property
     def has_references(self) -> bool:
-        """Whether the assistant's message that is being read has a part that the client named by an
-        id (`Reference`) instead of sending it."""
+        """Whether the client named a part of the current assistant's message only by an id."""
         return bool(self.references) and self.references[-1].message == len(self.messages)
 
     def take(self, item: Mapping[str, Any], where: str) -> None:
@@ -227,7 +226,7 @@ class _Reader:
                 self._say(*_message(item, where), where=where)
 
     def close(self) -> None:
-        """End the assistant's message that is being read.
+        """End the current assistant's message.
 
         Drop the message if its only item was reasoning without readable text.
         """
