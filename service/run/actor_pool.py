@@ -88,10 +88,10 @@ class ActorPool:
     ) -> None:
         """Start the actors.
 
-        Args: start_actor: function that starts the actor with the given id. term: number of the
-        term; it is a part of each actor's id, so that later terms never repeat an id.
-        frozen_after_s: seconds without an answer after which an actor is replaced. show_answering:
-        function that is called with the number of answering actors whenever this number changes.
+        start_actor: function that starts the actor with the given id. term: number of the term; it
+        is a part of each actor's id, so that later terms never repeat an id. frozen_after_s: an
+        actor is replaced if it does not answer for this many seconds. show_answering: function that
+        is called with the number of answering actors whenever it changes.
         """
         self._start_actor = start_actor
         self._term = term
@@ -143,7 +143,6 @@ class ActorPool:
             ray.kill(actor)
 
     async def _keep_alive(self, actor_id: str) -> None:
-        """Run an actor and its successors, one after the other; never return."""
         num_early_deaths = 0
         while True:
             started = time.monotonic()
@@ -166,7 +165,7 @@ class ActorPool:
             )
 
     async def _run_to_death(self, actor_id: str) -> str:
-        """Run the actor until it stops, dies or freezes; return the reason why it ended."""
+        """Run the actor until it stops, dies or freezes; return the cause of its end."""
         try:
             async with race(self._until_stopped(actor_id), self._until_frozen(actor_id)) as ends:
                 cause: str = next(end for end in ends if end.done()).result()
@@ -207,7 +206,6 @@ class ActorPool:
         """React to the end of an actor. Subclasses may override this method."""
 
     def _start_next(self) -> str:
-        """Start another actor, and return its id."""
         actor_id = f"{self.id_prefix}-{self._term}-{next(self._numbers)}"
         self.actors[actor_id] = self._start_actor(actor_id)
         return actor_id
@@ -244,11 +242,11 @@ class EnvironmentPool(ActorPool):
         evaluation_idle_s: float,
         files: EvaluationFiles,
     ) -> None:
-        """Start the actors; `ActorPool.__init__` explains the other arguments.
+        """Start the actors.
 
-        evaluation_idle_s: seconds without the end of a rollout after which an evaluation is
-        abandoned.
-        files: stores the rollouts of evaluations.
+        evaluation_idle_s: an evaluation is abandoned if no rollout ends for this many seconds.
+        files: stores the rollouts of evaluations. `ActorPool.__init__` explains the other
+        arguments.
         """
         super().__init__(
             num_actors,
@@ -367,9 +365,9 @@ async def play(
 async def _played(
     actor_id: str, actor: ActorHandle, playing: Any, *, idle_s: float
 ) -> list[Played]:
-    """Return the results of the evaluation's rollouts that one actor plays.
+    """Return the results of the rollouts that one actor plays for an evaluation.
 
-    playing: Ray reference of the call of the actor's `evaluate`.
+    playing: Ray reference of the actor's call of `evaluate`.
     Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
     """
     answer = asyncio.ensure_future(playing)

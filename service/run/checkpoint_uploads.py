@@ -117,7 +117,7 @@ class CheckpointUploads:
                 self._ending.wait(delay_s * random.uniform(1.0, 1.5))
 
     def _upload(self) -> bool:
-        """Copy the newest checkpoint without a copy; return False if each has been copied."""
+        """Copy the newest checkpoint that has no copy; return False if there is none."""
         began, num_waiting = time.monotonic(), len(self._waiting)
         try:
             done = upload_next(

@@ -170,7 +170,6 @@ class CheckpointWriter:
                 answer.set_exception(ActorLost(ENDED_UNSAVED))
 
     def _committed(self, step: int) -> Checkpoint | None:
-        """Return the newest committed checkpoint if it is of this step; otherwise None."""
         return self.newest if self.newest is not None and self.newest.step == step else None
 
     async def _save(self, step: int) -> None:
@@ -197,14 +196,12 @@ class CheckpointWriter:
         await self._parts.prune_checkpoints()
 
     async def _commit_again(self, found: Checkpoint) -> None:
-        """Commit a checkpoint's files again, with the queue's current state."""
         snapshot = await self._parts.queue.cut()
         await self._commit(found.step, found.policy_version, found.directory, snapshot)
 
     async def _commit(
         self, step: int, version: int, directory: str, snapshot: QueueSnapshot
     ) -> None:
-        """Store a written checkpoint with the queue's state; the next term continues from both."""
         curriculum = self._parts.curriculum
         self.newest = await self._parts.recorder.checkpoint(
             step=step,
@@ -217,10 +214,7 @@ class CheckpointWriter:
         self._answer_requests(self.newest)
 
     def _answer_requests(self, newest: Checkpoint) -> None:
-        """Answer the requests that accept `newest`, the checkpoint that was committed last.
-
-        A request accepts a checkpoint of its own step or of any later step.
-        """
+        """Answer each request for the step of `newest` or for an earlier step."""
         served = [each for each, step in self._requests.items() if step <= newest.step]
         for answer in served:
             del self._requests[answer]

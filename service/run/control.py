@@ -84,8 +84,7 @@ class Control(ControlPort):
     ) -> None:
         """Start without pauses; `begin_term` restores the stored ones.
 
-        checkpoints: directory of the checkpoints. read_queue: function that returns the queue's
-        latest known state.
+        read_queue: function that returns the queue's latest known state.
         """
         self._run_store, self._store, self._thread = store, ControlStore(store), thread
         self._recorder, self._engines = recorder, engines
@@ -191,8 +190,10 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses in the run's status and metrics; if `changed` is generation, also stop or
-        resume generation in the running term."""
+        """Show the pauses in the run's status and metrics.
+
+        If `changed` is generation, also stop or resume it in the running term.
+        """
         recorder = self._recorder
         if recorder.current_phase in ("training", "paused"):
             recorder.training(str(self.pauses))
@@ -470,7 +471,6 @@ class Control(ControlPort):
         return None
 
     def _check_is_running(self) -> None:
-        """Raise ControlRefused if the run has not started yet or is ending."""
         phase = self._recorder.current_phase
         if phase in OVER:
             raise ControlRefused(
@@ -484,10 +484,7 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Return the running term. Raises: ControlRefused if no term is training.
-
-        what: what the operator requests; the error's message says that it needs a training term.
-        """
+        """Return the running term. Raises: ControlRefused if no term is training."""
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(

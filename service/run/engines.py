@@ -92,10 +92,8 @@ class Engines:
     ) -> None:
         """Store the settings; `open_term` starts the engines.
 
-        Args: run_id: id of the run, which is the same in every process. orphan_timeout_s: the
-        setting `run.orphan_timeout_s`. has_api: whether the run has an API that outlives the
-        supervisor. If so, `stop` leaves the board running. If no term calls the board for
-        `orphan_timeout_s`, the board ends the API.
+        has_api: whether the run has an API that outlives the supervisor. If so, `stop` leaves the
+        board running. If no term calls the board for `orphan_timeout_s`, the board ends the API.
         """
         self.settings = settings
         self.app_name = ""
@@ -190,8 +188,8 @@ class Engines:
     async def _take_over(self) -> bool:
         """Take over the board and engines of an earlier term; return whether this succeeded.
 
-        A board that does not answer is killed; if the engines have other settings, they and the
-        board are ended.
+        Kill a board that does not answer. If the engines have other settings, end them and the
+        board.
         """
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
@@ -248,7 +246,6 @@ class Engines:
         return await retry(start, on=ValueError, limit_s=NAME_LIMIT_S)
 
     async def _beat_forever(self) -> None:
-        """Send heartbeats of this term to the board."""
         while True:
             with suppress(ActorLost, StaleTerm):
                 await self._board_handle().status(self._term)
@@ -318,13 +315,12 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        Args: quiet_limit_s: the term ends after this many seconds in which no engine makes progress
-        with its start or its load. measure: returns a context manager that measures a phase of a
-        publication. text: text of the first check; None uses a fixed text of 17 tokens in all
-        checks. most_tokens: an engine's limit for prompt tokens. check_every: number of
-        publications after which the whole text is due to be checked again; 0: it never is. dtype,
-        is_quantised: decide how large a difference may be (see `LogprobCheck`). clock: returns
-        seconds.
+        quiet_limit_s: the term ends if no engine makes progress with its start or its load for this
+        many seconds. measure: returns a context manager that measures a phase of a publication.
+        text: text of the first check; None uses a fixed text of 17 tokens in all checks.
+        most_tokens: an engine's limit for prompt tokens. check_every: the whole text is due to be
+        checked again after this many publications; 0 for never. dtype, is_quantised: decide how
+        large a difference may be (see `LogprobCheck`).
         """
         self._trainer = trainer
         self._board = board
@@ -466,8 +462,8 @@ class Publisher:
     def _compared(self, scores: Sequence[EngineScores]) -> LogprobCheck | None:
         """Compare the engines' scores of the check text with the trainer's scores.
 
-        In the first check the trainer scores the text twice: alone, and in a row with other texts.
-        Returns: None if no engine answered or nothing was checked.
+        In the first check the trainer has scored the text twice: alone, and in a row with other
+        texts. Return None if no engine answered or nothing was checked.
         """
         if not scores or self._text is NO_TEXT:
             return None
@@ -487,10 +483,7 @@ class Publisher:
         )
 
     async def _until_loaded(self, version: int) -> BoardStatus:
-        """Wait until the live engines have loaded `version`; return the weight board's status.
-
-        Raises: the errors of `wait_until_loaded`.
-        """
+        """Wait until the live engines have loaded `version`; return the weight board's status."""
         board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
         while True:
             try:
@@ -515,10 +508,9 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Compare the trainer's log-probabilities of sampled tokens with those of the engines.
+    """Compare the log-probabilities of trainer and engines for each sample.
 
-    Returns: one comparison for each sample. own: the trainer's log-probabilities of all samples, in
-    the order of `samples`.
+    own: the trainer's log-probabilities of all samples, in the order of `samples`.
     """
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [
@@ -528,10 +520,7 @@ def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comp
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:
-    """Make a blocking call in a thread, and return the future of its result.
-
-    An error of the call is also logged.
-    """
+    """Make a blocking call in a thread, and return its future; an error is also logged."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *arguments, **named))
     work.add_done_callback(_log_error)
     return work

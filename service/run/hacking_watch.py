@@ -57,7 +57,7 @@ class HackingWatch:
     def __init__(self, run_dir: RunDir, *, ask: Ask | None = None) -> None:
         """Prepare the thread; the first `begin_term` starts it.
 
-        ask: function that calls the shadow verifier; None if there is no shadow verifier.
+        ask: function that calls the shadow verifier; None if there is none.
         """
         self._run_dir, self._ask = run_dir, ask
         self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
@@ -114,10 +114,7 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read again the findings of earlier terms, and the newest steps that they have stored.
-
-        Steps that a return to a checkpoint undid are left out.
-        """
+        """Read again the findings of earlier terms and their newest steps, without undone steps."""
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):
             return

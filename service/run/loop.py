@@ -159,7 +159,6 @@ class Loop:
             raise failure
 
     async def _admit(self) -> None:
-        """Assign tasks to the group numbers that the queue opens, until a stop or the last step."""
         parts, gate = self._parts, self._parts.pauses.gate(Pausable.ADMISSION)
         while not self._is_stopping.is_set() and self._has_more:
             await gate.until_open()
@@ -170,7 +169,6 @@ class Loop:
                     await parts.queue.admit(groups)
 
     async def _train(self) -> None:
-        """Collect, build and train one step after another, until a stop or the last step."""
         if self._checkpoints.newest is None:
             await self._evaluate(step=0)
         while self._has_more and not self._is_stopping.is_set():
@@ -199,7 +197,7 @@ class Loop:
         self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
-        """Wait for a step's closed groups and return them; return None if the run ends first."""
+        """Wait for the closed groups of a step; return None if the run ends first."""
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
             if self._checkpoints.is_requested:
@@ -218,7 +216,7 @@ class Loop:
         return None
 
     async def _take_step(self) -> StepInput | None:
-        """Wait up to POLL_S for a step's closed groups and return them; return None if none came.
+        """Wait up to POLL_S for the closed groups of a step; return None if none came.
 
         While training is paused, wait up to POLL_S for the end of the pause, and return None.
         """
@@ -234,10 +232,10 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Return a step built by the merge actor, and the seconds that the trainer's scoring took.
+        """Return a built step, and the seconds that the trainer needed to score it.
 
-        Some algorithms need the trainer's scores before a step is built. For all others, nothing is
-        scored and the seconds are 0. Raises: PayloadsLost.
+        Only some algorithms need scores from the trainer; for the others, the seconds are 0.
+        Raises: PayloadsLost.
         """
         merge, trainer = self._parts.merge, self._parts.trainer
         if not self._parts.config.algorithm.scores_first:
@@ -255,11 +253,7 @@ class Loop:
         raise ActorLost(f"step {step_input.step}: its scores were lost {MAX_SCORINGS} times")
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
-        """Raise RunFailed if too many groups have failed in a row.
-
-        failed: the groups that failed since the last usable one; None if none has. If clients
-        submit the tasks, do nothing.
-        """
+        """Raise RunFailed if too many groups have failed in a row, unless clients submit tasks."""
         if self._parts.has_clients:
             return
         # The number of ready engines matters only if groups have failed.
@@ -307,9 +301,9 @@ class Loop:
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return the answer of a call, unless the grace period of a stop ends before the answer.
+        """Return the answer of a call.
 
-        Raises: StepAbandoned if the grace period ends first.
+        Raises: StepAbandoned if the grace period of a stop ends first.
         """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
@@ -320,7 +314,7 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Wait for the end of a stop's grace period, then make the ranks abandon their step.
+        """Make the ranks abandon their step after the grace period of a stop.
 
         Ranks that have applied an update of the step finish it instead.
         """
@@ -344,7 +338,7 @@ class Loop:
                 await self._parts.publisher.wait_until_loaded(await self._publish())
 
     async def _publish(self) -> int:
-        """Publish the trainer's weights; return the version under which they were published."""
+        """Publish the trainer's weights, and return their version."""
         while True:
             version = self._parts.trainer.version
             with suppress(WeightsMoved):
@@ -352,7 +346,6 @@ class Loop:
                 return version
 
     def _is_any_due(self, step: int) -> bool:
-        """Return whether an evaluation or a checkpoint is due after this step."""
         return self._is_evaluation_due(step) or step % self._run_settings.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:
@@ -365,17 +358,11 @@ class Loop:
             await loading
 
     async def _load_and_record(self, trained: StepRecord) -> None:
-        """Wait until the engines have a step's weights, then record the step.
-
-        Meanwhile the next step is collected and trained.
-        """
+        """Record a step once the engines have loaded its weights; meanwhile the next step runs."""
         await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: StepRecord) -> None:
-        """Wait until the engines have loaded a step's weights; evaluate if due; record the step.
-
-        If a checkpoint is due, it is begun before the step is recorded.
-        """
+        """Record a step once its weights are loaded; evaluate and write a checkpoint if due."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         check = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())
@@ -391,11 +378,7 @@ class Loop:
             await self._checkpoints.commit_when_written(step)
 
     async def _wait_until_loaded(self, trained: StepRecord) -> LogprobCheck | None:
-        """Wait until every engine has a step's version, then report this to the queue.
-
-        Returns: the comparison of the log-probabilities of trainer and engines; None if there was
-        none.
-        """
+        """Wait until the engines have loaded a step's version, and report it to the queue."""
         check = await self._parts.publisher.wait_until_loaded(trained.policy_version)
         # The window counts steps: a version that was published again does not move it.
         await self._parts.queue.set_loaded_version(trained.step)
@@ -434,10 +417,6 @@ class Loop:
                 await self._parts.recorder.evaluation(record)
 
     async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> list[TrajectorySummary]:
-        """Play an evaluation set, record the result, and return a summary of each rollout.
-
-        Raises: StepAbandoned if the grace period of a stop ends first.
-        """
         version, name = self._parts.trainer.version, found.name
         what = f"term-{self._parts.term:04d}{f'-{name}' if name else ''}"
         summaries = await self._unless_grace_is_over(
@@ -452,9 +431,9 @@ class Loop:
         return summaries
 
     async def _finish(self) -> None:
-        """Commit the last finished step at the end of the loop.
+        """Commit the last finished step.
 
-        If the run is complete, first cancel the rollouts in flight; after a stop, keep them for the
+        If the run is complete, cancel the rollouts in flight; after a stop, keep them for the
         resume.
         """
         done = self._step - 1

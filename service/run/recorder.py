@@ -95,11 +95,8 @@ class RunRecorder:
     ) -> None:
         """Start with the totals that the database has of earlier steps.
 
-        Args: submissions: receives the results of rollouts that clients submitted; None if the run
-        has no clients. traces: writer of the rollouts' traces; None disables tracing. trackers: the
-        experiment trackers; None if there are none. hacking: the audit for reward hacking; None
-        disables it. uploads: thread that copies checkpoints to an address; None if there is no
-        address.
+        submissions: receives the results of clients' rollouts; None if the run has no clients.
+        traces, trackers, hacking, uploads: None if the run does not use them.
         """
         self._store = store
         self._thread = thread
@@ -535,7 +532,7 @@ class RunRecorder:
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
         """Add the seconds for which each side of the queue was blocked since the last call.
 
-        blocked_s: the total of each side since the queue's start; a restarted queue begins at 0.
+        blocked_s: total of each side since the queue's start; after a restart it begins at 0.
         """
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)

@@ -86,10 +86,7 @@ class _Calls:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Raise RunUnavailable if this block raises ActorLost, LeaseLost or StoreError.
-
-    The supervisor has then died, no longer owns the run, or cannot use the database.
-    """
+    """Raise RunUnavailable if the supervisor is lost, or has lost its lease or its database."""
     try:
         yield
     except (LeaseLost, StoreError) as error:
@@ -108,7 +105,7 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 
 
 class _SupervisorClient(_Calls):
-    """A client with the methods of the supervisor; each call is passed to the supervisor.
+    """A client that passes each call to the run's supervisor.
 
     The methods that are defined here also change the call or its answer. Submissions that arrive
     while others are being sent wait for the next call, in order.
@@ -141,10 +138,9 @@ class _SupervisorClient(_Calls):
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send all waiting submissions to the supervisor, several in each call.
+        """Send the waiting submissions, several in each call, and pass each reply to its caller.
 
-        Submissions that arrive meanwhile are sent too. Pass each reply to the caller that waits
-        for it.
+        Submissions that arrive meanwhile are sent too.
         """
         try:
             while batch := self._next_batch():
@@ -164,10 +160,7 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the packed submissions to send in the next call.
-
-        The key of each is the future that gets its reply.
-        """
+        """Return the submissions for the next call, by the future that gets the reply."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:
@@ -203,10 +196,7 @@ class _SupervisorClient(_Calls):
                 raise
 
     async def _find(self) -> Any:
-        """Return the handle of the supervisor; the first time, check that the supervisor answers.
-
-        Raises: RunUnavailable if the supervisor is starting, has died or does not exist.
-        """
+        """Return the supervisor's handle; the first time, check that the supervisor answers."""
         if self._actor is not None:
             return self._actor
         try:
@@ -223,8 +213,7 @@ class _SupervisorClient(_Calls):
         return actor
 
     async def _why_down(self) -> str:
-        """Ask the run's host on Ray Serve why the run is down; return the reason, empty if
-        unknown."""
+        """Ask the run's host on Ray Serve why the run is down; return "" if it is not known."""
         if self._host is None:
             return ""
         try:

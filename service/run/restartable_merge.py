@@ -94,10 +94,7 @@ class RestartableMerge:
 
 
 async def _own(references: Sequence[Any]) -> tuple[Any, ...]:
-    """Copy objects of the object store, so that this process owns the copies; return references.
-
-    Raises: ActorLost if the owner of an object has died.
-    """
+    """Copy Ray objects, so that this process owns the copies; return references to the copies."""
     try:
         return await asyncio.to_thread(_put_again, list(references))
     except RayError as error:

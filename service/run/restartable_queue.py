@@ -64,9 +64,8 @@ class RestartableQueue:
     ) -> None:
         """Start the queue's process.
 
-        Args: snapshot: the state from which the term continues; None starts with an empty queue.
-        recorder: receives the queue's events and the summaries of ended rollouts. strategy: Ray's
-        scheduling strategy for the queue.
+        snapshot: the state from which the term continues; None starts with an empty queue.
+        recorder: receives the queue's events and the summaries of ended rollouts.
         """
         self.actor: ActorHandle = start_queue(settings, strategy=strategy)
         self.failed_groups: FailedGroups | None = None
@@ -178,7 +177,7 @@ class RestartableQueue:
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Make a call of the queue, and return the answer; if the queue dies, repeat the call."""
+        """Make a call of the queue; if the queue dies, repeat the call with the new queue."""
         while True:
             opening = self._cuts.opening
             try:
@@ -207,8 +206,7 @@ class RestartableQueue:
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
         """Open the queue that Ray starts in place of a dead one, unless another call has done so.
 
-        loss: the error of the call. opening: how often the queue had been restarted before the
-        call.
+        opening: number of the queue's restarts before the call that failed.
         Raises: ActorLost if queues die repeatedly, or Ray starts no new queue.
         """
         async with self._reopening:

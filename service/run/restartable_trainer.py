@@ -267,7 +267,6 @@ class RestartableTrainer:
                 await self._restart(loss)
 
     async def _restart(self, loss: TrainerRankLost) -> None:
-        """Start a new group in place of a lost one, and bring it to the lost group's state."""
         self.is_restarting = True
         try:
             await self._replace_group(loss)
@@ -321,10 +320,7 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Give the ranks' weights the version number that the lost ranks' weights had.
-
-        Do nothing if the weights have the number `version` already.
-        """
+        """Give the ranks' weights the version number of the lost ranks' weights."""
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 

@@ -73,9 +73,9 @@ class RunView:
     ) -> None:
         """Create a view.
 
-        endpoint: the actor that serves the run's metrics. root_process: the process whose memory is
-        measured, with its descendants; None if the run uses a cluster. read_term: function that
-        returns the running term, or None between two terms.
+        root_process: the process whose memory is measured, with its descendants; None if the run
+        uses a cluster. read_term: function that returns the running term, or None between two
+        terms.
         """
         self._config, self._run_dir = config, run_dir
         self._store, self._thread = store, thread
@@ -113,10 +113,7 @@ class RunView:
         return self._memory.num_bytes
 
     def _show_constants(self) -> None:
-        """Set the metrics that never change: versions of packages, and limits.
-
-        The limits are those that the configuration sets, such as the queue's largest size.
-        """
+        """Set the metrics that never change: versions of packages, and the configured limits."""
         config, metrics, versions = self._config, self._metrics, self._package_versions
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
@@ -212,7 +209,7 @@ class RunView:
         )
 
     async def _history_now(self) -> History:
-        """Return the history of stored steps and evaluations; read it only if it has changed."""
+        """Return the history of steps and evaluations; read it only if it has changed."""
         recorder = self._recorder
         known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:

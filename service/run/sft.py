@@ -103,9 +103,8 @@ class SftRun:
     ) -> None:
         """Prepare a training.
 
-        Args: chats: the samples of each chat. model: directory or hub name. is_stop_asked: returns
-        whether to end after the current step. tell: called with each line to show. on_start: called
-        when the ranks have started.
+        chats: the samples of each chat. is_stop_asked: returns whether to end after the current
+        step. tell: called with each line to show. on_start: called when the ranks have started.
         """
         self._config = config
         self._chats = chats
@@ -244,7 +243,10 @@ class SftRun:
         return path
 
     def _keep_metrics(self, done: int) -> None:
-        """Remove the records of steps after `done` from `metrics.jsonl`; they are trained again."""
+        """Remove the records of steps after `done` from `metrics.jsonl`.
+
+        These steps are trained again, and then recorded again.
+        """
         if not self._metrics.exists():
             return
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -255,10 +257,7 @@ class SftRun:
 
 
 def _step_of(line: str) -> float:
-    """Return the step's number in a line of `metrics.jsonl`.
-
-    Returns: infinity if the line is damaged, so that the line is removed.
-    """
+    """Return the step's number in a line of `metrics.jsonl`; infinity if the line is damaged."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -280,7 +279,7 @@ def _record(stats: StepStats, *, epoch: int, seconds: float) -> SftStep:
 
 
 def _newest_term(directory: Path) -> int:
-    """Return the number of the newest term that has claimed a directory of checkpoints; 0 if none.
+    """Return the newest term that has claimed the directory; 0 if none has.
 
     Each start of a training claims the directory under the next number.
     """

@@ -216,7 +216,7 @@ class SupervisorWatcher:
     ) -> None:
         """Prepare to watch a supervisor.
 
-        Args: restart: starts a supervisor in place of a dead one. show: called with each status, in
+        restart: starts a supervisor in place of a dead one. show: called with each status, in
         order. is_stop_asked: returns whether to stop the run. stop_grace_s: seconds after which a
         stop abandons a step without an applied update; None sets no limit.
         """
@@ -263,7 +263,7 @@ class SupervisorWatcher:
         ray.kill(self._supervisor)
 
     def _follow(self, running: Any) -> None:
-        """Show statuses, and pass on a request to stop, until the call `running` has ended.
+        """Show statuses, and pass on a request to stop, until `running` has ended.
 
         running: Ray reference of the call of the supervisor's `run`.
         """
