@@ -61,7 +61,7 @@ class RemoteDirectory:
     """A directory at an fsspec address. Every method may raise RemoteError."""
 
     def __init__(self, url: str) -> None:
-        """Open an address; nothing is sent yet."""
+        """Open an address, without reading or writing there."""
         self.url = url.rstrip("/")
         protocol, path = split_protocol(url)
         if protocol is None or not path.strip("/"):
@@ -302,9 +302,8 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that the user probably meant by an address `file://PATH`.
+    """Return the absolute path that the user probably meant by the relative path of a file URL.
 
-    path: PATH, which is not absolute. The error about the address suggests the result.
     Example: localhost/a -> /a; data/a -> /data/a
     """
     first, _, rest = path.partition("/")

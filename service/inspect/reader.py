@@ -124,9 +124,9 @@ def surviving_files(
 
 
 def _check_copied(run_dir: RunDir, database: Path) -> None:
-    """Raise ConfigError if a run's own directory has lost its database.
+    """Raise ConfigError if the database is missing, although other files of the run exist.
 
-    A copy of the journal may lack the database; a directory with other files of the run may not.
+    A directory that has only a copy of the journal needs no database.
     """
     left = (
         run_dir.checkpoints,

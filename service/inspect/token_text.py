@@ -39,10 +39,7 @@ _SHORTEST = 3
 def _chat_marks(
     tokenizer: Any, options: dict[str, Any]
 ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """Return the texts that a chat template writes before and after messages.
-
-    They are the `headers` and the `footers` of `TokenText`.
-    """
+    """Return the `headers` and `footers` of `TokenText` for a tokenizer's chat template."""
     headers: set[str] = set()
     footers: set[str] = set()
     for before, role in _CHATS:

@@ -252,10 +252,7 @@ def build_view(
 
 
 def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
-    """Return the advantages that the trainer received for a sample, by the position of the token.
-
-    Args: number: index of the sample in the trajectory.
-    """
+    """Return the advantages of sample `number`, by the position of the trained token."""
     if not entry.advantages:
         return {}
     positions = np.flatnonzero(entry.trajectory.samples[number].mask).tolist()
@@ -364,11 +361,7 @@ def _opening(sample: Sample) -> str:
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:
-    """Return the indices of the tokens that belong to a header or footer of the chat template.
-
-    Such a token is entirely within an occurrence of one of the `marks`.
-    Args: pieces: the bytes of each token. marks: the headers or footers to find.
-    """
+    """Return the indices of the tokens that lie entirely within an occurrence of a mark."""
     whole = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])
     starts = ends - [len(piece) for piece in pieces] if pieces else ends

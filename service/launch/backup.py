@@ -88,9 +88,9 @@ def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
 
 
 def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> list[str]:
-    """Copy the readable checkpoints, newest first, and return the names of the copies.
+    """Copy the checkpoints, and return the names of the copies.
 
-    A checkpoint that is missing or incomplete, or that differs from its digests, is left out.
+    A missing or damaged checkpoint is left out.
     """
     copied = []
     target.mkdir()
@@ -122,7 +122,6 @@ def state_files(run_dir: RunDir) -> dict[str, Path]:
 
 
 def _copy_files(source: RunDir, target: RunDir) -> None:
-    """Copy the files of `state_files` and the journal to another run directory."""
     for name, file in state_files(source).items():
         copy = target.path / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -140,10 +139,9 @@ def _copy_files(source: RunDir, target: RunDir) -> None:
 
 @contextmanager
 def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
-    """Create `directory`, completely or not at all, with the content that the `with` block writes.
+    """Yield a temporary directory that gets the name `directory` after the `with` block.
 
-    Yields: a temporary directory for the content. After the block it is renamed to `directory`, or
-    removed if the block has raised. Args: command: name of the command, for messages.
+    It is removed instead if the block raises.
     """
     if directory.exists():
         raise ConfigError(

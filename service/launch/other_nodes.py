@@ -170,10 +170,8 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """Create a file in the run's directory for the `with` block, to see whether other nodes see it.
-
-    The file's name is random, so that a file of an earlier start is not mistaken for it.
-    """
+    """Create a file in the run's directory for the `with` block; other nodes must see it."""
+    # The name is random, so that a file of an earlier start is not mistaken for this one.
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
     nonce.write_text(nonce.name)
     try:
@@ -184,7 +182,7 @@ def _witness_in(run_dir: RunDir) -> Iterator[Path]:
 
 
 def _write_fault(directory: Path) -> str:
-    """Return the reason why the directory cannot be written; empty if it can be written."""
+    """Return the reason why the directory cannot be written; empty if there is none."""
     own = directory / f".written-{uuid.uuid4().hex}"
     try:
         own.write_bytes(b"")

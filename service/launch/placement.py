@@ -106,15 +106,11 @@ def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
     return None
 
 
+# A part's name, the settings that determine its number and size, and the requested resources.
 _Part = tuple[str, str, Mapping[str, float]]
 
 
 def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
-    """Yield each part that needs CPUs or GPUs.
-
-    Yields: the part's name, the settings that determine the number and size of such parts, and the
-    resources that the part requests.
-    """
     inference, trainer = config.inference, config.trainer
     kinds: tuple[tuple[str, Role, int, float, float, str], ...] = (
         (
@@ -168,10 +164,6 @@ def _format_resources(resources: Mapping[str, float]) -> str:
 
 
 def _left(nodes: Sequence[Node], left: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a text with the resources that are left on each node.
-
-    Args: left: the resources that are left, by node id.
-    """
     sentences = []
     for node in nodes:
         free = left[node.node_id]

@@ -155,10 +155,7 @@ def fetch_run(
 def _local_copy(
     remote: RemoteDirectory, run_dir: RunDir, *, tell: Callable[[str], None]
 ) -> Iterator[RunDir]:
-    """Download the newest undamaged copy into a temporary directory next to the run's directory.
-
-    Yields: the temporary directory, which is removed after the `with` block.
-    """
+    """Download the newest undamaged copy, and yield the temporary directory that has it."""
     copies = [remote] if remote.read() is not None else _newest_first(remote)
     if not copies:
         raise RemoteError(
@@ -185,15 +182,12 @@ def _local_copy(
 
 
 def _candidates(remote: RemoteDirectory) -> Iterator[str]:
-    """Return the names of the directories at the address that may be complete or partial copies."""
+    """Return the names of the copies at the address, complete or not."""
     return (name for name in remote.children() if name.startswith(_PREFIX))
 
 
 def _copies(remote: RemoteDirectory) -> dict[str, Marker]:
-    """Return the marker of each complete copy at the address, by the name of its directory.
-
-    A marker lists the files of a copy, and says which run made the copy.
-    """
+    """Return the marker of each complete copy at the address, by its directory's name."""
     markers = {name: remote.child(name).read() for name in _candidates(remote)}
     return {name: marker for name, marker in markers.items() if marker is not None}
 
@@ -207,10 +201,9 @@ def _newest_first(remote: RemoteDirectory) -> list[RemoteDirectory]:
 def _check_own(
     remote: RemoteDirectory, copies: Mapping[str, Marker], leases: Mapping[int, str]
 ) -> None:
-    """Check that every copy at the address was made by this run and not by another.
+    """Raise NotThisRun if another run has made a copy.
 
-    Args: leases: for each term of the run, the digest of the term's lease.
-    Raises: NotThisRun if another run has made a copy.
+    leases: for each term of the run, the digest of the term's lease.
     """
     for name, marker in copies.items():
         if not _is_own(marker, leases):
@@ -225,10 +218,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory at the address that this run did not make; None without one.
+    """Return the name of a directory that this run did not make; None if there is none.
 
-    The function must be called only if the address has no complete copy. Then the directories that
-    this run made are those of its interrupted uploads.
+    Call this only if the address has no complete copy. The run's own directories are then those of
+    its interrupted uploads.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()
@@ -243,10 +236,7 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether a checkpoint need not be uploaded.
-
-    This is so if the address has the checkpoint already, or if this machine lacks it.
-    """
+    """Return whether the address has the checkpoint already, or this machine lacks it."""
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

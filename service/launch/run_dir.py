@@ -250,10 +250,7 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
 
 
 def _check_writable(directory: Path) -> None:
-    """Check that a directory can be written: write a few bytes and remove them.
-
-    Raises: OSError if that fails, also on a full disk.
-    """
+    """Raise OSError if the directory cannot be written, for example because the disk is full."""
     # On most file systems the file has no name, so a process that is killed here leaves no file.
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(PROBE_BYTES))
@@ -290,9 +287,9 @@ def held_alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _clear(run_dir: RunDir, *, had_model: bool) -> None:
-    """Remove the files that a start has created, because no run has begun.
+    """Remove the files that a start has created.
 
-    Args: had_model: whether the tiny model existed before the start; it is then kept.
+    had_model: whether the tiny model existed before the start; it is then kept.
     """
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
@@ -353,7 +350,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
-    """Return whether an interrupted start may have left this path, so that it may be overwritten.
+    """Return whether an interrupted start may have left this path.
 
     A config.yaml counts only if it has exactly the form that Rayloom writes, so that a user's own
     file is never overwritten.
@@ -409,10 +406,7 @@ def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.
 
 
 def _check_database(run_dir: RunDir, kind: RunKind) -> None:
-    """Check the database of a run to be resumed.
-
-    Raises: ConfigError if it is missing or damaged, or if it is of another run or another kind.
-    """
+    """Raise ConfigError if the database is missing, damaged, or of another run or kind."""
     try:
         place = shown(run_dir.database_url)
         check_local(run_dir.database_url)
@@ -439,10 +433,10 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
 
 
 def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
-    """Check that the directory is not a copy of a run's directory that still exists.
+    """Raise ConfigError if this is a copy of a run's directory that still exists.
 
-    Original and copy would use the same database.
-    Args: directory: the run's directory as recorded in the database. Raises: ConfigError.
+    Original and copy would use the same database. directory: the run's directory as recorded in the
+    database.
     """
     original = RunDir(path=Path(directory or run_dir.path))
     if original.path == run_dir.path or not original.config_file.is_file():

@@ -155,10 +155,7 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def _dropped_interrupts_unshown() -> Iterator[None]:
-    """Hide the tracebacks that Python prints when it drops a KeyboardInterrupt.
-
-    The signal is not lost, because `StopSignals` has recorded it.
-    """
+    """Hide the tracebacks of dropped KeyboardInterrupts; `StopSignals` has recorded them."""
     before = sys.unraisablehook
 
     def show(dropped: Any) -> None:

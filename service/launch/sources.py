@@ -112,7 +112,7 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file is the user's own: in the working directory and not installed.
+    """Return whether a file is in the working directory and not installed.
 
     Files in a working directory that Ray has unpacked do not count, because that directory has
     another path on each cluster.

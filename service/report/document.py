@@ -103,10 +103,7 @@ def checks(summary: RunSummary, totals: RunTotals) -> list[dict[str, str | bool]
 
 
 def _checked(summary: RunSummary) -> str:
-    """Return a sentence on the results of the log-probability checks.
-
-    Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats apart, …'.
-    """
+    """Return a sentence on the results of the log-probability checks."""
     check = summary.logprob_check
     return (
         f"Both scored texts of up to {units.full_count(int(check.tokens or 0))} tokens, at most "
@@ -180,7 +177,7 @@ def _resumes_and_memory(summary: RunSummary) -> str:
 
 
 def _statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Return (name, explanation) pairs for the quantities that the run's statistics measure."""
+    """Return (name, explanation) pairs for the statistics that the run has."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS
@@ -190,7 +187,6 @@ def _statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
 
 
 def _definitions() -> tuple[tuple[str, str], ...]:
-    """Return the name and the explanation of each number on the run's page."""
     return (
         (
             "Reward",
@@ -389,10 +385,7 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """Return a value rounded for a chart; None if it is unknown or not finite.
-
-    Integers, such as times, are returned unchanged.
-    """
+    """Return a value rounded for a chart; None if it is unknown or not finite."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer():

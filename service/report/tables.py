@@ -34,10 +34,10 @@ class Table:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Yield the last evaluation of the run's own set, then the last one of each named set.
+    """Yield the last evaluation of the run's own set, then of each named set.
 
-    If there are no named sets and the last evaluation has one sample per task, nothing is yielded,
-    because a tile of the page shows that evaluation.
+    If there are no named sets, and the run's own evaluation has one sample per task, yield nothing:
+    a tile of the page shows that evaluation.
     """
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
@@ -96,10 +96,7 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Return a table with two means for each name: over the first steps and over the last steps.
-
-    The tuple is empty if no step has a value.
-    """
+    """Return a table with the means over the first and the last steps; () without values."""
     early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
     if not names:
@@ -116,7 +113,6 @@ def _early_and_late(
 
 
 def _means(records: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the mean of each name's known values."""
     values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -148,9 +144,7 @@ def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
 
 
 def _answers_table(evaluation: Evaluations) -> Table:
-    """Return a table with the answers to the same held-out tasks in the first and the last
-    evaluation.
-    """
+    """Compare the answers of the first and the last evaluation to the same held-out tasks."""
     first, last = evaluation.first, evaluation.last
     if first is None or last is None or first == last:
         return Table(caption="Held-out answers", header=(), rows=())
@@ -193,7 +187,7 @@ def _differing_lines(texts: Sequence[str]) -> list[str]:
 
 
 def _num_shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return the length of the common prefix, but at most the shortest length minus 1."""
+    """Return the length of the common prefix; leave at least one element of each sequence."""
     shared = itertools.takewhile(
         lambda column: len(set(column)) == 1, zip(*sequences, strict=False)
     )
