@@ -44,10 +44,10 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
     """Return which parts of the run were not undone, as the run's database records them.
 
-    Returns: for each term that was not undone completely, its remaining part (`Span`) and the ids
-    of this part's refused rollouts. The trainer refused the update with these rollouts, because
-    the update was not finite. The journal still records them as trained, because it was written
-    before the update.
+    The keys are the remaining parts, one for each term that was not undone completely. The value of
+    a part has the ids of its refused rollouts: the trainer refused the update with these rollouts,
+    because the update was not finite. The journal still records them as trained, because it was
+    written before the update.
     Return None if the journal was copied without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """

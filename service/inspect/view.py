@@ -1,12 +1,13 @@
 """The view of a trajectory: what is shown about its samples and about each of their tokens.
 
-The spans of the turns show which tokens were sampled, the advantages that the trainer received show
-which were trained, and the tokenizer shows which belong to the chat template. A token has a fault
-if these sources disagree. The facts summarise the trajectory in a few labelled lines. The terminal
-(`service.cli.inspect`), the page and the API all show this view. For the page and the API it is
-converted to one JSON tree (`trajectory_document`). All text of models and environments in it is
-printable, and the page never shows it as markup. The API makes the view in a separate process on
-the run's node, because the tokenizer's import takes seconds.
+The spans of the turns show which tokens were sampled. The advantages that the trainer received show
+which tokens were trained. The tokenizer shows which tokens belong to the chat template. A token has
+a fault if these sources disagree. The facts summarise the trajectory in a few labelled lines.
+
+The terminal (`service.cli.inspect`), the page and the API all show this view. For the page and the
+API it is converted to one JSON tree (`trajectory_document`). All text of models and environments in
+this tree is printable, and the page never shows it as markup. The API makes the view in a separate
+process on the run's node, because the tokenizer's import takes seconds.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The feed has the events of tasks, rollouts and sessions, in the order in which t
 Entries are appended and never changed. Each entry is written in the transaction that makes its
 event durable. For an acceptance, a cancellation or a change of a session, this is the transaction
 of the event itself. For an admission or the end of a rollout, it is the commit of the checkpoint
-that makes the event final. So a crash undoes no entry, unless the newest checkpoint cannot be read.
+that makes the event final. A crash therefore undoes no event that the feed has reported, except if
+the newest checkpoint cannot be read, so that the run continues from an older one.
 """
 
 from __future__ import annotations

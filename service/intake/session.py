@@ -175,7 +175,7 @@ class LimitRefusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A session without its turns, as the store has it or as a client sees it."""
+    """A session without its turns, as the store keeps it and as clients see it."""
 
     id: str
     submission_id: str
@@ -312,9 +312,9 @@ class TurnAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMarked:
-    """A change of a session: it was learnt whether the client received a stored turn.
+    """A change of a session: it is now known whether the client received a stored turn.
 
-    The client has not received the turn (`is_unseen`) if it disconnected before the answer.
+    If the client disconnected before the answer, it has not received the turn (`is_unseen`).
     """
 
     session_id: str

@@ -1,9 +1,9 @@
 """A client's submission, and the replies to it, as plain values without HTTP or Ray.
 
-A submission is one task with the requested number of rollouts; the client chooses its id. A
-submission has a position in the backlog; when a group number is free, the group of its rollouts is
-admitted. Only the store keeps the task itself, and only as long as the task's rollouts may be
-played again.
+A submission is one task with the requested number of rollouts; the client chooses its id. It waits
+at a position in the backlog until a group number is free; then its rollouts are admitted as one
+group. Only the store keeps the task itself, and only as long as the task's rollouts may be played
+again.
 """
 
 from __future__ import annotations
@@ -84,12 +84,10 @@ class RolloutRequest:
     ) -> RolloutRequest:
         """Make a request for a task, with a digest by which a repeated request is recognized.
 
-        asked_samples: the number of samples that the client requests; None uses the run's default.
-
-        The digest is made of what the client sent, without the run's defaults: they may change when
-        the run is resumed. If the task has several sessions, the digest includes only the first
-        session's keys. The keys of all its sessions are derived from the same key of the client, so
-        the other keys would add nothing.
+        asked_samples: the number of samples that the client requests; None uses `default_samples`.
+        The digest is made of what the client sent. It leaves out the run's defaults, which may
+        change when the run is resumed. Of several sessions it includes only the first one's keys,
+        because all keys are derived from the same key of the client.
         Raises: ValueError if there is not one session for each sample.
         """
         num_samples = asked_samples or default_samples
@@ -171,8 +169,8 @@ def num_sessions(requests: Sequence[PackedRequest]) -> int:
 def independent_batches(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
     """Divide offers, in order, into batches of offers that share no task id and no key.
 
-    Each batch can be stored in one transaction, so a batch of several offers has at most
-    MAX_TASKS_PER_COMMIT tasks.
+    Each batch can be stored in one transaction. It has at most MAX_TASKS_PER_COMMIT tasks, unless
+    it is a single larger offer.
     """
     batch: list[Offer] = []
     names: set[str] = set()

@@ -122,7 +122,7 @@ class UploadGroup:
     """Whether the group is complete, so that it can be submitted and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """Return the request that submits a closed group to the run; it is equal at every call.
+        """Return the request that submits a closed group; all calls return equal requests.
 
         key_name: name of the API key of the client that closed the group.
         """

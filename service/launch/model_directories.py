@@ -324,9 +324,10 @@ def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
     """Return the local copy of a model directory at a URL; download it if the cache lacks it.
 
     Download it again if its content has changed. If Rayloom uploaded the directory, such as an
-    export, a change is found by the files' digests, otherwise only by the files' sizes.
+    export, a change is found by the files' digests. Otherwise a change is found by the files'
+    sizes, and by their entity tags, digests or times if the file system has them.
     Args: key: the setting that names the URL, for messages. tell: called with a sentence before a
-        download. Raises: ConfigError.
+    download. Raises: ConfigError.
     """
     try:
         remote = RemoteDirectory(url)

@@ -60,7 +60,7 @@ def check_other_nodes(
 
     Such a node must see the shared paths; the supervisor's node must also be able to serve metrics.
     Args: model: directory or hub name of the policy's model. has_endpoint: whether the run's own
-        metrics endpoint listens already, so that its address need not be free.
+    metrics endpoint listens already; then it is not checked that a node can serve metrics.
     Raises: ConfigError that names the node and the path.
     """
     here = ray.get_runtime_context().get_node_id()

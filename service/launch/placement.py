@@ -86,9 +86,9 @@ def describe_places(offered: Roles, nodes: Sequence[Node]) -> str:
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
     """Return an error message on the first part that fits on no node; None if all parts fit.
 
-    The most demanding parts are placed first, each on the node with the least room that is enough.
-    It would be wrong to compare only sums: two engines with 2 GPUs each do not fit on two nodes
-    with 3 GPUs and 1 GPU.
+    The most demanding parts are placed first. Each is placed on the node that has the least room,
+    but enough for it. It would be wrong to compare only sums: two engines with 2 GPUs each do not
+    fit on two nodes with 3 GPUs and 1 GPU.
     """
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)

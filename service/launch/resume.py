@@ -1,4 +1,4 @@
-"""Checks and choices for a stored run: may it resume, from which checkpoint, and which to keep.
+"""Decide whether a stored run may resume, from which checkpoint, and which checkpoints to keep.
 
 The command checks before anything starts whether the run can resume, and the supervisor checks it
 again at the start of each term. A term also removes the checkpoints that need not be kept. In this
@@ -128,9 +128,9 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 
 
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
-    """Check, after Ray has reported the supervisor as dead, that no other process owns the run.
+    """Check that no other process owns the run, after Ray has reported the supervisor as dead.
 
-    The supervisor reported as dead may still be alive, so the check accepts its lease.
+    That supervisor may still be alive, so its own lease is accepted.
     Args: lost: HOST:PID of the supervisor reported as dead; empty if it never reported its name.
     Raises: LeaseLost if another living process owns the newest lease; StoreError.
     """
@@ -193,10 +193,10 @@ def prune_directories(
 
     Also remove directories without a commit, which an interrupted write or removal leaves. Do not
     remove directories that are newer than the newest in `kept`: they may still be committed, or a
-    later term may have written them. Of the stored inputs of skipped updates, keep the newest
-    KEPT_SKIPPED.
+    later term may have written them. The ranks store the inputs of skipped updates in files; keep
+    the newest KEPT_SKIPPED of these files.
     Args: kept: the commits to keep, newest first. uploading: name of one more directory to keep,
-        whose upload has not ended; empty for none.
+    whose upload has not ended; empty for none.
     """
     names, newest = {uploading, *(commit.directory for commit in kept)}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):

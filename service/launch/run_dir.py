@@ -66,7 +66,7 @@ class RunDir:
 
     @property
     def sources_file(self) -> Path:
-        """File that records which tasks and modules the configuration meant at the run's start."""
+        """File that records to which tasks and modules the configuration referred at the start."""
         return self.path / "sources.json"
 
     @property
@@ -443,7 +443,7 @@ def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
         return
     if original.database_url == run_dir.database_url:
         raise ConfigError(
-            f"--resume {run_dir.path}: its database {shown(run_dir.database_url)} is that of the "
+            f"--resume {run_dir.path}: its database {shown(run_dir.database_url)} belongs to the "
             f"run in {original.path}, of which this directory is a copy; expected one directory "
             f"for a database: use --resume {original.path}, or, if the run has moved "
             "here, remove the old directory"
@@ -490,13 +490,13 @@ def prepared_run(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> Iterator[str]:
-    """Check the configuration and prepare the run's directory for the start in the `with` block.
+    """Check the configuration, and prepare the run's directory; the `with` block starts the run.
 
     Build the tiny model if it is missing. If no run has begun at the end of the block, remove the
     directory.
     Args: is_local: whether the run uses only this machine. store: location of a new run's database.
-        check_stop: called after each slow stage; if it raises, the start ends. begin: called with
-        the name of each stage. trial, tell: see `check_without_model`.
+    check_stop: called after each slow stage; if it raises, the start ends. begin: called with the
+    name of each stage. trial, tell: see `check_without_model`.
     Yields: the path or hub name of the policy's model. Raises: ConfigError.
     """
     begin("reading rows")

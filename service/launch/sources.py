@@ -25,7 +25,7 @@ from service.config.tree import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """The tasks and files that a configuration's names mean when a run is started."""
+    """The tasks and files to which a configuration's names refer when a run is started."""
 
     tasks: str
     """Digest of the tasks of a file or data set; empty if the tasks are generated from the seed."""
@@ -37,7 +37,7 @@ class Sources:
 
 
 def sources_of(config: Config) -> Sources:
-    """Return the tasks and files that a configuration's names mean now. Raises: ConfigError."""
+    """Return the tasks and files to which a configuration's names refer. Raises: ConfigError."""
     tasks = open_tasks(config)
     modules = {}
     for name in user_modules(config):

@@ -366,7 +366,10 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
 
 
 def step_columns(records: Sequence[StepRecord]) -> Numbers:
-    """Return a column for each number of `step_numbers`: a value per record, None if unknown."""
+    """Return a column for each number of `step_numbers`.
+
+    A column has one value for each record; the value is None if it is unknown.
+    """
     columns: Numbers = {name: [] for record in records for name in step_numbers(record)}
     for record in records:
         known = step_numbers(record)

@@ -57,9 +57,9 @@ PROMPTS_LIMIT_S = 20.0
 class ActorPool:
     """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The constructor starts the actors; they play rollouts while `watch` runs. There is a subclass
-    for the gateway and one for environment actors. Its class variables are the words that ids and
-    messages use for its actors.
+    The constructor starts the actors; they play rollouts while `watch` runs. The subclasses are
+    `GatewayPool` and `EnvironmentPool`. They set the class variables to the words that ids and
+    messages use for their actors.
     """
 
     part: Part

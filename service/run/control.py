@@ -109,7 +109,7 @@ class Control(ControlPort):
 
     @property
     def returns_to(self) -> str:
-        """The checkpoint that the next lease must return to; empty if there is none."""
+        """The id of the checkpoint to which the next term must return; empty if there is none."""
         asked = self._return
         return "" if asked is None else asked.checkpoint or ""
 

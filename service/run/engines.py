@@ -258,7 +258,7 @@ class Engines:
 async def watch_board(board: ActorHandle) -> None:
     """Watch the board forever, and raise ActorLost once it has died.
 
-    A board that is only slow, frozen or unreachable does not raise. Without this check, a loop that
+    Do not raise if the board is only slow, frozen or unreachable. Without this check, a loop that
     waits for rollouts would not notice that the board, and the engines with it, have ended.
     """
     while True:

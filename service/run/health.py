@@ -324,8 +324,8 @@ class RunFailed(Exception):
 class FaultCount:
     """A count of the faults since the run last made progress.
 
-    Faults older than a day do not count. Otherwise a run that waits for submissions would fail in
-    the end: it makes no progress while it waits, and has a fault every few weeks.
+    Faults older than a day do not count. A run that waits for submissions makes no progress;
+    without this limit, its rare faults would add up over weeks until the run fails.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -351,13 +351,15 @@ class FailureWatch:
     """The checks that end a run that makes no progress.
 
     The loop of each term makes these checks while it waits for a step and after each step. A run
-    fails in three cases. First, the last `max_failed_groups` groups in a row could not be trained,
-    and this has lasted for `failed_groups_grace_s`, so that a short outage of a server does not end
-    the run; failures while no engine is ready do not count, because the environment did not cause
-    them. A run with submissions does not make this check, because untrainable groups of clients are
-    not a failure of the run. Second, no update was finite in `max_skipped_steps` steps in a row.
-    Third, the merge actor refused every trajectory in `max_skipped_steps` steps in a row. The
-    log-probability checks can also end a run (`check_logprobs`).
+    fails in any of these cases:
+    - `max_failed_groups` groups in a row could not be trained, and this has lasted for
+      `failed_groups_grace_s`, so that a short outage of a server does not end the run. Failures
+      while no engine is ready do not count, because the environment did not cause them. This case
+      is not checked if clients submit the tasks: their untrainable groups are not a failure of the
+      run.
+    - No update was finite in `max_skipped_steps` steps in a row.
+    - The merge actor refused every trajectory in `max_skipped_steps` steps in a row.
+    - Too many log-probability checks in a row exceeded their bound (`check_logprobs`).
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,15 +1,17 @@
 """The training loop: admit groups, collect a step, merge, train, publish, and repeat.
 
 Synchronous and asynchronous training use the same code: only the queue's admission window decides
-how far rollouts run ahead. Two loops run concurrently: `_admit` assigns tasks to open group
-numbers; `_train` passes closed groups through the merge actor and the trainer, and publishes the
-weights. If rollouts may lag, the engines load a version while the next step is collected and
-trained. A checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a
-version is published only after the engines have loaded the version before it. A version has the
-number of its step, except for versions that a restarted trainer published again
-(`RestartableTrainer`). Each term has one loop. If an operator pauses admission or training
-(`service.run.pauses`), the loops wait for the end of the pause: `_admit` between two admissions,
-and `_train` between two steps. Every call of a handle may raise `ActorLost`.
+how far rollouts run ahead. Each term has one loop, which runs two coroutines at the same time.
+`_admit` assigns tasks to open group numbers. `_train` passes closed groups through the merge actor
+and the trainer, and publishes the weights. If an operator pauses admission or training
+(`service.run.pauses`), they wait for the end of the pause: `_admit` between two admissions, and
+`_train` between two steps.
+
+In asynchronous training, the engines load a version while the next step is collected and trained. A
+checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a version is
+published only after the engines have loaded the version before it. A version has the number of its
+step, except for versions that a restarted trainer published again (`RestartableTrainer`). Every
+call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
     """Return a client of a run's supervisor; it works in any process of the cluster.
 
     The client finds the supervisor by the run's id. host: handle of the run's
-    `service.serve.serve_host.RunHost`; None if Ray Serve does not run the run.
+    `service.serve.serve_host.RunHost`; None if the run is not on Ray Serve.
     """
     return cast(RunPort, _SupervisorClient(run_id, host=host))
 

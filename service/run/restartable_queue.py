@@ -280,8 +280,8 @@ class CutsInOrder:
         """Wait until this cut and all earlier cuts of the queue are passed to `keep`.
 
         A cut is the queue's state with the events since the last cut.
-        Returns: False if the queue that made the cut has died before that. The call whose answer
-        contained the cut then had no effect.
+        Returns: False if the queue's process dies before the cut is passed on. The call whose
+        answer contained the cut then had no effect.
         """
 
         def is_kept() -> bool:

@@ -2,12 +2,13 @@
 
 If a rank is lost, a new group loads the newest committed checkpoint, and trains the later steps
 again, in order; their shards are kept for this. Then the interrupted call is repeated. The caller
-waits during this time: nothing is published and no rollout is played again. Invariants: a step is
-finished when all ranks have answered with its statistics and a fingerprint of their state; the
-weights of a version never change once an engine may have the version. The new ranks may have
-another fingerprint, on CUDA or with another number of threads. Their weights then become the next
-version, and every call except `publish` raises `WeightsMoved` until these weights are published.
-Each term's loop uses one such trainer.
+waits during this time: nothing is published and no rollout is played again.
+
+Invariants: a step is finished when all ranks have answered with its statistics and a fingerprint of
+their state. The weights of a version never change once an engine may have the version. On CUDA, or
+with another number of threads, the new ranks may have another fingerprint than the lost ones. Their
+weights then become the next version, and every call except `publish` raises `WeightsMoved` until
+these weights are published. Each term's loop uses one such trainer.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
     """Return Ray's scheduling options that select the supervisor's node.
 
     If the database is a file, this is the current node. Otherwise it is a node that offers the
-    supervisor's role. If no node offers the role, it is the cluster's head node: in Kubernetes, a
-    Service reads the run's metrics there.
+    supervisor's role. If no node offers the role, it is the cluster's head node, from which a
+    Service in Kubernetes reads the run's metrics.
     """
     if sqlite_file(run_dir.database_url) is not None:
         # The database is on this machine's disk, and the command that starts the run reads it too.
@@ -138,11 +138,8 @@ def start_supervisor(
 ) -> Any:
     """Start the supervisor and return it: an actor that ends with this process.
 
-    The actor's name is made of the run's id.
-
-    If an earlier start of this run left an actor with the same name, this function ends that actor.
-    If `when_held` is "wait", this function waits instead until that actor ends.
-
+    The actor's name is the run's id. If an earlier start of this run left an actor with this name,
+    end that actor. If `when_held` is "wait", wait instead until that actor ends.
     endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint from which to
     continue; empty for the newest. root_process: the process whose memory is measured, with its
     descendants; None if the run uses a cluster. lost: this process's dead supervisor, which the new

@@ -68,7 +68,7 @@ def test_a_copy_that_names_its_originals_database_is_not_resumed(tmp_path: Path)
     check_resumable(place, config)
     shutil.copytree(place.path, tmp_path / "copy")
     copy = RunDir(path=tmp_path / "copy")
-    with pytest.raises(ConfigError, match=r"copy: its database .* is that of the run in .*/run,"):
+    with pytest.raises(ConfigError, match=r"copy: its database .* belongs to the run in .*/run,"):
         check_resumable(copy, config)
     # A run that has moved has no other directory.
     shutil.rmtree(place.path)
