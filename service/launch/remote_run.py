@@ -187,7 +187,6 @@ def _candidates(remote: RemoteDirectory) -> Iterator[str]:
 
 
 def _copies(remote: RemoteDirectory) -> dict[str, Marker]:
-    """Return the marker of each complete copy at the address, by its directory's name."""
     markers = {name: remote.child(name).read() for name in _candidates(remote)}
     return {name: marker for name, marker in markers.items() if marker is not None}
 

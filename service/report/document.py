@@ -177,7 +177,6 @@ def _resumes_and_memory(summary: RunSummary) -> str:
 
 
 def _statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Return (name, explanation) pairs for the statistics that the run has."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS

@@ -165,7 +165,6 @@ class ActorPool:
             )
 
     async def _run_to_death(self, actor_id: str) -> str:
-        """Run the actor until it stops, dies or freezes; return the cause of its end."""
         try:
             async with race(self._until_stopped(actor_id), self._until_frozen(actor_id)) as ends:
                 cause: str = next(end for end in ends if end.done()).result()

@@ -71,10 +71,10 @@ class CheckpointUploads:
         self._woken.set()
 
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Copy the committed checkpoints, then end the thread; block for at most `limit_s` seconds.
+        """End the thread; block for at most `limit_s` seconds.
 
-        writes_rest: whether to copy the checkpoints that have no copy yet; False if another process
-        has taken over the run.
+        writes_rest: whether to copy the committed checkpoints that have no copy before the thread
+        ends; False if another process has taken over the run.
         """
         if not writes_rest:
             self._is_lost.set()

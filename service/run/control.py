@@ -484,7 +484,6 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Return the running term. Raises: ControlRefused if no term is training."""
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(

@@ -483,7 +483,6 @@ class Publisher:
         )
 
     async def _until_loaded(self, version: int) -> BoardStatus:
-        """Wait until the live engines have loaded `version`; return the weight board's status."""
         board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
         while True:
             try:
@@ -520,7 +519,6 @@ def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comp
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:
-    """Make a blocking call in a thread, and return its future; an error is also logged."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *arguments, **named))
     work.add_done_callback(_log_error)
     return work

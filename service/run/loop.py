@@ -255,7 +255,6 @@ class Loop:
         raise ActorLost(f"step {step_input.step}: its scores were lost {MAX_SCORINGS} times")
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
-        """Raise RunFailed if too many groups have failed in a row, unless clients submit tasks."""
         if self._parts.has_clients:
             return
         # The number of ready engines matters only if groups have failed.
@@ -340,7 +339,6 @@ class Loop:
                 await self._parts.publisher.wait_until_loaded(await self._publish())
 
     async def _publish(self) -> int:
-        """Publish the trainer's weights, and return their version."""
         while True:
             version = self._parts.trainer.version
             with suppress(WeightsMoved):
@@ -380,7 +378,6 @@ class Loop:
             await self._checkpoints.commit_when_written(step)
 
     async def _wait_until_loaded(self, trained: StepRecord) -> LogprobCheck | None:
-        """Wait until the engines have loaded a step's version, and report it to the queue."""
         check = await self._parts.publisher.wait_until_loaded(trained.policy_version)
         # The window counts steps: a version that was published again does not move it.
         await self._parts.queue.set_loaded_version(trained.step)

@@ -177,7 +177,6 @@ class RestartableQueue:
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Make a call of the queue; if the queue dies, repeat the call with the new queue."""
         while True:
             opening = self._cuts.opening
             try:

@@ -300,7 +300,6 @@ class RestartableTrainer:
         )
 
     def _count_restart(self, loss: TrainerRankLost) -> None:
-        """Count a restart. Raises: ActorLost after too many, or if shards were dropped."""
         self._restarts.count()
         if self._restarts.are_too_many:
             raise ActorLost(

@@ -113,7 +113,6 @@ class RunView:
         return self._memory.num_bytes
 
     def _show_constants(self) -> None:
-        """Set the metrics that never change: versions of packages, and the configured limits."""
         config, metrics, versions = self._config, self._metrics, self._package_versions
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
@@ -209,7 +208,6 @@ class RunView:
         )
 
     async def _history_now(self) -> History:
-        """Return the history of steps and evaluations; read it only if it has changed."""
         recorder = self._recorder
         known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:
