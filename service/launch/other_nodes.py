@@ -59,8 +59,8 @@ def check_other_nodes(
     """Check that the run can use every node on which one of its actors may be placed.
 
     Such a node must see the shared paths; the supervisor's node must also be able to serve metrics.
-    Args: model: directory or hub name of the policy's model. has_endpoint: whether the run's own
-    metrics endpoint listens already; then it is not checked that a node can serve metrics.
+    Args: model: directory or hub name of the policy's model. has_endpoint: whether the run's
+    metrics endpoint listens already; if so, do not check whether a node can serve metrics.
     Raises: ConfigError that names the node and the path.
     """
     here = ray.get_runtime_context().get_node_id()

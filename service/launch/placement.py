@@ -47,8 +47,9 @@ Roles = frozenset[Role]
 def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
     """Return the roles that the cluster's nodes offer, or have offered earlier in the run.
 
-    Args: before: the roles offered earlier. If all nodes of such a role are lost, the role's parts
-    wait for new nodes that offer it, because other nodes may lack the needed paths or resources.
+    before: the roles offered earlier. If all nodes of such a role are lost, the role's parts wait
+    for new nodes that offer the role. They do not use other nodes, which may lack paths or
+    resources.
     """
     return before | {role for role in ROLES for node in nodes if node.resources.get(role, 0) > 0}
 
@@ -56,8 +57,8 @@ def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
 def resources_of(role: Role, offered: Roles) -> dict[str, float]:
     """Return the custom Ray resources that a part of the role must request.
 
-    If no node offers the role, the result is empty, except for the role `control`, whose parts then
-    request the resource of the head node.
+    If no node offers the role, a part of the role `control` requests the resource of the head node,
+    and a part of another role requests no custom resource.
     """
     if role in offered:
         return {role: SHARE}

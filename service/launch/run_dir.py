@@ -96,7 +96,7 @@ class RunDir:
         return self.path / DATABASE
 
     def has_run(self) -> bool:
-        """Return whether a run was started here, which is so if its database exists.
+        """Return whether a run was started here: then its database exists.
 
         Raises: StoreError if the database does not answer.
         """
@@ -225,7 +225,7 @@ def check_no_sft(run_dir: RunDir, *, what: str) -> None:
 
 @contextmanager
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
-    """Create and lock the directory of a run for the `with` block, in which the run is prepared.
+    """Create and lock a run's directory; the `with` block prepares the run in it.
 
     If there is no run at the end of the block, remove what was created.
     Raises: ConfigError if another start uses the directory, or if it cannot be written.

@@ -34,7 +34,7 @@ class Table:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Yield the last evaluation of the run's own set, then of each named set.
+    """Yield the last evaluation of the run's own set, then the last one of each named set.
 
     If there are no named sets, and the run's own evaluation has one sample per task, yield nothing:
     a tile of the page shows that evaluation.

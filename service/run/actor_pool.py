@@ -430,8 +430,8 @@ class EvaluationFiles:
 def write_lines(path: Path, played: Sequence[Played]) -> int:
     """Write an evaluation's file to `path`, with one line of JSON for each rollout in `played`.
 
-    Rollouts without a line are left out. The lines are written to a temporary file, which is then
-    renamed; after an error it is removed.
+    Rollouts without a line are left out. The lines are written to a temporary file. It is renamed
+    to `path` at the end, or removed after an error.
 
     Returns: the number of lines.
     Raises: OSError; RayError if the actor that owns a line has died.

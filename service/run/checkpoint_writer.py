@@ -1,10 +1,10 @@
 """Write a term's checkpoints, and commit each with the queue's state after the same step.
 
 To commit a checkpoint is to store its name in the run's database, so that a later term can continue
-from it. A checkpoint's files are written during the next step. While a run with tasks of clients
-waits for a step, the newest checkpoint is committed again with the queue's newer state, so that
-evictions of rollouts become durable. Each loop has one `CheckpointWriter`, and only the loop calls
-it.
+from it. A checkpoint's files are written during the next step. If a run has tasks of clients,
+rollouts may be evicted while the loop waits for a step. To make these evictions durable, the newest
+checkpoint is then committed again with the queue's newer state. Each loop has one
+`CheckpointWriter`, and only the loop calls it.
 """
 
 from __future__ import annotations

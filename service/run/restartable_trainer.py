@@ -68,10 +68,10 @@ class RestartableTrainer:
     ) -> None:
         """Make the first group.
 
-        Args: make_group: makes a group without starting it. parent: checkpoint to begin with; None
-        to begin with the base model. first_step: the step after the parent. max_kept_bytes: limit
-        for the kept shards of steps after the newest checkpoint. If the shards exceed the limit,
-        the oldest are dropped, and a lost rank then ends the term. on_restart: called with a
+        make_group: makes a group without starting it. parent: checkpoint to begin with; None to
+        begin with the base model. first_step: the step after the parent. max_kept_bytes: limit for
+        the kept shards of steps after the newest checkpoint. If the shards exceed the limit, the
+        oldest are dropped; the loss of a rank then ends the term. on_restart: called with a
         sentence for each replaced group. on_check: called at each check of `watch` with the peak
         memory of each rank in bytes, or with an empty sequence if a rank is lost.
         """

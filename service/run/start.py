@@ -230,9 +230,9 @@ class SupervisorWatcher:
     def run(self, run_dir: RunDir) -> Ending:
         """Run the supervisor and watch it until the run has ended; return how the run ended.
 
-        Raises: RayTaskError with the error that ended the run; one of ACTOR_DEATHS or LeaseLost if
-        no supervisor is left; KeyboardInterrupt if a stop was requested before the supervisor
-        answered.
+        Raises: RayTaskError with the error that ended the run; LeaseLost or an error of
+        ACTOR_DEATHS if no supervisor is left; KeyboardInterrupt if a stop was requested before the
+        supervisor answered.
         """
         faults, furthest_step = FaultCount(limit=self._max_restarts), 0
         while True:
