@@ -96,7 +96,7 @@ class RunDir:
         return self.path / DATABASE
 
     def has_run(self) -> bool:
-        """Return whether a run was started here: then its database exists.
+        """Return whether a run was started here, which means that its database exists.
 
         Raises: StoreError if the database does not answer.
         """

@@ -296,7 +296,7 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Return the token ids of the first prompts of tasks, up to `num_tokens` tokens in all.
+        """Return the token ids of the tasks' first prompts, at most `num_tokens` tokens in all.
 
         One of the actors renders the prompts. Return () if this actor does not answer.
         """
@@ -322,11 +322,11 @@ async def play(
 ) -> list[Played]:
     """Divide an evaluation's rollouts among the actors, and return their results.
 
-    actors: the environment actors by id. plays: the rollouts to play. idle_s: seconds without the
-    end of a rollout after which an actor's rollouts are abandoned. keeps_tokens: whether each
-    result has a reference to the rollout's line for the evaluation's file; the line has the
-    rollout's tokens. notice: called with a message if an actor's rollouts are lost. slots_share:
-    the part of rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
+    actors: the environment actors by id. plays: the rollouts to play. idle_s: an actor's rollouts
+    are abandoned if none of them ends for this many seconds. keeps_tokens: whether each result has
+    a reference to the rollout's line for the evaluation's file; the line has the rollout's tokens.
+    notice: called with a message if an actor's rollouts are lost. slots_share: the part of
+    rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
     """

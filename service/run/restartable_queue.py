@@ -6,11 +6,11 @@ queue is answered with a cut. `RestartableQueue` gives a restarted queue the sta
 that it has processed, and then repeats the calls that the dead queue did not answer.
 
 Invariants: cuts are processed in order, and their events and summaries are passed to the recorder.
-A call returns only after its own cut is processed. The recorder and a restarted queue therefore
-agree about everything that the loop knows. Rollouts that ended after the newest cut, or whose
-trajectories were in the queue, are played again. A step that the loop has taken is not taken a
-second time. `RestartableQueue` itself keeps the tasks of the groups in flight, because cuts do not
-contain the data of tasks.
+A call returns only after its own cut is processed. Whatever the loop learns from a call is
+therefore known to the recorder, and to a restarted queue. Rollouts that ended after the newest cut,
+or whose trajectories were in the queue, are played again. A step that the loop has taken is not
+taken a second time. `RestartableQueue` itself keeps the tasks of the groups in flight, because cuts
+do not contain the data of tasks.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class RestartableQueue:
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
         """Wait up to `timeout_s` until the queue can admit groups; return the free group numbers.
 
-        `admit` gives them tasks. This method and the following ones call the method of the same
-        name of the queue actor, which describes it.
+        Call `admit` to give them tasks. Like the methods below, this method calls the queue actor's
+        method of the same name, which explains it.
         """
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
