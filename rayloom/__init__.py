@@ -54,7 +54,7 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = ("actors", "deploy", "rayloom", "service")
-# Libraries that every run imports, so that a module of the user's with such a name breaks it.
+# Libraries that every run imports: a user's module with such a name would break the run.
 _LIBRARIES = (
     "accelerate", "annotated_types", "cloudpickle", "datasets", "docstring_parser", "fastapi",
     "fsspec", "grpc", "httpx", "huggingface_hub", "jinja2", "jsonschema", "msgspec", "numpy",

@@ -331,7 +331,6 @@ def _new_directory(
     config: str | os.PathLike[str] | Mapping[str, Any] | None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
 ) -> Path:
-    """Return a directory under runs/ that does not exist yet."""
     named = next((each for each in (config, dataset) if isinstance(each, str | os.PathLike)), "run")
     stamp = f"{Path(named).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (RUNS / (stamp if not number else f"{stamp}-{number}") for number in count())
@@ -381,10 +380,7 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
-    """Return the name of a data set; rows are first written to a file in the run's directory.
-
-    Raises: ConfigError if a row cannot be written as JSON.
-    """
+    """Return the name of a data set; rows are first written to a file in the run's directory."""
     if isinstance(dataset, str | os.PathLike):
         return os.fspath(dataset)
     rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") else dataset
@@ -406,8 +402,8 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
 def _name_of(function: Named, store: Path, *, what: str) -> str:
     """Return the name by which a run imports a function.
 
-    A function that cannot be imported by name is first stored in `store`, the directory of the
-    run's functions. what: name of the argument that contains the function, for errors.
+    A function that cannot be imported by name is first stored in `store`. what: name of the
+    argument that contains the function, for errors.
     """
     if isinstance(function, str):
         return function
@@ -420,10 +416,9 @@ def _name_of(function: Named, store: Path, *, what: str) -> str:
 
 
 def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
-    """Store a function by value in a module of the run's directory, and return its name.
+    """Store a function by value in a new module in `store`, and return its MODULE:NAME.
 
-    Raises: ConfigError if the function refers to an object that cannot be pickled, such as an
-    open file.
+    Raises: ConfigError if the function refers to an object that cannot be pickled.
     """
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
@@ -453,10 +448,7 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
-    """Start `rayloom` with arguments in a new session, and return the process.
-
-    The process gets SIGTERM if the caller dies.
-    """
+    """Start `rayloom` in a new session; it gets SIGTERM if the caller dies."""
     # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
@@ -502,7 +494,7 @@ def _run(*arguments: str) -> deque[str]:
 
 
 def _check(code: int, last: Iterable[str]) -> None:
-    """Raise the error that an exit code means; return if the code means success.
+    """Raise the error for an exit code; return if the code means success.
 
     last: the command's last printed lines.
     """

@@ -319,7 +319,6 @@ def _place_variables() -> list[sdk.QueryVariable]:
 
 
 def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:
-    """Return a variable with one or several chosen values; at first, all values are chosen."""
     return (
         _query(name, label, query)
         .multi(True)
@@ -372,7 +371,7 @@ P = TypeVar("P", stat.Panel, timeseries.Panel, heatmap.Panel)
 
 
 def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
-    """Set the options that all panels have, whatever their look, and return the builder."""
+    """Set the options that do not depend on a panel's look."""
     builder = (
         builder.id(number)
         .grid_pos(place)

@@ -28,7 +28,7 @@ from deploy.rules.__main__ import rules_text
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).parents[1] / "configs" / "guessing-cpu.yaml"
-# Seconds in which the service ends, with its engines and ranks.
+# Seconds that the service, its engines and its ranks may take to end.
 END_LIMIT_S = 120.0
 START_LIMIT_S = 30.0
 SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"

@@ -19,8 +19,8 @@ class StoredMetrics:
 
     Counters and histograms include every row that was ever stored, and never decrease: they also
     count rows that the run later undid or removed, and a resumed run continues from the stored
-    totals. The gauges show the newest surviving step and evaluation. All metrics of a row change
-    together, between two scrapes, after the row is stored.
+    totals. The gauges show the newest surviving step and evaluation. After a row is stored, all its
+    metrics change together, so no scrape sees only some of the changes.
     """
 
     def __init__(self, metrics: Metrics, store: RunStore) -> None:

@@ -258,9 +258,9 @@ class Supervisor:
     async def stop(self, grace_s: float | None = None) -> None:
         """End the run after the current step and its checkpoint, or at once during the start.
 
-        grace_s: seconds after which a step without an applied update is abandoned; None sets no
-        limit. If `stop` is called again, the grace period that ends first counts. After the run's
-        end, do nothing.
+        grace_s: after this many seconds, a step whose update is not applied yet is abandoned; None
+        sets no limit. If `stop` is called again, the grace period that ends first counts. After the
+        run's end, do nothing.
         """
         if self._view.exit_reason is not None:
             return
@@ -316,22 +316,30 @@ class Supervisor:
         return self._view.readiness()
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the data of the run's page, as `RunView` does. Raises: LeaseLost, StoreError."""
+        """Return the data of the run's web page, with the steps after step `after`.
+
+        term: the term in which the caller read its earlier steps; if another term runs now, return
+        all steps. Raises: LeaseLost, StoreError.
+        """
         self._check_owned()
         return await self._view.picture(term=term, after=after)
 
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer:
-        """Return a page of stored trajectories. Raises: StoreError for a damaged file;
-        ActorLost."""
+        """Return a page of stored trajectories.
+
+        Raises: StoreError for a damaged file; ActorLost.
+        """
         return await self._view.read_journal(journal_page, wanted, after)
 
     async def trajectory(self, name: str) -> bytes | None:
-        """Return a stored trajectory as JSON; None if it is unknown. Raises: StoreError;
-        ActorLost."""
+        """Return a stored trajectory as JSON; None if it is unknown.
+
+        Raises: StoreError; ActorLost.
+        """
         return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission unless a step has taken it.
+        """Cancel a submission, unless a training step has already taken its group.
 
         sees: the tenant whose submissions are visible, or None for all. Returns: the submission's
         state; None if it is unknown or not visible. Raises: LeaseLost, StoreError.
@@ -339,7 +347,7 @@ class Supervisor:
         return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
 
     async def keys(self) -> tuple[NamedKey, ...]:
-        """Return the named keys of the run's API, with the revoked ones. Raises: StoreError."""
+        """Return the named keys of the run's API, revoked ones too. Raises: StoreError."""
         return await self._thread.call(read_keys, self._store)
 
     async def add_key(self, key: NamedKey) -> bool:
@@ -350,8 +358,10 @@ class Supervisor:
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a named key permanently; return it, or None if it is unknown. Raises:
-        StoreError."""
+        """Revoke a named key permanently; return it, or None if it is unknown.
+
+        Raises: StoreError.
+        """
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
@@ -368,10 +378,9 @@ class Supervisor:
         return await getattr(self._control, call)(*arguments, **named)
 
     async def _evict(self, group_id: str) -> bool:
-        """Cancel a group of rollouts in the queue; return False if a step has taken it.
+        """Cancel a group of rollouts in the queue; return False if a step trains on it already.
 
-        Without a term, or if its queue is lost, return True: the next term cancels the group at its
-        start.
+        Without a queue, return True: the next term cancels the group at its start.
         """
         with suppress(ActorLost):
             term = self._control.term
@@ -390,11 +399,7 @@ class Supervisor:
             raise LeaseLost(str(self._lost))
 
     async def _run_terms(self) -> str:
-        """Run the terms one after another; return why the run has ended.
-
-        Another term begins if an operator requests a return to a checkpoint, if the checkpoint from
-        which a term continues cannot be loaded, and after a recoverable loss of an actor.
-        """
+        """Run the terms one after another; return why the run has ended."""
         faults, furthest_step = FaultCount(limit=self._config.run.max_recoveries), 0
         while True:
             try:
@@ -427,7 +432,7 @@ class Supervisor:
                 self._recorder.phase("recovering", str(loss))
 
     async def _run_one_term(self) -> str:
-        """Take a lease, and run the lease's term to its end; return why the run has ended.
+        """Run one term to its end; return why the run has ended.
 
         Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; otherwise the
         errors of `run`.
@@ -478,20 +483,17 @@ class Supervisor:
         return f"stopped after step {done} of {self._config.run.steps}"
 
     async def _unless_going_back(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await a term's work; cancel it if an operator requests the return to a checkpoint.
-
-        Raises: GoingBack after such a request; otherwise the work's errors.
-        """
+        """Await a term's work; if an operator requests a return, cancel it and raise GoingBack."""
         async with race(work, self._control.returning.wait()) as (working, asked):
             if asked.done():
                 raise GoingBack(self._control.returns_to)
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Take the lease of the run, and return it; None if a stop was requested during a wait.
+        """Return the run's lease; None if a stop was requested while this waited for the lease.
 
-        If another process owns the run and `when_held` is "wait", wait until the run is free.
-        Raises: LeaseHeld if another process owns the run; LeaseLost; StoreError.
+        If another process owns the run, wait until the run is free. Raise LeaseHeld instead if
+        `when_held` is not "wait", or if this supervisor had a lease before.
         """
         while True:
             try:
@@ -509,7 +511,7 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take a lease from the newest readable checkpoint; show the checkpoint's rollout counts.
+        """Take a lease; show the counts of the checkpoint from which its term continues.
 
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
@@ -538,8 +540,6 @@ class Supervisor:
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
         """Take a lease that continues from the newest intact checkpoint, or from a requested one.
 
-        With its first lease the supervisor also writes the run's configuration, because only the
-        owner of the run may write it.
         Returns: the lease, and all checkpoints.
         """
         commits = self._store.checkpoints()
@@ -557,12 +557,12 @@ class Supervisor:
             returns_to=self._control.returns_to or (self._returns_to if is_first else ""),
         )
         if is_first:
+            # Only the owner of the run may write the configuration, so the lease comes first.
             write_config(self._run_dir, self._config)
         self._view.count_earlier(lease.parent)
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease again and again. Raises: LeaseLost; StoreError."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, a renewal could mistake this process's own next lease for another
@@ -572,7 +572,6 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the run's end and refuse further calls; return whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:

@@ -1,4 +1,4 @@
-"""The tasks for a run's groups, if clients submit none: the configuration's tasks and a curriculum.
+"""The source of a run's tasks if clients submit none: the configured tasks and a curriculum.
 
 If clients submit tasks, `service.backlog.queue` gives the loop the tasks instead.
 """
@@ -159,7 +159,7 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Return whether a task rests, because its last groups passed too many or too few samples.
+    """Return whether a task rests, because too many or too few samples of its last groups passed.
 
     passed: for each group, the share of samples that passed. The last `window` groups count; with
     fewer groups, the task does not rest. Example: with window 2 the task rests for [1, 1] or [0,

@@ -167,7 +167,7 @@ class Term:
 
     @property
     def is_training(self) -> bool:
-        """Whether the start has ended, so that the loop runs or has run."""
+        """Whether the start has ended; from then on the loop runs, or has run."""
         return self._loop is not None
 
     @property
@@ -191,7 +191,10 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """Versions that replace another version of the same step, because ranks were restarted."""
+        """Versions that replaced another version of the same step.
+
+        A version is replaced if restarted ranks have other weights than the lost ranks had.
+        """
         return self._trainer.republished
 
     @property
@@ -202,8 +205,8 @@ class Term:
     def request_stop(self, *, grace_s: float | None = None) -> None:
         """Abort the start, or end the term after the current step.
 
-        grace_s: seconds after which a step without an applied update is abandoned; None sets no
-        limit.
+        grace_s: after this many seconds, a step whose update is not applied yet is abandoned; None
+        sets no limit.
         """
         self._stop_asked.set()
         if self._loop is not None:
@@ -288,7 +291,6 @@ class Term:
         self.queue.kill()
 
     async def _start_unless_stopped(self) -> Publisher | None:
-        """Start the term; return None if a stop was requested before the start ended."""
         if self._stop_asked.is_set():
             return None
         async with race(self._start(), self._stop_asked.wait()) as (starting, stopped):
@@ -372,10 +374,9 @@ class Term:
         return publisher
 
     async def _opening_prompts(self) -> Sequence[TokenIds]:
-        """Return the first tasks' prompts, which an environment actor renders.
+        """Return the prompts of the first tasks, for the log-probability check.
 
-        The log-probability check uses them. Return () if the check is off, or if the actor does not
-        answer.
+        Return () if the check is off, or if no environment actor answers.
         """
         assert self._pool is not None
         if self._config.trainer.logprob_check_tokens == 0 or not self._pool.actors:
@@ -401,8 +402,7 @@ class Term:
     def _heed_check(self, check: LogprobCheck | None) -> None:
         """Raise RunFailed if the check at the start found differing log-probabilities.
 
-        check: result of the comparison of trainer and engines; None if no engine answered in time,
-        which causes only a notice.
+        check: None if no engine answered in time, which causes only a notice.
         """
         if check is None:
             self._recorder.notice(
@@ -429,7 +429,7 @@ class Term:
         return await asyncio.shield(self._opening_tasks)
 
     async def _claim_checkpoints(self) -> None:
-        """Claim the directory of checkpoints for this term, so that older terms cannot write there.
+        """Claim the directory of checkpoints, so that older terms can no longer write there.
 
         Raises: CheckpointError if a newer term has claimed the directory, or the disk stays full.
         """
@@ -454,14 +454,11 @@ class Term:
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:
-        """Start a gateway, the actor that serves sessions, and return its handle.
-
-        The gateway is placed on this node, because the run's database may be a file.
-        """
         config = self._config
         actor_class = ray.remote(Gateway).options(
             num_cpus=0,
             max_concurrency=MAX_HELD_REQUESTS,
+            # The run's database may be a file on this node.
             scheduling_strategy=on_this_node(),
         )
         return actor_class.remote(
@@ -486,16 +483,12 @@ class Term:
         )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Start a merge actor, and return its handle.
-
-        Call this after the trainer's start, because the actor needs the model's shape.
-        """
+        """Start a merge actor. The trainer must have started, because its shape is needed."""
         settings = self._config.step_settings(shape=self._trainer.shape)
         actor_class = ray.remote(MergeActor).options(num_cpus=0, scheduling_strategy=on_this_node())
         return actor_class.remote(settings, self._journal())
 
     def _journal(self) -> Journal | None:
-        """Return the writer of the run's journal; None if the configuration keeps no journal."""
         config = self._config
         if config.run.journal_steps == 0:
             return None

@@ -140,8 +140,7 @@ class RolloutTraces:
     ) -> None:
         """Write the trace of a rollout that has left the ledger.
 
-        reason: reason of the eviction. record: the step that trained on the rollout; None if the
-        rollout was evicted.
+        record: the step that trained on the rollout; None if the rollout was evicted.
         """
         began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
         root = self._tracer.start_span("rollout", start_time=_ns(began))

@@ -92,7 +92,7 @@ class RunHost:
         self._keeping = ThreadPoolExecutor(max_workers=1).submit(self._keep)
 
     def check_health(self) -> None:
-        """Raise the unexpected error, if any, that ended the thread that starts the run."""
+        """Raise the error that has ended the thread that starts the run, if there is one."""
         if self._keeping.done():
             self._keeping.result()
 
@@ -109,10 +109,7 @@ class RunHost:
         return self._why_down
 
     def _keep(self) -> None:
-        """Start the run, and start it again after failures.
-
-        Return when the run has ended or has failed too often.
-        """
+        """Start the run again and again, until it has ended or has failed too often."""
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
@@ -152,10 +149,6 @@ class RunHost:
         log.warning("%s", why)
 
     def _open_endpoint(self) -> None:
-        """Start the metrics endpoint if it is not started yet.
-
-        Raises: ConfigError if the endpoint's address cannot be used.
-        """
         if self._endpoint is not None:
             return
         config = self._config
@@ -182,10 +175,7 @@ class RunHost:
             ray.get(self._endpoint.push.remote(push), timeout=ANSWER_LIMIT_S)
 
     def _start(self) -> SupervisorWatcher:
-        """Check the configuration and start the supervisor; return the supervisor's watcher.
-
-        Raises: ConfigError.
-        """
+        """Check the configuration and start the supervisor. Raises: ConfigError."""
         config, run_dir = self._config, self._run_dir
         self._open_endpoint()
         prepare_environment(config)

@@ -359,7 +359,7 @@ class Database:
                 create(connection)
 
     def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Return the result of `attempt`, which is called again while the database does not answer.
+        """Call `attempt`, and again while the database does not answer; return its result.
 
         what: a participle for error messages, such as "read". Raises: StoreError.
         """

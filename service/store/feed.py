@@ -57,9 +57,9 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
     """Append an entry of kind `accepted` for each submission with a position greater than `behind`.
 
-    One statement adds all entries, in order, because there may be thousands.
-    Args: num_of: number of these submissions, by tenant.
+    num_of: number of these submissions, by tenant.
     """
+    # One statement for all entries, because there may be thousands.
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
     _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
 
@@ -67,9 +67,8 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    `entry.void_after` is a number in the whole feed; certain entries after it are void
-    (`FeedEntry.void_after`). In a tenant's copy, the number is replaced by the tenant's own number
-    for the same place in the feed.
+    `entry.void_after` is a number in the whole feed (see `FeedEntry`). In a tenant's copy it is
+    replaced by the tenant's own number for the same place in the feed.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
@@ -99,10 +98,9 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Reserve the next feed numbers of each tenant.
+    """Reserve the next `num_of[tenant]` feed numbers of each tenant.
 
-    num_of: how many numbers to reserve, by tenant. Returns: the newest number of each tenant before
-    this call; a tenant that had no entry yet is left out.
+    Return each tenant's newest number before this call; a tenant without entries is left out.
     """
     if not num_of:
         return {}

@@ -106,7 +106,7 @@ def own_name() -> str:
 
 
 def process_of(owner: str) -> str:
-    """Return a text that no other process ever has, even if it gets the same PID later.
+    """Return a text that identifies a process, even if another process gets the same PID later.
 
     The text contains the machine and the time of the process's start. On Linux this time is counted
     from the machine's boot, so a change of the clock has no effect on it.

@@ -173,10 +173,9 @@ def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> l
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Return a query for a span's records of one kind that come after a position (`Place`).
+    """Return a query for a span's records of one kind behind the position (step, number).
 
-    step, number: the position. Each row of the query's result has a record's step, its number, and
-    the record.
+    Each row of the query's result has a record's step, its number, and the record.
     """
     if kind is RecordKind.STEP:
         columns = tables.steps.c
@@ -233,7 +232,7 @@ def mean_returns(store: ReadOnlyStore, steps: Collection[int]) -> dict[int, tupl
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Return whether a user may mean this checkpoint by `name`, a directory or a step's number."""
+    """Return whether `name` is this checkpoint's directory or the number of its step."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
@@ -378,8 +377,7 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the earlier terms that it continues, newest first.
 
-    With each earlier term, return the checkpoint of that term from which the next term continued.
-    With `term` itself, return None.
+    With each term comes its checkpoint from which the next term continued; None for `term` itself.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

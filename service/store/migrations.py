@@ -54,7 +54,6 @@ def add_column(connection: Connection, table: str, column: Column[object]) -> No
 
 
 def _keep_what_was_asked_of_turns(connection: Connection) -> None:
-    """Add columns to the table of turns: stop string, ignored parameters, template options."""
     for name, kind, of_old_rows in (
         ("stop_string", String, ""),
         ("ignored", Text, "[]"),
@@ -67,8 +66,8 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 def _keep_which_message_was_instructions(connection: Connection) -> None:
     """Add a column that says whether a conversation's first message was sent as instructions.
 
-    Later instructions replace such a message. Old turns get true, because their first system
-    message was always replaced.
+    Later instructions replace such a message. The first system message of an old turn was always
+    replaced, so old turns get true.
     """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)

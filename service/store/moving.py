@@ -188,10 +188,7 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Return a query for the last number that PostgreSQL's sequence of a column has given.
-
-    The query's result is null if the sequence has given no number yet.
-    """
+    """Query the last number of a column's sequence in PostgreSQL; null if it has given none."""
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

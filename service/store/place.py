@@ -238,8 +238,8 @@ def _source(environ: Mapping[str, str] = os.environ) -> str:
 def _parsed(text: str, *, source: str) -> URL:
     """Parse a URL; raise StoreError if it is not the URL of a PostgreSQL database.
 
-    source: the variable that has the URL, for the error. The error does not contain the URL,
-    because the URL may contain a password.
+    source: the variable that has the URL. The error names the variable and not the URL, which may
+    contain a password.
     """
     try:
         url = make_url(text)

@@ -120,7 +120,7 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Return the number of stored turns of sessions and uploads that may still be trained."""
+        """Return how many stored samples may still be trained: turns of sessions, and uploads."""
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -212,7 +212,6 @@ class ReadOnlyStore:
         return True
 
     def _check_format(self, connection: Connection) -> None:
-        """Check that this version can read or migrate the database's format. Raises: StoreError."""
         number = self._read_format(connection)
         place = self._file.parent if self._file else self.location
         version = self._last_version(connection)
@@ -242,7 +241,6 @@ class ReadOnlyStore:
         return connection.scalar(newest) or ""
 
     def _read_format(self, connection: Connection) -> int:
-        """Return the number of the format. Raises: StoreError."""
         formats = tables.formats
         has_number = self._database.has_table(connection, formats.name)
         number = connection.scalar(select(formats.c.number)) if has_number else 1

@@ -72,9 +72,11 @@ def forget(
     """Remove the rows that the run no longer needs, by the rules of this module.
 
     Args: kept: the checkpoints to which the run can return from now on, newest first, at least one;
-    the newest is of this term. keep_checkpoints: number of the newest checkpoints to keep,
-    including those that are among the best. journal_steps: number of newest steps whose
-    trajectories `inspect` can show. max_policy_age: largest allowed age of the policy, in versions.
+    the newest is of this term. keep_checkpoints: the number of newest checkpoints that are always
+    kept; the rest of `kept` are the best and the milestones. journal_steps: number of newest
+    steps whose trajectories `inspect` can show. max_policy_age: largest allowed age of the policy,
+    in versions.
+
     Raises: LeaseLost, StoreError.
     """
     newest, oldest = kept[0].step, kept[-1].step
@@ -107,8 +109,8 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
     """Remove the rows of all checkpoints except those with the ids `kept`.
 
-    If a term continued from a removed checkpoint, its row stays, because it shows the lineage, but
-    its queue snapshot, totals and curriculum are removed.
+    If a term continued from a checkpoint, its row stays, because it shows the lineage. Only its
+    queue snapshot, totals and curriculum are removed.
     """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)
@@ -146,7 +148,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 def _forget_events(connection: Connection, *, last_step: int) -> None:
     """Remove all ledger events up to the last event of the step `last_step`.
 
-    The events' numbers have no gaps, so all events up to one number are removed.
+    Only the oldest events are removed, so the numbers of the remaining ones have no gaps.
     """
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))

@@ -167,9 +167,9 @@ class RunStore(ReadOnlyStore):
         self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Check that no live process owns the run. Raises: LeaseHeld.
+        """Raise LeaseHeld if a live process owns the run.
 
-        replaces: HOST:PID of an owner that is known to be dead; this owner does not count.
+        replaces: HOST:PID of an owner that is known to be dead and therefore does not count.
         """
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
@@ -326,9 +326,11 @@ class RunStore(ReadOnlyStore):
         """Commit a checkpoint, so that a later term can continue from it.
 
         From now on, the rollouts that the checkpoint's ledger marks as trained count as trained.
+
         Args: directory: name in the run's directory of checkpoints. new_events: the ledger's events
         that are not stored yet. last_event_seq: number of the last event that `queue_snapshot`
-        contains. new_entries: entries to append to the feed; they report events up to that one.
+        contains. new_entries: entries to append to the feed, for events up to last_event_seq.
+
         Raises: LeaseLost.
         """
         row: dict[str, Any] = {
@@ -415,7 +417,6 @@ def _insert_outcomes(
 
 
 def _count_events(connection: Connection, new_events: Sequence[LedgerEvent]) -> None:
-    """Add new events to the stored counts of all events, in the caller's transaction."""
     for (kind, reason), count in Counter((item.kind, item.reason) for item in new_events).items():
         row = {"of_kind": kind.value, "of_reason": reason.value if reason else "", "more": count}
         if connection.execute(_ADD_EVENTS, row).rowcount == 0:

@@ -218,8 +218,7 @@ class _Rows:
     ) -> None:
         """Read the stored state of each session to which one of `changes` belongs.
 
-        marks: the request id and the time of each turn that is stored already, although a change
-        adds it (the result of `_marks`); empty if no such turn is expected.
+        marks: the result of `_marks`; empty if no turn of `changes` can be stored already.
         """
         sessions, submissions = tables.sessions.c, tables.submissions.c
         found = connection.execute(
@@ -423,9 +422,9 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the stored turns among the turns that `changes` add, to recognize repeated changes.
+    """Return the request id and the time of each turn in `changes` that is stored already.
 
-    Returns: a turn's request id and time, by the session's id and the turn's number.
+    They show whether a change is a repeat. The keys are the session's id and the turn's number.
     """
     turns = tables.session_turns.c
     added = [

@@ -82,9 +82,9 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Store these requests as accepted, in one transaction; return a submission for each.
 
-        Args: request_keys: for each task of an HTTP request with an Idempotency-Key, by the task's
-        id, the digest of this key and the digest of all tasks of the HTTP request.
-        Raises: LeaseLost.
+        request_keys: a pair of digests for each task that was sent in an HTTP request with an
+        Idempotency-Key, by the task's id. The first digest is of the key, the second of all tasks
+        of the HTTP request. Raises: LeaseLost.
         """
         accepted_at = time.time()
         rows = [

@@ -263,8 +263,8 @@ class _Intake:
     def _agree(self, policy: GroupPolicy) -> None:
         """Set a group's number of members to the number in a client's policy, if it has one.
 
-        Raises: GroupDiffers if the group already has another number of members, or if it has more
-        uploads than the policy's number.
+        Raises: GroupDiffers if the group already has another number, or more uploads than this
+        number.
         """
         wanted = policy.num_members
         group = self._groups.get(policy.id) or _new_group(policy.id)
@@ -336,7 +336,6 @@ def _marked(sample: Sample, kept: int | None) -> Sample:
 
 
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
-    """Check that the new uploads do not exceed the limit on waiting bytes. Raises: UploadsFull."""
     uploads, bindings = tables.uploads.c, tables.bindings.c
     # An upload that has been admitted does not count as waiting: else a run with rare checkpoints
     # could refuse the data that it needs to reach the next one.

@@ -23,10 +23,10 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
     """Return the numbers of a step by name; a number that the record lacks is None.
 
-    A count is named after the record's field, and a statistic has its own name. The other names are
+    A number has the name of its field in the record, or of its statistic. Values that are computed
+    from several numbers have names of their own, such as clip_fraction. The other names are
     `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
-    `rewards.NAME`, `metrics.NAME`, `environments.NAME/…` in a mixture of environments, and the
-    names of values that are computed from several numbers, such as clip_fraction.
+    `rewards.NAME`, `metrics.NAME`, and `environments.NAME/…` if the run has several environments.
     """
     counts = {
         each.name: value
@@ -104,10 +104,6 @@ def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, flo
 
 
 def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, float]:
-    """Return the share of each outcome among the ended rollouts; empty if no rollout ended.
-
-    An outcome that did not occur has the share 0.
-    """
     total = sum(outcomes.values())
     return {f"{prefix}/{each}": outcomes.get(each, 0) / total for each in Outcome if total}
 

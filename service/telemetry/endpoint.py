@@ -148,15 +148,11 @@ class _SilentHandler(WSGIRequestHandler):
 
 
 def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
-    """Return a server that always answers in Prometheus' text format.
-
-    The server ignores the Accept header, because in the OpenMetrics format the library replaces the
-    colon in vLLM's metric names.
-    Raises: OSError if the server cannot listen at the address.
-    """
+    """Return a server that answers in Prometheus' text format. Raises: OSError."""
     answer = make_wsgi_app(registry)
 
     def application(environ: dict[str, Any], start_response: Any) -> Any:
+        # In the OpenMetrics format, the library would replace the colon in vLLM's metric names.
         environ.pop("HTTP_ACCEPT", None)
         return answer(environ, start_response)
 
@@ -287,7 +283,6 @@ async def push_forever(run_id: str, *, role: str, read: Callable[[], Reading]) -
     actor: Any = None
 
     async def send(push: Push) -> str:
-        """Send a push to the endpoint, whose actor is found by name, and return its URL."""
         nonlocal actor
         if actor is None:
             name = endpoint_name(run_id)

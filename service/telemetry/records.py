@@ -236,8 +236,8 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
     """Join the most important parts that fit into LINE_WIDTH characters.
 
-    Args: parts: importance and text of each part, in the order of the line; the parts of the
-    greatest importance are always kept.
+    parts: importance and text of each part, in the order of the line. The parts of the greatest
+    importance are always kept.
     """
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
@@ -279,7 +279,7 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 def _trained(tokens: TokenCounts) -> str:
     """Return the share of the sampled tokens that were trained, as text.
 
-    If the share is below one half, the text names the main cause.
+    If the share is below one half, add the main cause for which tokens were not trained.
     """
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:
@@ -289,10 +289,7 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Return a text such as "256 rollouts, 6 max_turns".
-
-    The text has the number of all rollouts, then a number for each outcome other than completed.
-    """
+    """Return the number of rollouts and of the outcomes other than completed, as text."""
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]

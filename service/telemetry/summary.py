@@ -285,5 +285,4 @@ def _malformed_share(steps: Sequence[StepRecord]) -> float | None:
 
 
 def _ordered(counts: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the counts without zeros, the most frequent first."""
     return {key: count for key, count in Counter(counts).most_common() if count}

@@ -220,8 +220,8 @@ class TensorBoard:
 
 
 def _markdown(sample: EvaluationSample) -> str:
-    """Return an evaluation's sample as Markdown, with indented texts that are shown unchanged."""
     parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
+    # Markdown shows indented lines unchanged.
     shown = [
         f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
         for name, text in parts.items()

@@ -199,8 +199,7 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records that are not written yet, and store the progress.
 
-        Args: is_last: whether the thread ends afterwards. In that case no tracker is created if
-        there are no new records.
+        is_last: the thread ends afterwards, so no tracker is created if there are no new records.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
@@ -265,7 +264,6 @@ class Follower(threading.Thread):
             ) from error
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
-        """Store the positions of the last written records in the progress file. Raises: OSError."""
         self._places_file.parent.mkdir(exist_ok=True)
         new = self._places_file.with_suffix(".new")
         new.write_text(json.dumps({"target": self._target.address, "places": places}))
@@ -414,10 +412,9 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
 def _own_tracker(
     settings: OwnTrackerSettings, *, run_id: str, name: str, config: dict[str, Any], directory: Path
 ) -> Tracker:
-    """Create the user's own tracker: import and call what the setting trackers.own.use names.
+    """Import and call the class or function that the setting trackers.own.use names.
 
-    It names a class, or a function that returns a tracker. Raises: BadName if it cannot be
-    imported; any error that the class or function raises.
+    Raises: BadName if it cannot be imported; any error that the class or function raises.
     """
     made: Tracker = find(settings.use, what="trackers.own.use")(
         run_id=run_id, name=name, config=config, directory=directory, **settings.options
