@@ -81,7 +81,7 @@ def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
-    """Return a schema without the keys in left_out and the keys that begin with x-kubernetes-.
+    """Return a schema without the keys in left_out and without those that begin with x-kubernetes-.
 
     is_properties: if true, the keys of `node` are names of properties, and all of them are kept.
     """

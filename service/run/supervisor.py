@@ -380,7 +380,7 @@ class Supervisor:
     async def _evict(self, group_id: str) -> bool:
         """Cancel a group of rollouts in the queue; return False if a step trains on it already.
 
-        Without a queue, return True: the next term cancels the group at its start.
+        If no term has a queue now, return True: the next term cancels the group at its start.
         """
         with suppress(ActorLost):
             term = self._control.term
@@ -525,7 +525,6 @@ class Supervisor:
         return lease
 
     async def _notice_parent(self, parent: Checkpoint) -> None:
-        """Give notices about the checkpoint from which this supervisor's first term continues."""
         if parent.directory == self._returns_to:
             self._recorder.notice(f"going back to {parent.directory}, as --checkpoint requests")
         with suppress(CheckpointError):

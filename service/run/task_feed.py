@@ -15,8 +15,8 @@ from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
 
-# Offsets of the tasks that the curriculum considers for a slot: first tasks of the slot's own
-# source, then the first tasks of the next sources.
+# The curriculum considers several tasks for a slot. These numbers are added to the slot's index:
+# first those for other tasks of the same source, then those for the next sources.
 _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in range(1, 9)))
 
 

@@ -175,7 +175,6 @@ class RunHost:
             ray.get(self._endpoint.push.remote(push), timeout=ANSWER_LIMIT_S)
 
     def _start(self) -> SupervisorWatcher:
-        """Check the configuration and start the supervisor. Raises: ConfigError."""
         config, run_dir = self._config, self._run_dir
         self._open_endpoint()
         prepare_environment(config)

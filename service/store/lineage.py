@@ -1,4 +1,4 @@
-"""Find a run's surviving rows: those of the newest term, and the earlier ones that it continues.
+"""Find a run's surviving rows, which are those that no later term undid.
 
 If a term starts from a checkpoint of an earlier term, two parts of the earlier term survive: its
 steps up to this checkpoint, and its events up to the last event that the checkpoint contains. The
@@ -107,7 +107,7 @@ def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """The kind of a stored record: of a step, of a scheduled evaluation, or of a requested one.
+    """What a stored record is about: a step, a scheduled evaluation, or a requested evaluation.
 
     Among the surviving records of one kind, a later record has a greater position (`Place`).
     """
@@ -173,7 +173,7 @@ def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> l
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Return a query for a span's records of one kind behind the position (step, number).
+    """Return a query for a span's records of one kind after the position (step, number).
 
     Each row of the query's result has a record's step, its number, and the record.
     """

@@ -188,7 +188,7 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Query the last number of a column's sequence in PostgreSQL; null if it has given none."""
+    """Return a query for the last number of a column's sequence in PostgreSQL; null if none."""
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

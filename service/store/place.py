@@ -160,7 +160,7 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL to connect with: the database of `url` on the environment's server.
+    """Return the URL to connect with: it names the database of `url` and the environment's server.
 
     The host, port, user, password and TLS options are taken from the environment's URL, because all
     of these may change between two starts. `url` is returned unchanged if it has a password, if the

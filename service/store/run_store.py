@@ -178,10 +178,7 @@ class RunStore(ReadOnlyStore):
             )
 
     def _move_after_copy(self, connection: Connection) -> int:
-        """Migrate a database of an older format; return the number of the previous format.
-
-        An SQLite file is copied first. Raises: StoreError.
-        """
+        """Migrate a database of an older format; return the number of the previous format."""
         number = self._read_format(connection)
         if number < self._format:
             # This transaction excludes other writers and has written nothing: copy the file now.
@@ -362,10 +359,6 @@ class RunStore(ReadOnlyStore):
         self._database.prepare(self._is_ready, self._create_tables)
 
     def _is_ready(self, connection: Connection) -> bool:
-        """Return whether the database has a run's tables.
-
-        Raises: StoreError if this version cannot use them.
-        """
         if not self._has_tables(connection):
             return False
         if self._read_format(connection) < self._format and not self._may_be_older:

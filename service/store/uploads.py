@@ -327,7 +327,7 @@ class _Intake:
 def _marked(sample: Sample, kept: int | None) -> Sample:
     """Mark the versions in a sample that are newer than `kept` as undone by a recovery.
 
-    kept: newest version that the recovery kept; None: there was no recovery since the upload.
+    kept: newest version that the recovery kept; None if there was no recovery since the upload.
     """
     if kept is None or not (sample.versions > kept).any():
         return sample

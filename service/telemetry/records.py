@@ -279,7 +279,7 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 def _trained(tokens: TokenCounts) -> str:
     """Return the share of the sampled tokens that were trained, as text.
 
-    If the share is below one half, add the main cause for which tokens were not trained.
+    If the share is below one half, add the main reason why tokens were not trained.
     """
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:

@@ -155,11 +155,10 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    The shortfall of a step is `border` minus its mean return. For each candidate step, add up the
-    shortfalls of this step and all later steps. Return the candidate with the largest sum. The
-    level, an average of several steps, falls later than the mean return of single steps. The first
-    candidate is therefore LEVEL_STEPS // 4 steps before the step since which the level has been at
-    or below the border.
+    The shortfall of a step is `border` minus its mean return. Choose the step with the largest sum
+    of its own and all later shortfalls. The level is an average of several steps, so it falls later
+    than the mean returns of single steps. The search therefore begins LEVEL_STEPS // 4 steps before
+    the level fell to the border or below.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
