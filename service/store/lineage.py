@@ -107,7 +107,7 @@ def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """What a stored record is about: a step, a scheduled evaluation, or a requested evaluation.
+    """The subject of a stored record: a step, a scheduled evaluation, or a requested evaluation.
 
     Among the surviving records of one kind, a later record has a greater position (`Place`).
     """

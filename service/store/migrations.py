@@ -74,7 +74,6 @@ def _keep_which_message_was_instructions(connection: Connection) -> None:
 
 
 def _keep_which_version_wrote(connection: Connection) -> None:
-    """Add a table with the version of Rayloom that began each term. Older terms have no row."""
     versions = Table(
         "versions",
         MetaData(),

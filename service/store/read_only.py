@@ -202,10 +202,6 @@ class ReadOnlyStore:
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Return whether the database has a run's tables.
-
-        Raises: StoreError if this version can neither read nor migrate their format.
-        """
         if not self._database.has_tables(connection):
             return False
         self._check_format(connection)
