@@ -133,7 +133,7 @@ class CriticSettings:
     """Amount subtracted from the return of a trajectory that was cut off, if truncation is
     penalty.
     """
-    learning_rate: Rate = 1e-4
+    learning_rate: Share = 1e-4
     """AdamW's learning rate after the warm-up."""
     warmup_updates: Natural = 5
     """Number of updates over which the learning rate grows linearly; a step has one update."""

@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, MinLen
 
 from actors.algorithm import AlgorithmSettings, ScheduleSettings
-from actors.limits import STRICT, Decay, ModelName, Natural, NotNegative, Positive, Rate, Seconds
+from actors.limits import (
+    STRICT,
+    Decay,
+    Fraction,
+    ModelName,
+    Natural,
+    NotNegative,
+    Positive,
+    Rate,
+    Seconds,
+)
 from actors.types import Dtype
 
 LOGPROB_CHUNK = 256
@@ -68,7 +78,7 @@ class TrainerSettings:
     """Device that the ranks run on."""
     dtype: Dtype = Dtype.FLOAT32
     """Type of forward and backward computations; weights and optimiser state stay float32."""
-    learning_rate: NotNegative = 1e-3
+    learning_rate: Fraction = 1e-3
     """AdamW's learning rate after the warm-up; 0 keeps the weights unchanged, as a control."""
     warmup_updates: Natural = 5
     """Number of optimiser updates over which the learning rate grows linearly."""

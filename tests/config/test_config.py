@@ -101,6 +101,7 @@ def test_an_override_without_a_value_is_refused(override: str, words: str) -> No
             {"learning_rate": 1},
             ["did you mean 'algorithm.critic.learning_rate' or 'trainer.learning_rate'?"],
         ),
+        ({"trainer": {"learning_rate": 1e5}}, ["trainer.learning_rate", "got 100000", "1"]),
         ({"rollouts": {"group_size": 4}}, ["did you mean 'algorithm.group_size'?"]),
         ({"algorithm": {"group_size": 1}}, ["group_size is 1", "expected at least 2", "baseline"]),
         ({"algorithm": {"group_size": 4, "min_group_size": 5}}, ["min_group_size is 5", "lower"]),
