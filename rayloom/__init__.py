@@ -94,8 +94,9 @@ __all__ = [
 def check_names(path: Sequence[str]) -> None:
     """Check that no module on a search path hides one of Rayloom's packages or libraries.
 
-    A folder without `__init__.py`, such as `deploy/` with YAML files, hides no package. Libraries
-    are looked for in the first directory, which is that of the user's script or command.
+    A folder without `__init__.py`, such as `deploy/` with YAML files, hides no package. For the
+    names of libraries, only the first directory is searched: the directory of the user's script or
+    command.
 
     Args:
         path: Directories in search order, such as sys.path.

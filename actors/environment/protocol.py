@@ -104,7 +104,9 @@ def _check_text(text: str, what: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{what}: got a lone surrogate {text[error.start]!r} at character {error.start}, "
-            "expected text that can be encoded as UTF-8; decode it with errors='replace'"
+            "expected text that can be encoded as UTF-8; where this text is read from bytes, use "
+            "bytes.decode('utf-8', errors='replace'), otherwise use "
+            "text.encode('utf-8', errors='replace').decode('utf-8')"
         ) from None
 
 

@@ -474,7 +474,7 @@ class ChatRenderer:
     def _delta_behind(
         self, mark: str, *, whole: str, closed: str, is_call: bool
     ) -> _Delta | BreakReason:
-        """Return the delta, the tokens after a dummy reply, or why there is no usable delta.
+        """Return the tokens after a dummy reply (the delta), or why they cannot be used.
 
         Args: mark: the last text of the reply; it must occur once in each rendering. whole: the
         rendering of the chat with the reply and the new messages. closed: the rendering of the chat

@@ -104,7 +104,8 @@ def group_advantages(
     sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std). With a baseline, all advantages are 0 if all
     returns are equal, also in a group of one. With scale mean, they are 0 if a return is negative.
     Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv 2402.14740, 3;
-        scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
+        scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2. Difference from GRPO: the
+        standard deviation divides by G - 1.
 
     Args: returns: [G] float, finite, of the members in the baseline, G >= 1. scale: must be none
         if the baseline is none.
@@ -402,13 +403,15 @@ def normalise_members(members: Sequence[Member]) -> list[Member]:
 
 
 def normalise_over_tokens(advantages: Sequence[Float64s]) -> list[Float64s]:
-    """Centre and scale a step's advantages by the mean and deviation over its trained tokens.
+    """Centre and scale a step's advantages by the statistics of its trained tokens.
 
-    A' = (A - m) / (s + 1e-6), m and s the mean and the (population) deviation over all tokens.
-    Source: REINFORCE++, arXiv 2501.03262, global advantage normalisation (deviations: 1e-6 added to
-    s, as in the group statistics; groups without a signal keep advantage 0 and are not counted in m
-    and s, so that solved groups do not enlarge the advantages of the others). Padding is not
-    counted, so that the numbers do not depend on packing, ranks or micro-batches.
+    A' = (A - m) / (s + 1e-6), where m is the mean and s the population standard deviation over all
+    trained tokens. Padding is not counted, so that the numbers do not depend on packing, ranks or
+    micro-batches.
+    Source: REINFORCE++, arXiv 2501.03262, global advantage normalisation. Two differences from the
+        paper: 1e-6 is added to s, as in the group statistics; groups without a signal keep
+        advantage 0 and are not counted in m and s, so that solved groups do not enlarge the
+        advantages of the others.
 
     Args: advantages: [M_i] float each, one for each trained token.
     Returns: the same shapes, float64; all 0 if the step's advantages are all equal.

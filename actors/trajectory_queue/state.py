@@ -346,7 +346,8 @@ class QueueState:
 
         No turns are sampled during a hold either, so a rollout that was handed out before may end
         by a time-out or an infrastructure error. It is then played again without counting a
-        failure, except in a durable environment, whose client would send the same result again.
+        failure. In a durable environment the outcome counts as usual, because a new attempt would
+        only get the same result from the client.
         """
         self._is_held = is_held
         if is_held:

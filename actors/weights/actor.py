@@ -225,7 +225,7 @@ class WeightBoard:
         self._board.starting(replica_id, work=0.0, now=self._clock())
 
     async def starting(self, replica_id: str, work: float) -> None:
-        """Record that a replica is still starting. work: grows while the start makes progress."""
+        """Record that a replica is still starting. work: as for `Board.starting`."""
         self._board.starting(replica_id, work=work, now=self._clock())
 
     async def started(self, replica_id: str, stages: StartStages) -> None:
@@ -291,7 +291,7 @@ class WeightBoard:
             self._board.stop_asking(replica_id)
 
     async def beat(self, replica_id: str, num_loaded: int = 0) -> None:
-        """Record that a replica is loading. num_loaded: grows while the load makes progress."""
+        """Record that a replica is loading. num_loaded: number of parts that it has loaded."""
         self._board.beat(replica_id, num_loaded=num_loaded, lease_s=BEAT_LEASE_S, now=self._clock())
 
     async def report(

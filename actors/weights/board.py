@@ -160,7 +160,10 @@ class BoardStatus:
 
     @property
     def scores(self) -> tuple[EngineScores, ...]:
-        """The scores of the live replicas that have reported scores."""
+        """The live replicas' log-probabilities of the check text, computed after the last load.
+
+        Replicas that have not reported any are left out.
+        """
         return tuple(r.scores for r in self.replicas if r.scores is not None)
 
     @property
@@ -268,7 +271,11 @@ class Board:
     # Replicas
 
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
-        """Record the progress of a replica's start. work: grows with the progress."""
+        """Record the time if a replica's start has made progress.
+
+        work: a measure of the work that this start has done so far. It counts as progress if no
+        start has reported so much work since the last `_settle`.
+        """
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
 

@@ -378,7 +378,7 @@ class CloseAnswer(StrictBody):
 class SessionsAnswer(StrictBody):
     """The sessions of a group, or the claimed session.
 
-    The keys are shown only in this answer, and again if the same request is sent again.
+    No other answer shows the sessions' keys. To see them again, send the same request again.
     """
 
     id: str

@@ -304,7 +304,10 @@ class Sessions:
                 session.end_if_overdue()
 
     def close(self) -> None:
-        """Cancel background work, and refuse all later requests, which the next gateway answers."""
+        """Cancel background work, and refuse all later requests.
+
+        Clients send a refused request again, and the next gateway answers it.
+        """
         self._is_closed = True
         self._background.close()
 

@@ -151,7 +151,7 @@ class Node:
     def call_number(self, call_id: str) -> int | None:
         """Return the index of the newest call with this id among the conversation's tool calls.
 
-        Only calls up to this turn's reply count. Return None if none of them has this id.
+        Calls after this turn's reply are ignored. Return None if no other call has this id.
         """
         for node in self.path():
             for number in range(len(node.calls) - 1, -1, -1):

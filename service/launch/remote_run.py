@@ -219,8 +219,8 @@ def _check_own(
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
     """Return the name of a directory that this run did not make; None if there is none.
 
-    Call this only if the address has no complete copy. All directories of this run are then from
-    interrupted uploads.
+    Call this only if the address has no complete copy. A directory that this run made must then be
+    an interrupted upload, with a record of this run; any other directory is unknown.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

@@ -124,8 +124,11 @@ def _is_own(file: Path) -> bool:
 def check_sources(file: Path, sources: Sources) -> None:
     """Check that a run resumes with the tasks and files with which it began.
 
+    Only the paths of the user's modules and scripts are compared, so their contents may change. The
+    tasks are compared by their digest.
+
     Args: file: the run's `sources.json`; if it is missing, as in a run of an older version, nothing
-    is checked. sources: the tasks and files now. Changes within a module are allowed.
+    is checked. sources: the tasks and files now.
     Raises: ConfigError.
     """
     try:

@@ -243,9 +243,8 @@ class EnvironmentPool(ActorPool):
     ) -> None:
         """Start the actors.
 
-        evaluation_idle_s: an evaluation is abandoned if no rollout ends for this many seconds.
-        files: stores the rollouts of evaluations. `ActorPool.__init__` explains the other
-        arguments.
+        evaluation_idle_s: as `idle_s` of `play`. files: stores the rollouts of evaluations.
+        `ActorPool.__init__` explains the other arguments.
         """
         super().__init__(
             num_actors,
@@ -488,10 +487,10 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Return the seconds that an evaluation waits for the end of another rollout.
+    """Return the longest time in seconds that may pass in an evaluation without a rollout ending.
 
-    After this time the evaluation is abandoned. The time is enough for the longest episode and for
-    the replacement of a frozen actor.
+    After this time an actor's part of the evaluation is abandoned. The time is enough for the
+    longest episode and for the replacement of a frozen actor.
     """
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

@@ -359,7 +359,11 @@ class Control(ControlPort):
         if term is not self.term:
             raise ActorLost("its term has ended")
         if not summaries:
-            raise ActorLost("the environment actors were lost before they had played a task")
+            raise ActorLost(
+                "the evaluation has no result: every environment actor was lost, or ended no "
+                "rollout for too long, before it had played its part of the tasks; see the run's "
+                "log for the causes, and request the evaluation again"
+            )
         record = evaluation_record(
             step, summaries, version=version, sampling=sampling, is_scheduled=False
         )

@@ -356,7 +356,8 @@ class Publisher:
     async def publish(self, version: int) -> None:
         """Send the trainer's weights to the board as `version`; do not wait for the engines.
 
-        The trainer then scores the check text, unless this publication checks nothing.
+        The trainer then scores the check text for the log-probability check, unless that check is
+        skipped for this publication to save time.
 
         Raises: WeightsMoved if the trainer's weights now have another version; ActorLost.
         """

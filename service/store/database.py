@@ -73,8 +73,8 @@ class Database:
     ) -> None:
         """Store the URL without connecting; the first use connects.
 
-        Args: patience_s: seconds to wait for a database that does not answer. count_failure: called
-        each time that the file with the URL cannot be read.
+        Args: patience_s: seconds to wait for a database that does not answer. count_failure: if
+        PostgreSQL's URL comes from a file, called each time that this file cannot be read.
         """
         parsed = make_url(url)
         self.location = shown(parsed)
