@@ -34,6 +34,7 @@ from typing import Any
 import cloudpickle
 import yaml
 
+from rayloom.rows import without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
 from service.config.file import ConfigError
@@ -347,14 +348,14 @@ def _removed_if_refused(directory: Path) -> Iterator[Path]:
     made = [path for path in (store, *store.parents) if not path.exists()]
     try:
         yield store
-    except ConfigError:
+    except ConfigError as error:
         if store in made:
             shutil.rmtree(store, ignore_errors=True)
         for path in made[1:]:
             # A directory that is not empty stays.
             with suppress(OSError):
                 path.rmdir()
-        raise
+        raise ConfigError(without_file(str(error), store)) from error.__cause__
 
 
 def _config_arguments(
@@ -383,20 +384,7 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
     """Return the name of a data set; rows are first written to a file in the run's directory."""
     if isinstance(dataset, str | os.PathLike):
         return os.fspath(dataset)
-    rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") else dataset
-    lines = []
-    for number, row in enumerate(rows):
-        try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"dataset: row {number} cannot be written as JSON ({error}); expected texts, "
-                "numbers, lists and dicts; convert its values"
-            ) from error
-    store.mkdir(parents=True, exist_ok=True)
-    file = store / "rows.jsonl"
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return os.path.relpath(file)
+    return os.path.relpath(write_rows(dataset, store))
 
 
 def _name_of(function: Named, store: Path, *, what: str) -> str:

@@ -83,8 +83,6 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
         rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
     with pytest.raises(rayloom.ConfigError, match="a continued run uses its own"):
         rayloom.train(resume=tmp_path, dataset=ROWS)
-    with pytest.raises(rayloom.ConfigError, match="dataset: row 0 cannot be written as JSON"):
-        rayloom.train(dataset=[{"prompt": object()}], reward=lambda completion: 1.0)
     assert "rayloom: " in capfd.readouterr().out
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,105 @@
+"""The rows that a caller gives as `dataset`: which forms are read, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+
+import rayloom
+from actors.environment.data_sets import read_data_set
+from rayloom.rows import write_rows
+
+ROWS = [{"prompt": f"Which number comes after {n}?", "answer": n + 1} for n in range(3)]
+DATASET = datasets.Dataset.from_list(ROWS)
+FRAME = pd.DataFrame(ROWS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library keeps what it has read."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def read(dataset: Any, directory: Path) -> list[Mapping[str, Any]]:
+    file = write_rows(dataset, directory)
+    tasks = read_data_set(str(file), environment="single_turn", columns={}, split="train")
+    return [task.data for task in tasks]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        DATASET,
+        *(DATASET.with_format(name) for name in ("pandas", "arrow", "numpy", "torch")),
+        DATASET.with_format(None, columns=["answer"]),
+        DATASET.to_iterable_dataset(),
+        DATASET.to_iterable_dataset().with_format("numpy"),
+        FRAME,
+        FRAME.set_index(pd.Index(["a", "b", "c"])),
+        ROWS,
+        tuple(ROWS),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_each_form_of_the_same_rows_is_read_as_the_same_tasks(dataset: Any, tmp_path: Path) -> None:
+    assert read(dataset, tmp_path / "run") == ROWS
+
+
+def test_a_selection_of_a_data_set_is_read_as_selected(tmp_path: Path) -> None:
+    assert read(DATASET.select([2, 0]), tmp_path / "run") == [ROWS[2], ROWS[0]]
+
+
+def test_nulls_that_a_data_set_adds_to_the_schemas_of_tools_are_left_out(tmp_path: Path) -> None:
+    tools = [{"name": name, "parameters": {"properties": {name: {"a": 1}}}} for name in "xy"]
+    rows = [{"prompt": "Which?", "tools": [tool]} for tool in tools]
+    for number, form in enumerate((datasets.Dataset.from_list(rows), rows)):
+        assert read(form, tmp_path / str(number)) == rows
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (
+            datasets.DatasetDict({"train": DATASET, "test": DATASET}),
+            r"got a DatasetDict with the splits train, test, .*give the split, such as data\['tr",
+        ),
+        (
+            datasets.IterableDatasetDict({"test": DATASET.to_iterable_dataset()}),
+            r"got an IterableDatasetDict with the splits test, .*such as data\['test'\]",
+        ),
+        (
+            {"prompt": ["q"], "answer": ["a"]},
+            r"got a dict with the keys prompt, answer, expected a list of dicts, .*from_dict\(data",
+        ),
+        (pd.Series(["q", "r"]), r"got a Series, expected a list of dicts, .*to_frame"),
+        (5, "got an int, expected a list of dicts, a datasets.Dataset or a pandas DataFrame"),
+        (["q", "r"], "row 1: got a str, expected a dict, such as"),
+        ([ROWS[0], [("prompt", "q")]], "row 2: got a list, expected a dict, such as"),
+        (
+            [ROWS[0], {"prompt": "q", "when": object()}],
+            "row 2, column when: got a value that is not JSON .*object is not JSON ser.*; convert",
+        ),
+        ([{"prompt": "\ud800"}], "row 1, column prompt: got a value that is not JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_not_rows_is_refused_before_anything_is_written(
+    dataset: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(rayloom.ConfigError, match=f"^dataset: {words}"):
+        rayloom.train(dataset=dataset, reward="my.py:score")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_error_of_the_command_does_not_name_a_file_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(rayloom.ConfigError, match=r"^tasks\.dataset: dataset: got no rows, expect"):
+        rayloom.train(dataset=[], reward=lambda completion: 1.0)
+    assert not list(tmp_path.iterdir())
