@@ -94,6 +94,12 @@ def _write_parquet(dataset: Any, directory: Path) -> Path:
 
 
 def _records(frame: Any) -> Any:
+    names = [str(name) for name in frame.columns]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"dataset: the column {', '.join(twice)} occurs twice, expected unique names; "
+            "rename one"
+        )
     return frame.to_dict("records")
 
 
@@ -120,7 +126,7 @@ def _line(row: Any, where: str) -> str:
 
 def _problem(values: dict[str, Any]) -> str:
     try:
-        json.dumps(values, ensure_ascii=False, allow_nan=True).encode()
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         return str(error) or type_of(error)
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,14 @@ def test_the_error_of_the_command_does_not_name_a_file_that_is_removed(
     with pytest.raises(rayloom.ConfigError, match=r"^tasks\.dataset: dataset: got no rows, expect"):
         rayloom.train(dataset=[], reward=lambda completion: 1.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_missing_values_and_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    missing = FRAME.assign(answer=[1.0, math.nan, 2.0])
+    with pytest.raises(rayloom.ConfigError, match=r"row 2, column answer: got nan, .*by dropna"):
+        write_rows(missing, tmp_path)
+    with pytest.raises(rayloom.ConfigError, match=r"column answer occurs twice, .*; rename one"):
+        write_rows(FRAME.set_axis(["answer", "answer"], axis="columns"), tmp_path)
+    assert read(missing.dropna(), tmp_path / "run") == [
+        {"prompt": ROWS[0]["prompt"], "answer": 1.0}, {"prompt": ROWS[2]["prompt"], "answer": 2.0},
+    ]  # fmt: skip
