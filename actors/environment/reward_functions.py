@@ -39,7 +39,7 @@ from collections.abc import (
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import lru_cache, partial
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -56,7 +56,15 @@ from actors.environment.trainer_arguments import (
     call_with_logs,
     trainer_state,
 )
-from actors.environment.user_names import HIDES, BadName, find, hides_arguments
+from actors.environment.user_names import (
+    HIDES,
+    BadName,
+    arguments_of,
+    bound_name,
+    find,
+    hides_arguments,
+    renaming,
+)
 from actors.limits import MAX_REWARD
 from actors.user_code import CallFailed, CallTimedOut, in_thread, type_of
 
@@ -127,11 +135,14 @@ class RewardFunction:
 
         Raises: ValueError if an argument without a default is missing.
         """
-        if missing := sorted(self.required - columns.keys() - extras):
+        given = columns.keys() | extras
+        # A function with lists gets the column `prompt` as `prompts` only.
+        if missing := sorted(self.required - (given - {"prompt"} if self.takes_lists else given)):
+            remedy = renaming(missing, takes_lists=self.takes_lists)
             raise ValueError(
                 f"reward function {self.name} needs {', '.join(missing)}, got the columns "
-                f"{', '.join(sorted(columns)) or 'none'}; give the data such a column, or the "
-                "argument a default"
+                f"{', '.join(sorted(columns)) or 'none'}; "
+                f"{remedy or 'give the data such a column, or the argument a default'}"
             )
 
     async def score(
@@ -473,10 +484,16 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
             f"reward: {text} yields its values, expected it to return {wanted}; write return "
             "instead of yield"
         )
-    named = _arguments(found)
+    named = arguments_of(found)
     answers = named.keys() & {"completion", "completions"}
     reads_other = function.named is None or named.keys() & {*EXTRAS, "environments", "columns"}
-    if len(answers) != 1 and not (reads_other and not answers):
+    if len(answers) == 2:
+        raise BadRewardFunction(
+            f"reward: {text} takes both completion and completions, expected completion for one "
+            "answer, or completions for lists; remove the other, and read a column of that name "
+            "from an argument columns"
+        )
+    if not answers and not reads_other:
         raise BadRewardFunction(
             f"reward: {text} takes {inspect.signature(found)}, expected an argument completion "
             "that can be passed by name, or completions as in TRL"
@@ -490,6 +507,9 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
             f"reward: {text} takes {', '.join(nameless)} only by position, expected arguments that "
             "can be given by their names; remove the / after them, or give them defaults"
         )
+    if function.takes_lists and "prompt" in function.required:
+        remedy = renaming(["prompt"], takes_lists=True)
+        raise BadRewardFunction(f"reward: {text} needs prompt, which it is not given; {remedy}")
     if unknown := sorted(function.required & _NOT_HERE):
         raise BadRewardFunction(
             f"reward: {text} needs {', '.join(unknown)}, which only a trainer has; expected "
@@ -544,12 +564,12 @@ def method_as_reward(
 
 
 def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:
-    named = _arguments(function)
+    named = arguments_of(function)
     parameters = inspect.signature(function).parameters.values()
     takes_lists = bool(named.keys() & {"completions", "environments"})
-    prompt = "prompts" if takes_lists else "prompt"
+    own = {"prompts", "completions"} if takes_lists else {"prompt", "completion"}
     needed = {argument for argument, is_needed in named.items() if is_needed}
-    needed -= {"completion", "completions", prompt, "columns", *TRAINER_ARGUMENTS}
+    needed -= {*own, "columns", *TRAINER_ARGUMENTS}
     return RewardFunction(
         name=name,
         function=function,
@@ -561,27 +581,8 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
         required=frozenset("environment" if each == "environments" else each for each in needed),
         takes_row="columns" in named,
         of_trainer=TRAINER_ARGUMENTS.intersection(named),
-        bound=_bound_name(function),
+        bound=bound_name(function),
     )
-
-
-def _bound_name(function: Callable[..., Any]) -> str:
-    """Return the name of a bound method's first argument (self); empty for a plain function."""
-    if isinstance(function, partial) and function.args:
-        # A method of an instance that a worker keeps: a placeholder takes the place of self.
-        return next(iter(inspect.signature(function.func).parameters), "")
-    method = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
-    plain = getattr(method, "__func__", None)
-    return next(iter(inspect.signature(plain).parameters), "") if plain is not None else ""
-
-
-def _arguments(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return the arguments that can be given by name, and whether each of them is required."""
-    return {
-        name: each.default is each.empty
-        for name, each in inspect.signature(function).parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    }
 
 
 def _as_conversation(text: str) -> list[dict[str, str]]:

@@ -2,7 +2,7 @@
 
 FILE.py is below the directory in which the command is started; every process of the run has this
 directory on its import path. This module finds reward functions and tools, and the modules
-whose files a run records at its start.
+whose files a run records at its start. It also reads the names of a function's arguments.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -191,6 +192,40 @@ def hides_arguments(function: Callable[..., Any]) -> bool:
     """
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
+def bound_name(function: Callable[..., Any]) -> str:
+    """Return the name of a bound method's first argument (self); empty for a plain function."""
+    if isinstance(function, partial) and function.args:
+        # A method of an instance that a worker keeps: a placeholder takes the place of self.
+        return next(iter(inspect.signature(function.func).parameters), "")
+    method = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
+    plain = getattr(method, "__func__", None)
+    return next(iter(inspect.signature(plain).parameters), "") if plain is not None else ""
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return the arguments that can be given by name, and whether each of them is required."""
+    return {
+        name: each.default is each.empty
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+
+
+def renaming(names: Collection[str], *, takes_lists: bool) -> str:
+    """Return the remedy if one of a function's arguments has a name of the other form; else empty.
+
+    takes_lists: whether the function takes lists, or scores one answer.
+    """
+    one, lists = ("completion", "prompt"), ("completions", "prompts")
+    wrong, right, form = (
+        (one, lists, "with lists") if takes_lists else (lists, one, "of one answer")
+    )
+    found = [pair for pair in zip(wrong, right, strict=True) if pair[0] in names]
+    return "".join(
+        f"in a function {form} the argument is {new}; rename {old}" for old, new in found[:1]
+    )
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:

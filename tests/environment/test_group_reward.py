@@ -102,6 +102,10 @@ async def test_a_failure_is_a_reward_error_of_each_member(name: str, words: str)
     ("options", "words"),
     [
         ({"group_reward": named("of_one")}, "of_one scores one answer"),
+        (
+            {"group_reward": named("with_prompt")},
+            "group_reward: .* the argument is prompts; rename",
+        ),
         ({"group_reward": named("with_tools")}, "with_tools needs environment, which only"),
         ({"group_reward": named("by_place")}, "group_reward: .* takes first only by position"),
         ({"group_reward": named("hidden")}, "hides its arguments"),

@@ -12,7 +12,11 @@ import pytest
 from actors.environment.builtin.single_turn import chat_message
 from actors.environment.protocol import Action, RewardError, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
-from actors.environment.reward_functions import BadRewardFunction, load_functions
+from actors.environment.reward_functions import (
+    BadRewardFunction,
+    load_functions,
+    method_as_reward,
+)
 from actors.environment.settings import RolloutSettings, rollout_settings
 from actors.environment.user_names import BadName, module_of
 from actors.types import Task
@@ -126,6 +130,19 @@ class Scorer:
 
 def by_place(completion, /):
     return 1.0
+
+def lists_and_prompt(completions, prompt):
+    return [1.0 for text in completions]
+
+def one_and_prompts(completion, prompts):
+    return float(prompts == "two")
+
+def both(completion, completions, answer):
+    return 1.0
+
+class Game:
+    def get_reward(self, completions, prompt):
+        return [1.0]
 
 not_callable = 3
 """
@@ -309,6 +326,17 @@ async def test_a_score_that_cannot_be_had_is_never_zero(reward: str, words: str)
 async def test_what_a_function_needs_is_a_column() -> None:
     with pytest.raises(ValueError, match="exact needs answer, got the columns prompt, result"):
         await play("exact", "4", prompt="2 + 2", result="4")
+    words = "needs prompts, .*; in a function of one answer the argument is prompt; rename prompts"
+    with pytest.raises(ValueError, match=words):
+        await play("one_and_prompts", "4", prompt="2 + 2")
+    # The data may have a column of this name.
+    assert (await play("one_and_prompts", "4", prompt="2 + 2", prompts="two"))[0] == 1.0
+
+
+def test_a_method_with_lists_that_needs_the_prompt_of_one_answer_is_refused(module: Any) -> None:
+    method = method_as_reward("get_reward", module.Game().get_reward)
+    with pytest.raises(ValueError, match="with lists the argument is prompts; rename prompt"):
+        method.check({"prompt": "2 + 2"})
 
 
 @pytest.mark.parametrize(
@@ -320,6 +348,12 @@ async def test_what_a_function_needs_is_a_column() -> None:
             r"is a method of the class Exact and has no instance.*own = Exact\(\)",
         ),
         ("other", r"takes \(text\), expected an argument completion"),
+        (
+            "lists_and_prompt",
+            "needs prompt, which it is not given; in a function with lists the argument is prompts"
+            "; rename prompt",
+        ),
+        ("both", "takes both completion and completions, expected completion for one answer"),
         ("streams", "yields its values, expected it to return a number"),
         ("yields", "yields its values"),
         ("Scorer", "is a class, expected a function or an instance with __call__"),

@@ -44,6 +44,10 @@ def of_one(completion: str) -> float:
     return float(completion == "b")
 
 
+def with_prompt(completions: list[str], prompt: str) -> list[float]:
+    return [1.0 for _ in completions]
+
+
 def with_tools(completions: list[str], environments: list[Any]) -> list[float]:
     return [0.0] * len(completions)
 
