@@ -286,6 +286,8 @@ def _open(
     found = _dataset(source, path, split=split, subset=subset, section=section)
     if isinstance(found, tuple):
         return *found, False
+    # A format with which a data set was saved, such as numpy, would change or hide values.
+    found = found.with_format(None)
     return found.column_names, _in_batches(found), True
 
 

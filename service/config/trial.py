@@ -287,6 +287,12 @@ class _Trials:
         match kind:
             case "refused":
                 raise ConfigError(value)
+            case "raised":
+                raise ConfigError(
+                    f"{self._what}: got {value} from the attempt to {self._doing}, expected no "
+                    "exception; correct the code or the data; if the place is in Rayloom or in a "
+                    "library that it uses, report it"
+                )
             case "doing":
                 (self._what, self._doing, self._limit_s), self._call = value, None
             case "begun":

@@ -314,6 +314,21 @@ def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(pla
         tried(config, Trial(), tell=lambda _: None)
 
 
+def test_an_exception_of_the_reader_is_not_told_as_the_end_of_a_process(place: Path) -> None:
+    (place / "breaks.py").write_text(
+        "from actors.environment import data_sets\n\n"
+        "def _open(*args, **options):\n    return {}['rows']\n\n"
+        "data_sets._open = _open\n\n"
+        "def one(completion):\n    return 1.0\n"
+    )
+    words = (
+        r"tasks\.environment: got KeyError: 'rows' \(.*breaks\.py:4 in _open\) from the attempt to "
+        "begin the first task of single_turn, expected no exception"
+    )
+    with pytest.raises(ConfigError, match=words):
+        tried(config_of(options={"reward": "breaks.py:one"}), Trial(), tell=lambda _: None)
+
+
 def test_an_environment_that_begins_without_a_message_is_named(place: Path) -> None:
     config = config_of(environment="of_trial:SaysNothing", options={}, dataset=None)
     with pytest.raises(ConfigError, match=r"of_trial:SaysNothing' could .*messages: got none, exp"):

@@ -106,6 +106,19 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
     assert ids == [expected[0].task_id, f"{ids[0]}-2", f"{ids[0]}-3"]
 
 
+@pytest.mark.parametrize("form", ["arrow", "numpy", "pandas", "torch"])
+def test_the_format_with_which_a_data_set_was_saved_changes_nothing(
+    tmp_path: Path, form: str
+) -> None:
+    made = datasets.Dataset.from_list(ROWS)
+    made.with_format(form).save_to_disk(str(tmp_path / "one"))
+    # Only some columns have the format, and the others are hidden.
+    made.with_format(form, columns=["n"]).save_to_disk(str(tmp_path / "hidden"))
+    datasets.DatasetDict({"train": made.with_format(form)}).save_to_disk(str(tmp_path / "splits"))
+    for name in ("one", "hidden", "splits"):
+        assert [task.data for task in read(tmp_path / name)] == DATA, name
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
