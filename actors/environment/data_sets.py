@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -52,6 +52,7 @@ _OWN = ("task_id", "seed")
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 MAX_ID = 512
 _BATCH_ROWS = 1000
+_LEAVE_OUT = "leave the column out, by null in"
 # A chat as JSON, or as Python writes it into a CSV file.
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 # The columns of a chat, and the keys in them whose objects differ from row to row.
@@ -98,7 +99,11 @@ def read_data_set(
     with the data {"question": "Where?", "score": 3}.
     """
     what = f"data set {source}"
-    names, rows, is_typed = _open(source, split=split, subset=subset, section=section)
+    left_out = {name for name, column in columns.items() if column is None}
+    left_out -= set(columns.values())
+    names, rows, is_typed = _open(
+        source, split=split, subset=subset, section=section, left_out=left_out
+    )
     taken = None if check is None else check.names
     entries = _entries(columns, names, check, what, section=section)
     if _is_unnamed(names) and "" not in columns.values():
@@ -265,11 +270,12 @@ def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
 
 
 def _open(
-    source: str, *, split: str, subset: str | None, section: str
+    source: str, *, split: str, subset: str | None, section: str, left_out: Set[str]
 ) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
     """Open a data set; return its columns' names, its rows, and whether each column has one type.
 
-    In a text file such as JSONL, each value has its own type.
+    In a text file such as JSONL, each value has its own type. left_out: columns that need not be
+    read.
     Raises: BadTaskFile if the data set cannot be read.
     """
     path = Path(source).expanduser()
@@ -283,35 +289,90 @@ def _open(
         )
     if path.is_file() and suffix_of(path) in TEXT_SUFFIXES:
         return *read_text([path]), False
-    found = _dataset(source, path, split=split, subset=subset, section=section)
+    found = _dataset(source, path, split=split, subset=subset, section=section, left_out=left_out)
     if isinstance(found, tuple):
         return *found, False
     # A format with which a data set was saved, such as numpy, would change or hide values.
     found = found.with_format(None)
-    return found.column_names, _in_batches(found), True
+    found = found.remove_columns([name for name in found.column_names if name in left_out])
+    what = f"data set {source}"
+    return found.column_names, _in_batches(found, what=what, section=section), True
 
 
-def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows; read them in batches, which takes a fifth of the time of single reads."""
-    for batch in found.iter(batch_size=_BATCH_ROWS):
-        columns = list(batch)
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
+def _in_batches(found: Dataset, *, what: str, section: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows; read them in batches, which takes a fifth of the time of single reads.
 
-
-def _check_parquet(path: Path, *, what: str) -> None:
-    """Raise BadTaskFile for faults that `datasets` reports without a reason.
-
-    Such a fault is a file without rows, or two columns with the same name.
+    Raises: BadTaskFile with the name of a column that cannot be read.
     """
+    try:
+        for batch in found.iter(batch_size=_BATCH_ROWS):
+            columns = list(batch)
+            for values in zip(*batch.values(), strict=True):
+                yield dict(zip(columns, values, strict=True))
+    except _UNREADABLE as error:
+        for name in found.column_names if len(found.column_names) > 1 else ():
+            # This raises the error with the column's name.
+            for _ in _in_batches(found.select_columns([name]), what=what, section=section):
+                pass
+        raise BadTaskFile(
+            f"{what}, column {listed(found.column_names)}: cannot be read ({error}), expected "
+            f"texts, numbers, lists or objects; {_LEAVE_OUT} {section}.columns"
+        ) from error
+
+
+def _read_parquet(path: Path, *, what: str, section: str, left_out: Set[str]) -> Dataset:
+    """Read a single file. The library reads no column of `left_out`, whatever its type."""
+    from datasets import Features, load_dataset
+
+    remedy = f"{_LEAVE_OUT} {section}.columns"
+    _check_parquet(path, what=what, left_out=left_out, remedy=remedy)
+    schema = pq.read_schema(path)
+    kept = [field for field in schema if field.name not in left_out]
+    chosen: dict[str, Any] = {}
+    if kept and len(kept) < len(schema):
+        features = Features.from_arrow_schema(pa.schema(kept, metadata=schema.metadata))
+        chosen = {"columns": [field.name for field in kept], "features": features}
+    return load_dataset("parquet", data_files=str(path), split="train", **chosen)
+
+
+def _check_parquet(
+    path: Path,
+    *,
+    what: str,
+    left_out: Set[str] = frozenset(),
+    remedy: str = "remove or convert the column",
+) -> None:
+    """Raise BadTaskFile for faults that `datasets` reports without a reason or without the column.
+
+    Such a fault is a file without rows, two columns with the same name, or a column of a type that
+    the library cannot read.
+    """
+    from datasets import Features
+
     footer = pq.read_metadata(path)
-    check_names(footer.schema.to_arrow_schema().names, what=what)
+    schema = footer.schema.to_arrow_schema()
+    check_names(schema.names, what=what)
     if footer.num_rows == 0:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
+    for field in schema:
+        try:
+            if field.name not in left_out:
+                Features.from_arrow_schema(pa.schema([field]))
+        except ValueError as error:
+            raise BadTaskFile(
+                f"{what}, column {listed([field.name])}: got the type {field.type}, expected "
+                f"texts, numbers, times, lists or structs; {remedy}"
+            ) from error
 
 
 def _dataset(
-    source: str, path: Path, *, split: str, subset: str | None, section: str
+    source: str,
+    path: Path,
+    *,
+    split: str,
+    subset: str | None,
+    section: str,
+    left_out: Set[str],
 ) -> Dataset | Rows:
     """Open a data set by the `datasets` library; read the text files of a directory without it."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
@@ -326,8 +387,7 @@ def _dataset(
                     f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, "
                     "or a directory"
                 )
-            _check_parquet(path, what=what)
-            return load_dataset("parquet", data_files=str(path), split="train")
+            return _read_parquet(path, what=what, section=section, left_out=left_out)
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
             saved = load_from_disk(str(path))
             if not isinstance(saved, DatasetDict):
@@ -342,8 +402,8 @@ def _dataset(
     except (*_UNREADABLE, DatasetsError) as error:
         if isinstance(error, BadTaskFile):
             raise
-        if isinstance(error, DatasetsError) and path.is_dir():
-            # A directory is unreadable if one file has no rows or has two columns of the same name.
+        if path.is_dir():
+            # A directory is unreadable if one file has such a fault.
             for file in sorted(path.rglob("*.parquet")):
                 with suppress(OSError, pa.ArrowException):
                     _check_parquet(file, what=f"{what}, file {file.relative_to(path)}")
@@ -394,6 +454,8 @@ def _split_of(found: Mapping[str, Dataset], split: str, what: str, *, section: s
 def _checked(rows: Iterable[Mapping[str, Any]], what: str) -> Iterable[Mapping[str, Any]]:
     try:
         yield from rows
+    except BadTaskFile:
+        raise
     except _UNREADABLE as error:
         raise BadTaskFile(f"{what}: cannot be read: {error}") from error
 
