@@ -5,15 +5,16 @@ messages. To find the delta, the new messages are rendered after two different d
 dummy chat ends as the real reply does: in text, after a thought, or in calls with the same names
 and ids. The delta is used only if its ids are the same after both dummy chats, if the new messages
 do not change how the dummy chats are rendered, and if the delta shows the text of every new
-message. Otherwise the whole chat is rendered, and the reason is counted. The whole rendering must
-show the text of every message, and the tools. The turn loop and the gateway use this module.
+message. The rendering of the real chat must end with the text of the delta too. Otherwise the whole
+chat is rendered, and the reason is counted. The whole rendering must show the text of every
+message, and the tools. The turn loop and the gateway use this module.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from actors.environment.chat_template import ChatTemplate, RenderError, in_call_order
-from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.dummy_chats import DUMMIES, EXTRA_CALL, Ending, ending_of
+from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.settings import History
 from actors.environment.shown_text import (
     Said,
@@ -44,6 +46,7 @@ from actors.environment.tokenizer import (
     tokenizer_fingerprint,
 )
 from actors.environment.tokenizer import stop_token_ids as stop_token_ids
+from actors.environment.tool_calls import without_thought
 from actors.types import BranchReason, TokenIds
 
 _CACHE_ENTRIES = 4096
@@ -52,6 +55,8 @@ _CACHED_TOKENS = 64
 # Number of renderers to keep that have options of clients.
 _CACHED_OPTIONS = 8
 _CACHED_MESSAGES = 16
+# Marks the end of a reply's text; it occurs in no chat.
+_REPLY_MARK = "qzreplyzq"
 _ID = re.compile(r"\bid\b|tool_call_id")
 
 _Messages = tuple[Message, ...]
@@ -112,104 +117,9 @@ class Extension:
     """The reason why the whole chat was rendered again; None if the prompt was extended."""
 
 
-# The tokens of new messages, from the end of a reply's content or calls to the next reply; and the
-# number of tokens at their start that close the reply.
-_Delta = tuple[TokenIds, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ending:
-    """The parts of a reply that can change how a template renders the messages after it."""
-
-    has_content: bool = True
-    has_reasoning: bool = False
-    calls: tuple[tuple[str, str], ...] = ()
-    """Id and name of each call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DummyChat:
-    """An invented chat, after which new messages are rendered to find the text that they add.
-
-    No text of the chat is contained in another, so each text can be found in the rendering.
-    """
-
-    before: tuple[Message, ...]
-    content: str
-    reasoning: str
-    argument: str
-
-    def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> tuple[Message, ...]:
-        """Return the chat with a reply that has the given ending.
-
-        Args: called_before: ids of calls that are made and answered at the start of the chat.
-        """
-        values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
-        calls = zip(ending.calls, [*values, self.argument], strict=False)
-        reply = Message(
-            role=Role.ASSISTANT,
-            content=self.content if ending.has_content else "",
-            reasoning=self.reasoning if ending.has_reasoning else None,
-            tool_calls=tuple(
-                ToolCall(id=call_id, name=name, arguments={"argument": value})
-                for (call_id, name), value in calls
-            ),
-        )
-        return (*_answered_calls(called_before), *self.before, reply)
-
-    def mark(self, ending: _Ending) -> str:
-        """Return the last text in the chat's reply: an argument if it has calls, else the content.
-
-        The text occurs once in the chat. In a rendering, new messages begin after it.
-        """
-        return self.argument if ending.calls else self.content
-
-
-# They differ in length, in number of turns and in their last letters, so that their deltas differ
-# if a template or a tokenizer looks back.
-_DUMMIES = (
-    _DummyChat(
-        before=(Message(role=Role.USER, content="first dummy question"),),
-        content="first dummy reply",
-        reasoning="first dummy thought",
-        argument="first dummy value",
-    ),
-    _DummyChat(
-        before=(
-            Message(role=Role.USER, content="7"),
-            Message(role=Role.ASSISTANT, content="a b c"),
-            Message(role=Role.USER, content="second dummy question."),
-        ),
-        content="second dummy answer 42",
-        reasoning="second dummy thought, longer.",
-        argument="second dummy argument 21",
-    ),
-)
-
-# Mistral's templates require ids of nine letters.
-_EXTRA_CALL = "dummy0000"
-
-
-def _ending_of(history: Sequence[Message]) -> _Ending:
-    reply = history[-1] if history else None
-    if reply is None or not (reply.call_texts or reply.reasoning):
-        return _Ending()
-    return _Ending(
-        # Without a call the delta begins after the content, even if the content is empty.
-        has_content=bool(reply.content) or not reply.call_texts,
-        has_reasoning=bool(reply.reasoning),
-        calls=tuple((call_id, name) for call_id, name, _ in reply.call_texts),
-    )
-
-
-def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
-    """Yield messages in which the assistant makes calls with these ids, and tools answer them."""
-    for call_id in call_ids:
-        call = ToolCall(id=call_id, name="dummy", arguments={})
-        yield Message(role=Role.USER, content="call")
-        yield Message(role=Role.ASSISTANT, content="", tool_calls=(call,))
-        yield Message(role=Role.TOOL, content="0", name="dummy", tool_call_id=call_id)
-        yield Message(role=Role.ASSISTANT, content="called")
+# The tokens of new messages, from the end of a reply's content or calls to the next reply; the
+# number of tokens at their start that close the reply; and the text of the tokens.
+_Delta = tuple[TokenIds, int, str]
 
 
 class ChatRenderer:
@@ -328,16 +238,14 @@ class ChatRenderer:
         delta(new_messages).
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, the reply to this prompt,
-        which may be cut off. history: every message so far, the reply last; rendered only if the
-        delta cannot be used. If the history is empty, the reply is taken to be plain text.
+        which may be cut off. history: every message so far, the reply last. If it is empty, the
+        reply is taken to be plain text, and the delta is not compared with the real chat.
         new_messages: the messages after the reply; may be empty.
         Raises: RenderError if the history has to be rendered and the template refuses it.
         """
         if self._history == "as_rendered":
             whole = self.first_prompt((*history, *new_messages), tools)
-            known = previous.shape[0] + sampled.shape[0]
-            is_kept = np.array_equal(whole[:known], np.concatenate((previous, sampled)))
-            reason = None if is_kept else BreakReason.HISTORY_RENDERED
+            reason = None if _extends(whole, previous, sampled) else BreakReason.HISTORY_RENDERED
             return Extension(prompt_token_ids=whole, break_reason=reason)
         if self._raw is not None:
             # Append the text directly: raw prompts have no marker that would have to close a reply
@@ -345,7 +253,7 @@ class ChatRenderer:
             new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)
-        ending = _ending_of(history)
+        ending = ending_of(history)
         new = in_call_order(new_messages, ending.calls)
         if not self._knows_ids:
             # Ids differ in every chat, so that no cached delta would ever be found.
@@ -358,11 +266,25 @@ class ChatRenderer:
         if isinstance(delta, BreakReason):
             whole = self.first_prompt((*history, *new_messages), tools)
             return Extension(prompt_token_ids=whole, break_reason=delta)
-        token_ids, num_closing = delta
+        token_ids, num_closing, text = delta
         num_sampled = _overlap(sampled, token_ids[:num_closing])
+        num_inserted = num_closing - num_sampled
+        if history and not self._ends_with(text, history, new_messages, tools):
+            try:
+                whole = self.first_prompt((*history, *new_messages), tools)
+            except RenderError:
+                # The template hides a text that the delta shows.
+                pass
+            else:
+                is_kept = _extends(whole, previous, sampled)
+                return Extension(
+                    prompt_token_ids=whole,
+                    num_inserted=num_inserted if is_kept else 0,
+                    break_reason=None if is_kept else BreakReason.TEMPLATE_LOOKS_BACK,
+                )
         return Extension(
             prompt_token_ids=np.concatenate((previous, sampled, token_ids[num_sampled:])),
-            num_inserted=num_closing - num_sampled,
+            num_inserted=num_inserted,
         )
 
     def decode(self, sampled: TokenIds) -> str:
@@ -418,7 +340,7 @@ class ChatRenderer:
         return marks_in(text.rpartition(after)[2] if after else text)
 
     def _render_delta(
-        self, new_messages: _Messages, tools: _Tools, ending: _Ending
+        self, new_messages: _Messages, tools: _Tools, ending: Ending
     ) -> _Delta | BreakReason:
         in_reply = {call_id for call_id, _ in ending.calls}
         answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
@@ -426,9 +348,9 @@ class ChatRenderer:
         called_before = sorted(answered - in_reply)
         if ending.calls or any(message.role is Role.TOOL for message in new_messages):
             # Add one more call with its result, for a template that numbers calls.
-            called_before.append(_EXTRA_CALL)
+            called_before.append(EXTRA_CALL)
         deltas = []
-        for dummy, called in zip(_DUMMIES, ((), called_before), strict=True):
+        for dummy, called in zip(DUMMIES, ((), called_before), strict=True):
             chat = dummy.chat(ending, called_before=called)
             mark = dummy.mark(ending)
             try:
@@ -448,7 +370,7 @@ class ChatRenderer:
             if not _only_loses(_head(closed, question, mark), _head(whole, question, mark)):
                 return BreakReason.TEMPLATE_LOOKS_BACK
             deltas.append(delta)
-        (first_ids, first_closing), (second_ids, second_closing) = deltas
+        (first_ids, first_closing, _), (second_ids, second_closing, _) = deltas
         if first_closing != second_closing or not np.array_equal(first_ids, second_ids):
             return BreakReason.TEMPLATE_LOOKS_BACK
         if not self._shows_new(whole.rpartition(mark)[2], chat, new_messages, tools, mark=mark):
@@ -499,7 +421,48 @@ class ChatRenderer:
         if whole_ids[:start] != closed_ids[:start]:
             return BreakReason.TEMPLATE_LOOKS_BACK
         tail_ids = whole_ids[start:]
-        return _frozen(tail_ids), self._num_closing(tail_ids, closed_ids[start:])
+        tail = whole.rpartition(mark)[2]
+        if is_call:
+            in_call = closed.rpartition(mark)[2]
+            tail = tail[min(map(in_call.find, self._ends_in(in_call)), default=len(in_call)) :]
+        return _frozen(tail_ids), self._num_closing(tail_ids, closed_ids[start:]), tail
+
+    def _ends_with(
+        self,
+        tail: str,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> bool:
+        """Return whether the rendering of a real chat ends with the text of a delta.
+
+        Some templates read an earlier message, such as `/no_think`, to render the new messages; the
+        dummy chats lack this message. If the template refuses the real chat, the result is True.
+        """
+        reply = history[-1]
+
+        def rendered(reply: Message) -> str:
+            chat = in_call_order((*history[:-1], reply, *new_messages))
+            return self.template.text(chat, tools, add_generation_prompt=True)
+
+        try:
+            text = rendered(reply)
+            if not text.endswith(tail):
+                return False
+            said = without_thought(reply.content).strip()
+            if reply.call_texts or (said and text.removesuffix(tail).rstrip().endswith(said)):
+                return True
+            # Look for new text between the reply and the delta.
+            marked_text = rendered(replace(reply, content=f"{reply.content} {_REPLY_MARK}"))
+        except RenderError:
+            return True
+        return marked_text.rpartition(_REPLY_MARK)[2] == tail or _REPLY_MARK not in marked_text
+
+    def _ends_in(self, text: str) -> list[str]:
+        """Return the texts of the end tokens that a text contains."""
+        ids = (token for token in self._end_ids if token is not None)
+        ends = (self._tokenizer.decode([token], skip_special_tokens=False) for token in ids)
+        return [end for end in ends if end and end in text]
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
         """Return how many of the tokens after a call's last argument belong to the call.
@@ -589,6 +552,12 @@ def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
         if end[-length:] == start[:length]:
             return length
     return 0
+
+
+def _extends(whole: TokenIds, previous: TokenIds, sampled: TokenIds) -> bool:
+    """Return whether a prompt begins with the previous prompt and the sampled tokens."""
+    known = np.concatenate((previous, sampled))
+    return np.array_equal(whole[: known.shape[0]], known)
 
 
 def _frozen(token_ids: Sequence[int]) -> TokenIds:

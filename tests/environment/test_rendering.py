@@ -231,6 +231,97 @@ def test_a_delta_that_depends_on_what_stands_before_is_not_used(
     np.testing.assert_array_equal(extension.prompt_token_ids, whole)
 
 
+# As SmolLM3's: a marker in the system text chooses the mode of every reply.
+MODE_IN_SYSTEM_TEXT = (
+    "{% set quiet = messages[0].role == 'system' and '/no_think' in messages[0].content %}"
+    "{% set begun = '<|im_start|>assistant\n' + ('<think>\n\n</think>\n' if quiet else '') %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ begun + m.content }}{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ begun }}{% endif %}"
+)
+# As Nemotron Nano v2's: the newest marker of a system's or a user's text chooses the mode of the
+# next reply, and earlier replies are shown without it.
+MODE_IN_ANY_TEXT = (
+    "{% set ns = namespace(quiet=false) %}"
+    "{% for m in messages if m.role in ('system', 'user') %}"
+    "{% if '/no_think' in m.content %}{% set ns.quiet = true %}"
+    "{% elif '/think' in m.content %}{% set ns.quiet = false %}{% endif %}{% endfor %}"
+    + PLAIN.replace(
+        "assistant\n{% endif",
+        "assistant\n{% if ns.quiet %}<think></think>{% else %}<think>\n{% endif %}{% endif",
+    )
+)
+REMINDS = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content }}{% if loop.index0 == 5 %} Hurry.{% endif %}"
+)
+REMINDS_BETWEEN = PLAIN.replace(
+    "<|im_start|>{{",
+    "{% if loop.index0 == 5 %}<|im_start|>system\nHurry.<|im_end|>\n{% endif %}<|im_start|>{{",
+    1,
+)
+READS_THE_REPLY = PLAIN.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% if loop.index0 and '1' in messages[loop.index0 - 1].content %} (1)"
+    "{% endif %}",
+)
+READS_THE_LENGTH = PLAIN.replace(
+    "assistant\n{% endif", "assistant\n{% if messages | length > 5 %}Again: {% endif %}{% endif"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "reasons"),
+    [
+        # The template shows the earlier replies as they were sampled, so that nothing breaks.
+        (MODE_IN_SYSTEM_TEXT, "/no_think", [None, None]),
+        (MODE_IN_ANY_TEXT, "/no_think", [BreakReason.TEMPLATE_LOOKS_BACK] * 2),
+        (MODE_IN_ANY_TEXT, "Be terse.", [None, None]),
+        (REMINDS, "Be terse.", [None, None]),
+        (REMINDS_BETWEEN, "Be terse.", [None, None]),
+        (READS_THE_REPLY, "Be terse.", [None, None]),
+        (READS_THE_LENGTH, "Be terse.", [None, None, BreakReason.TEMPLATE_LOOKS_BACK]),
+    ],
+)
+def test_a_template_that_reads_earlier_messages_reads_the_real_ones(
+    template: str, system: str, reasons: list[BreakReason | None]
+) -> None:
+    """The dummy chats agree on a delta that does not fit the real chat."""
+    tokenizer = _tokenizer(template)
+    renderer = ChatRenderer(tokenizer)
+    history = [Message(role=Role.SYSTEM, content=system), _user("a")]
+    prompt = renderer.first_prompt(history, ())
+    for number, reason in enumerate(reasons):
+        history.append(_reply(str(number)))
+        extension = renderer.extend(
+            prompt,
+            _ids(f"{number}<|im_end|>", tokenizer),
+            history=history,
+            new_messages=[_user("b")],
+            tools=(),
+        )
+        history.append(_user("b"))
+        prompt = extension.prompt_token_ids
+        assert extension.break_reason is reason
+        begun = tokenizer.decode(prompt.tolist()).rpartition(f"{number}<|im_end|>")[2]
+        whole = ChatTemplate(tokenizer, options={}).text(history, add_generation_prompt=True)
+        assert begun == whole.rpartition(f"{number}<|im_end|>")[2]
+
+
+def test_a_real_chat_that_the_template_refuses_is_continued() -> None:
+    """The policy wrote a reply that the template does not accept; no rendering can show it."""
+    refuses = "{% if 'bad' in m.content %}{{ raise_exception('bad') }}{% endif %}<|im_start|>{{"
+    renderer = ChatRenderer(_tokenizer(PLAIN.replace("<|im_start|>{{", refuses, 1)))
+    prompt = renderer.first_prompt([_user("a")], ())
+    extension = renderer.extend(
+        prompt,
+        _ids("bad<|im_end|>"),
+        history=[_user("a"), _reply("bad")],
+        new_messages=[_user("b")],
+        tools=(),
+    )
+    assert extension.break_reason is None
+
+
 def test_a_closing_that_melts_into_the_reply_is_not_used() -> None:
     extension = ChatRenderer(_WholeWords(_tokenizer())).extend(
         _ids("x"), _ids("4"), history=[_user("a"), _reply("4")], new_messages=[], tools=()
