@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -29,6 +29,7 @@ from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.settings import History
 from actors.environment.shown_text import (
     Said,
+    holds,
     marked,
     marked_tools,
     marks_in,
@@ -57,6 +58,8 @@ _CACHED_OPTIONS = 8
 _CACHED_MESSAGES = 16
 # Marks the end of a reply's text; it occurs in no chat.
 _REPLY_MARK = "qzreplyzq"
+# A word such as /no_think, with which a text may choose the mode of a reply.
+_SWITCH = re.compile(r"/\w+")
 _ID = re.compile(r"\bid\b|tool_call_id")
 
 _Messages = tuple[Message, ...]
@@ -316,7 +319,20 @@ class ChatRenderer:
             return found is None or each.mark in found
 
         for each in unshown(said(messages), text=text, marks=marks, in_place=in_place):
-            raise RenderError(f"chat template: it does not show {each}; {each.remedy}")
+            remedy = next(self._switches(each, text), each.remedy)
+            raise RenderError(f"chat template: it does not show {each}; {remedy}")
+
+    def _switches(self, said: Said, text: str) -> Iterator[str]:
+        """Yield the advice for each word that the template reads as a switch and does not show."""
+        for part in said.texts:
+            for word in _SWITCH.findall(part):
+                if word in self.template.source and holds(text, part.replace(word, " ")):
+                    yield (
+                        f"it reads {word} as a switch and removes it; remove {word} from the text, "
+                        "and set an option of the template instead: rollouts.template_options for "
+                        "a run, chat_template_kwargs for a request (for example "
+                        '{"enable_thinking": false})'
+                    )
 
     def _marks(
         self, messages: _Messages, tools: _Tools, *, after: str = ""

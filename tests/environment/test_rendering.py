@@ -307,6 +307,24 @@ def test_a_template_that_reads_earlier_messages_reads_the_real_ones(
         assert begun == whole.rpartition(f"{number}<|im_end|>")[2]
 
 
+def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None:
+    """As SmolLM3's: the marker is cut out of the system text."""
+    removes = "{{ m.content.replace('/no_think', '').rstrip() }}"
+    renderer = ChatRenderer(_tokenizer(PLAIN.replace("{{ m.content }}", removes)))
+    system = Message(role=Role.SYSTEM, content="You are a pirate. /no_think")
+    with pytest.raises(RenderError) as refused:
+        renderer.first_prompt([system, _user("a")], ())
+    assert str(refused.value) == (
+        "chat template: it does not show the content of message 0 (system): 'You are a pirate. "
+        "/no_think'; it reads /no_think as a switch and removes it; remove /no_think from the "
+        "text, and set an option of the template instead: rollouts.template_options for a run, "
+        'chat_template_kwargs for a request (for example {"enable_thinking": false})'
+    )
+    plain = ChatRenderer(_tokenizer(PLAIN.replace("{{ m.content }}", "{{ m.content[:4] }}")))
+    with pytest.raises(RenderError, match="put the text into a user's message"):
+        plain.first_prompt([system, _user("a")], ())
+
+
 def test_a_real_chat_that_the_template_refuses_is_continued() -> None:
     """The policy wrote a reply that the template does not accept; no rendering can show it."""
     refuses = "{% if 'bad' in m.content %}{{ raise_exception('bad') }}{% endif %}<|im_start|>{{"
