@@ -125,12 +125,17 @@ def holds(rendering: str, text: str, *, times: int = 1) -> bool:
     the text unchanged or escaped; otherwise one occurrence is enough.
     """
     text = text.strip()
-    # One message may be shown unchanged and another, with the same text, escaped.
-    as_json = {json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)}
-    if found := sum(map(rendering.count, {text, html.escape(text), *as_json})):
+    if found := count_unchanged(rendering, text):
         return found >= times
     plain = _unescaped(rendering)
     return _in_order(plain, _units(text)) or _in_order(plain, _units(_unescaped(text)))
+
+
+def count_unchanged(rendering: str, text: str) -> int:
+    """Return how often a rendering shows a text as it is or escaped."""
+    # One message may be shown unchanged and another, with the same text, escaped.
+    as_json = {json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)}
+    return sum(map(rendering.count, {text, html.escape(text), *as_json}))
 
 
 def unshown(

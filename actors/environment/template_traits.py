@@ -16,6 +16,7 @@ from itertools import takewhile
 from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
+from actors.environment.shown_text import count_unchanged
 from actors.environment.tool_calls import OPEN, parse_tool_calls
 
 
@@ -109,6 +110,9 @@ _SYSTEM, _LATER, _QUESTION, _REPLY, _RESULT, _THOUGHT, _TEXT, _ARGUMENT = (
     f"qz{name}zq"
     for name in ("system", "later", "question", "reply", "result", "thought", "text", "argument")
 )
+# A text with capital letters and white space, and a pattern of the same words in any spelling.
+_SPACED = "First Line  has\n\n\tTwo Spaces"
+_ANY_SPACED = re.compile(r"\s*".join(_SPACED.split()), re.IGNORECASE)
 _TOOL = ToolSchema(
     name="look_up",
     description="Look a title up.",
@@ -187,6 +191,19 @@ def missing_header(renderer: ChatRenderer) -> str:
     is_ignored = prompt == shorter and found and before.startswith(prompt)
     header = before[len(prompt) :] if is_ignored else ""
     return header if header.strip() else ""
+
+
+def changed_text(renderer: ChatRenderer) -> tuple[str, str] | None:
+    """Return a user's text, and the text that a template shows in its place.
+
+    The result is None if the template shows the text as it is or escaped, or does not show it.
+    """
+    try:
+        rendered = renderer.template.text((_user(_SPACED),), add_generation_prompt=True)
+    except RenderError:
+        return None
+    found = _ANY_SPACED.search(rendered)
+    return None if found is None or count_unchanged(rendered, _SPACED) else (_SPACED, found[0])
 
 
 def describe_traits(traits: Mapping[str, str]) -> str:

@@ -263,6 +263,33 @@ def test_a_template_without_a_header_at_the_end_of_a_prompt_is_warned_of(
         assert len(found) == 1 and f"writes {header!r} before a reply, but not at" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("m.content | lower", "first line  has\n\n\ttwo spaces"),
+        ("m.content.split() | join(' ')", "First Line has Two Spaces"),
+        ("m.content | replace('\t', '    ')", "First Line  has\n\n    Two Spaces"),
+        ("m.content | trim", None),
+        ("m.content | tojson", None),
+        ("m.content[:2]", None),
+    ],
+)
+def test_a_template_that_changes_letters_or_white_space_is_warned_of(
+    tiny: Path, content: str, shown: str | None
+) -> None:
+    template = (
+        f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{{{{ {content} }}}}<|end|>{{% endfor %}}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    config = config_with(tiny, model={"path": str(tiny), "chat_template": template})
+    found = [*template_warnings(config, str(tiny))]
+    if shown is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert f"'First Line  has\\n\\n\\tTwo Spaces' as {shown!r}" in found[0]
+
+
 def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:
     config = config_with(tiny, model={"path": str(tiny), "chat_template": "{{ 1 // 0 }}"})
     with pytest.raises(ConfigError, match=r"chat template.*ZeroDivisionError"):
