@@ -269,6 +269,12 @@ READS_THE_LENGTH = PLAIN.replace(
 )
 
 
+# The new message has an even place in both dummy chats, and an odd one in the test's chat.
+READS_THE_PARITY = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.index0 % 2 %} odd{% endif %}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "system", "reasons"),
     [
@@ -279,6 +285,7 @@ READS_THE_LENGTH = PLAIN.replace(
         (REMINDS, "Be terse.", [None, None]),
         (REMINDS_BETWEEN, "Be terse.", [None, None]),
         (READS_THE_REPLY, "Be terse.", [None, None]),
+        (READS_THE_PARITY, "Be terse.", [None, None]),
         (READS_THE_LENGTH, "Be terse.", [None, None, BreakReason.TEMPLATE_LOOKS_BACK]),
     ],
 )
