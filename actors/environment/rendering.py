@@ -33,6 +33,7 @@ from actors.environment.shown_text import (
     marked,
     marked_tools,
     marks_in,
+    only_moves,
     said,
     tool_mark,
     unshown,
@@ -464,7 +465,8 @@ class ChatRenderer:
         try:
             text = rendered(reply)
             if not text.endswith(tail):
-                return False
+                systems = (each.content for each in history if each.role is Role.SYSTEM)
+                return any(only_moves(text, tail, system.strip()) for system in systems)
             said = without_thought(reply.content).strip()
             if reply.call_texts or (said and text.removesuffix(tail).rstrip().endswith(said)):
                 return True

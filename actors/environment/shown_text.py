@@ -167,6 +167,20 @@ def unshown(
             yield each
 
 
+def only_moves(text: str, tail: str, system: str) -> bool:
+    """Return whether a rendering ends with a tail into which the template moved a system text.
+
+    Some templates (Mistral Nemo) show the system text in the newest user's message. A prompt that
+    was extended keeps the text where it was first, so the delta may be used. White space is not
+    compared.
+    """
+    end, expected = text[-2 * len(tail + system) :], _dense(tail)
+    if not system or _dense(end).endswith(expected):
+        return False
+    places = (found.span() for found in re.finditer(re.escape(system), end))
+    return any(_dense(end[:start] + end[stop:]).endswith(expected) for start, stop in places)
+
+
 def _visible(message: Message) -> str:
     is_reply = message.role is Role.ASSISTANT
     return without_thought(message.content) if is_reply else message.content
@@ -252,3 +266,7 @@ def _in_order(text: str, units: Sequence[str]) -> bool:
             return False
         position += len(unit)
     return True
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())

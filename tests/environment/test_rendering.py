@@ -269,6 +269,13 @@ READS_THE_LENGTH = PLAIN.replace(
 )
 
 
+# As Mistral Nemo's: the system text is shown in the newest user's message.
+MOVES_SYSTEM_TEXT = (
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'user' and loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # The new message has an even place in both dummy chats, and an odd one in the test's chat.
 READS_THE_PARITY = PLAIN.replace(
     "{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.index0 % 2 %} odd{% endif %}"
@@ -330,6 +337,25 @@ def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None
     plain = ChatRenderer(_tokenizer(PLAIN.replace("{{ m.content }}", "{{ m.content[:4] }}")))
     with pytest.raises(RenderError, match="put the text into a user's message"):
         plain.first_prompt([system, _user("a")], ())
+
+
+def test_a_system_text_that_moves_to_the_newest_message_stays_where_it_was() -> None:
+    tokenizer = _tokenizer(MOVES_SYSTEM_TEXT)
+    renderer = ChatRenderer(tokenizer)
+    history = [Message(role=Role.SYSTEM, content="Be terse."), _user("a")]
+    prompt = renderer.first_prompt(history, ())
+    extension = renderer.extend(
+        prompt,
+        _ids("1<|im_end|>", tokenizer),
+        history=[*history, _reply("1")],
+        new_messages=[_user("b")],
+        tools=(),
+    )
+    assert extension.break_reason is None
+    assert tokenizer.decode(extension.prompt_token_ids.tolist()) == (
+        "<|im_start|>user\nBe terse.\n\na<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_real_chat_that_the_template_refuses_is_continued() -> None:
