@@ -12,7 +12,7 @@ from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import ChatTemplate, RenderError
-from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.types import TokenIds
 
@@ -319,6 +319,30 @@ def test_a_template_that_reads_earlier_messages_reads_the_real_ones(
         begun = tokenizer.decode(prompt.tolist()).rpartition(f"{number}<|im_end|>")[2]
         whole = ChatTemplate(tokenizer, options={}).text(history, add_generation_prompt=True)
         assert begun == whole.rpartition(f"{number}<|im_end|>")[2]
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_the_mode_stays_after_a_call_too(is_quiet: bool) -> None:
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    tokenizer = _tokenizer(
+        MODE_IN_ANY_TEXT.replace("{{ m.content }}", "{{ m.content }}" + calls + "{% endfor %}")
+    )
+    renderer = ChatRenderer(tokenizer)
+    call = ToolCall(id="call00001", name="calculator", arguments={"expression": 7})
+    begun = [_user("a /no_think" if is_quiet else "a")]
+    reply = Message(role=Role.ASSISTANT, content="", tool_calls=(call,))
+    result = Message(role=Role.TOOL, content="5", name="calculator", tool_call_id=call.id)
+    said = '<tool_call>{"name": "calculator", "arguments": {"expression": 7}}</tool_call><|im_end|>'
+    extension = renderer.extend(
+        renderer.first_prompt(begun, (CALCULATOR,)),
+        _ids(said, tokenizer),
+        history=[*begun, reply],
+        new_messages=[result],
+        tools=(CALCULATOR,),
+    )
+    assert extension.break_reason is (BreakReason.TEMPLATE_LOOKS_BACK if is_quiet else None)
+    text = tokenizer.decode(extension.prompt_token_ids.tolist())
+    assert text.endswith("<think></think>" if is_quiet else "<think>\n")
 
 
 def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None:
