@@ -57,8 +57,9 @@ def check_model_files(directory: Path, *, key: str = "model.path") -> None:
             read_object(directory / name, key=key)
     if (adapter := directory / ADAPTER).is_file():
         raise ConfigError(f"{key}: {adapter}: {ADAPTER_REFUSED}")
-    for file in _weight_files(directory, key=key):
-        _check_header(file, key=key)
+    found = {file: _tensors_in(file, key=key) for file in _weight_files(directory, key=key)}
+    if (directory / INDEX).is_file():
+        _check_index(directory, found, key=key)
 
 
 def read_object(file: Path, *, key: str = "model.path") -> dict[str, Any]:
@@ -347,7 +348,13 @@ def _weight_files(directory: Path, *, key: str) -> list[Path]:
     named = read_object(index, key=key).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise ConfigError(f"{key}: {index} has no weight_map, expected one; {_REMEDY}")
-    expected = {directory / str(name) for name in named.values()}
+    for name in named.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(
+                f"{key}: {index}: weight_map names {name!r}, expected the name of a file in "
+                f"{directory}, because the engines read no other; {_REMEDY}"
+            )
+    expected = {directory / name for name in named.values()}
     missing = sorted(file.name for file in expected if not file.is_file())
     if missing:
         raise ConfigError(
@@ -359,19 +366,50 @@ def _weight_files(directory: Path, *, key: str) -> list[Path]:
     return sorted(expected | ({whole} if whole.is_file() else set()))
 
 
-def _check_header(file: Path, *, key: str) -> None:
+def _tensors_in(file: Path, *, key: str) -> list[str]:
+    """Return the names of a file's tensors. Raises: ConfigError if the file cannot be used."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy") as opened:
-            num_tensors = len(list(opened.keys()))
+            tensors = list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"{key}: {file} is broken or cut short ({error}); expected a whole safetensors "
             f"file; {_REMEDY}"
         ) from error
-    if num_tensors == 0:
+    if not tensors:
         raise ConfigError(f"{key}: {file} holds no weights, expected some; {_REMEDY}")
+    return tensors
+
+
+def _check_index(directory: Path, found: Mapping[Path, list[str]], *, key: str) -> None:
+    """Check that each tensor is once in the files, in the file that the index names.
+
+    transformers and vLLM read all tensors of each file: of two, the last one read is used.
+    Args: found: the names of the tensors in each file. Raises: ConfigError.
+    """
+    index = directory / INDEX
+    # `weights_check` refuses model.safetensors if the index names other files.
+    named: dict[str, str] = read_object(index, key=key)["weight_map"]
+    files_of: dict[str, list[str]] = {}
+    for file, tensors in found.items():
+        if file.name in named.values():
+            for tensor in tensors:
+                files_of.setdefault(tensor, []).append(file.name)
+    for tensor, files in files_of.items():
+        if len(files) > 1:
+            raise ConfigError(
+                f"{key}: {tensor} is in {' and '.join(files[:2])} of {directory}, expected each "
+                f"tensor once, in the file that {INDEX} names; {_REMEDY}"
+            )
+    for tensor, name in named.items():
+        files = files_of.get(tensor, [])
+        if files != [name]:
+            raise ConfigError(
+                f"{key}: {index} says that {tensor} is in {name}, and it is in "
+                f"{files[0] if files else 'no file'}; expected an index of these files; {_REMEDY}"
+            )
 
 
 def user_cache(name: str) -> Path:

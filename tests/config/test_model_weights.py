@@ -138,6 +138,49 @@ def test_weights_that_trainer_and_engine_would_read_from_other_files_are_refused
         check_all(config_with(directory), directory)
 
 
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("none", None),
+        (
+            "twice",
+            rf"model\.norm\.weight is in {FIRST} and {SECOND} of .*expected each tensor once",
+        ),
+        ("elsewhere", rf"index\.json says that model\..* is in {SECOND}, and it is in {FIRST};"),
+        ("missing", rf"says that model\.norm\.weight is in {SECOND}, and it is in no file"),
+        (
+            "outside",
+            r"weight_map names '\.\./tiny/model\.safetensors', expected the name of a file",
+        ),
+    ],
+)
+def test_sharded_weights_that_contradict_their_index_are_refused(
+    directory: Path, fault: str, expected: str | None
+) -> None:
+    whole = directory / "model.safetensors"
+    weights = load_file(whole)
+    whole.unlink()
+    norm = weights.pop("model.norm.weight")
+    first = {**weights, "model.norm.weight": norm + 1} if fault == "twice" else weights
+    save_file(first, directory / FIRST)
+    save_file({"other" if fault == "missing" else "model.norm.weight": norm}, directory / SECOND)
+    named = dict.fromkeys(weights, FIRST) | {"model.norm.weight": SECOND}
+    if fault == "elsewhere":
+        # The index still names both files.
+        named |= {"model.norm.weight": FIRST, next(iter(weights)): SECOND}
+    if fault == "outside":
+        named["model.norm.weight"] = "../tiny/model.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    if expected is None:
+        check_all(config_with(directory), directory)
+        return
+    with pytest.raises(ConfigError, match=rf"^model\.path: .*{expected}"):
+        check_all(config_with(directory), directory)
+
+
 @pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "algorithm.critic.model"])
 def test_an_adapter_beside_whole_weights_is_refused(tiny: Path, directory: Path, key: str) -> None:
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
