@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 UNKNOWN = "–"  # noqa: RUF001
+_NO_BREAK_SPACES = "\u00a0\u202f"
 
 
 def duration(seconds: float | None) -> str:
@@ -135,9 +136,10 @@ def _shown(character: str) -> str:
 def visible_text(text: str) -> str:
     """Return text on one line, with newlines and control characters shown as in `visible`.
 
-    Lone surrogates, which cannot be encoded, are escaped too.
+    Lone surrogates, which cannot be encoded, are escaped too. The no-break spaces that this module
+    writes into numbers stay.
     """
-    return "".join(_shown(character) for character in text)
+    return "".join(each if each in _NO_BREAK_SPACES else _shown(each) for each in text)
 
 
 def visible_lines(text: str) -> str:

@@ -47,6 +47,7 @@ _RAW_BODY = """
 {%- endfor -%}"""
 # Tokenizer classes that load without AutoTokenizer.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_TOO_LONG_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
 # A tokenizer may add ids at the beginning of a text. To encode a text without them, encode it after
 # one of these texts.
 _BEFORE = (".", "0", "a", "\n")
@@ -164,6 +165,9 @@ def _loaded(path: str) -> ChatTokenizer:
     if config.get("add_bos_token") and not ids_before_text(tokenizer):
         # transformers 5 drops the setting if it loads another class than the configuration names.
         tokenizer.add_bos_token = True
+    # transformers would print once that a long text leads to indexing errors, although the limits
+    # of the configuration apply here.
+    tokenizer.deprecation_warnings[_TOO_LONG_WARNING] = True
     found: ChatTokenizer = tokenizer
     return found
 

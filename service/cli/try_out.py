@@ -56,7 +56,7 @@ from actors.user_code import (
 from service import units
 from service.cli.outlet import say, warn
 from service.config.file import ConfigError
-from service.config.tasks import maker, open_tasks
+from service.config.tasks import ROOM, maker, open_tasks, room_for_prompt
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
 
@@ -249,15 +249,19 @@ async def _play(
         start = await _ended("reset", lambda: environment.reset(task.own_copy()), limit_s=limit_s)
         if not isinstance(start, Observation):
             raise _Unplayed(f"reset returned {type_of(start)}, expected an Observation")
-        _show_prompt(renderer, start)
+        _show_prompt(renderer, start, room=room_for_prompt(_member(request.config, task)))
         return await _play_turns(request, environment, task, start)
 
 
 def _set_playing(config: Config, task: Task) -> None:
     """Set the context variables that a run sets while a task is played."""
-    member = config.members.get(task.environment, config)
-    rollout_settings.set(replace(member.rollouts, inline=False))
+    rollout_settings.set(replace(_member(config, task).rollouts, inline=False))
     task_id.set(task.task_id)
+
+
+def _member(config: Config, task: Task) -> Config:
+    """Return the configuration of the environment that plays a task."""
+    return config.members.get(task.environment, config)
 
 
 async def _play_turns(
@@ -317,12 +321,21 @@ async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: fl
         raise _Unplayed(f"{method}: {text}") from error
 
 
-def _show_prompt(renderer: ChatRenderer, start: Observation) -> None:
+def _show_prompt(renderer: ChatRenderer, start: Observation, *, room: int | None) -> None:
+    """Print the prompt of a task, and say if it is too long for a run.
+
+    room: number of tokens that a run's prompt may have; None if a run does not measure it.
+    """
     try:
         ids = renderer.first_prompt(start.messages, start.tools)
     except RenderError as error:
         raise _Unplayed(f"the chat template cannot render the prompt: {error}") from error
     say(f"\nprompt, {units.plural(len(ids), 'token')}\n{_indented(renderer.decode(ids))}")
+    if room is not None and len(ids) > room:
+        say(
+            f"\na run leaves this task out, because its prompt has more than {room} tokens "
+            f"({ROOM}); shorten the prompt, or raise model.max_context_tokens"
+        )
 
 
 def _indented(text: str) -> str:

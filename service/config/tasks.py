@@ -61,6 +61,8 @@ from service.config.tree import Config
 from service.inference.settings import AUTO
 
 _logger = logging.getLogger(__name__)
+ROOM = "model.max_context_tokens less rollouts.max_tokens_per_turn"
+"""The settings that `room_for_prompt` computes with, for messages."""
 RESET_LIMIT_S = 60.0
 """Time limit for the first task's reset, and for its close, in seconds."""
 BLOCKED_S = 5.0
@@ -256,12 +258,12 @@ def _fitting(
 
     Return all tasks if the environment does not build prompts from data.
     """
-    if (first_messages := _first_messages(config)) is None:
+    first_messages, room = _first_messages(config), room_for_prompt(config)
+    if first_messages is None or room is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
     renderer = renderer_of(config, model_path)
     _check_tools(config, renderer, (), tools)
-    room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
     vocabulary = vocabulary_size(Path(model_path))
     fitting: list[int] = []
     special: list[str] = []
@@ -285,14 +287,24 @@ def _fitting(
             "template was applied to the prompts already, set model.chat_template: none"
         )
     problem = (
-        f"{len(tasks) - len(fitting)} of {len(tasks)} prompts have more than {room} tokens "
-        "(model.max_context_tokens less rollouts.max_tokens_per_turn)"
+        f"{len(tasks) - len(fitting)} of {len(tasks)} prompts have more than {room} tokens ({ROOM})"
     )
     if not fitting:
         raise ConfigError(f"tasks.dataset: {problem}; expected shorter ones, or a longer context")
     if len(fitting) < len(tasks):
         tell(f"{problem} and are left out")
     return tasks.selected(fitting)
+
+
+def room_for_prompt(config: Config) -> int | None:
+    """Return how many tokens a prompt of a run may have; None if the run does not measure prompts.
+
+    config: has no mixture.
+    """
+    is_data = config.tasks.file is not None or config.tasks.dataset is not None
+    if not is_data or _first_messages(config) is None:
+        return None
+    return config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
 
 
 def _first_messages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -234,6 +235,23 @@ def test_functions_that_cannot_score_a_run_again_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         run_rescore(run, rewards=names, limit=1)
+
+
+def test_a_task_that_a_run_leaves_out_for_its_length_is_named(
+    place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"task_id": "long", "prompt": "1 + 2? " * 500, "answer": "3"}
+    with Path("rows.jsonl").open("a") as rows:
+        rows.write(json.dumps(row) + "\n")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.enable_propagation()
+    assert run_try(TryRequest(config=config_of(), num_tasks=2, answer="answer")) == 0
+    short, long = capsys.readouterr().out.split("── task long")
+    assert "a run leaves" not in short
+    assert re.search(r"prompt, \d\u202f\d{3} tokens\n", long)
+    assert "a run leaves this task out, because its prompt has more than 1984 tokens" in long
+    assert "indexing errors" not in caplog.text
 
 
 def test_a_task_is_played_with_the_time_limit_of_the_configuration(

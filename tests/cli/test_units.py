@@ -75,3 +75,9 @@ def test_clock_ticks_in_fixed_places() -> None:
 def test_plural_counts() -> None:
     assert units.plural(1, "step") == "1 step"
     assert units.plural(30720, "step") == "30\u202f720 steps"
+
+
+def test_own_spaces_are_shown_and_not_escaped() -> None:
+    shown = f"{units.plural(30720, 'step')}, {units.percent(1.0)}"
+    assert units.visible_lines(shown) == units.visible_text(shown) == shown
+    assert units.visible_text("a\u200bb\x1b") == "a\\u200bb\\x1b"
