@@ -7,13 +7,14 @@ whose files a run records at its start. It also reads the names of a function's 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -124,6 +125,45 @@ def find(text: str, *, what: str) -> Any:
             f"own = {owner.__name__}(), and use own.{part}"
         )
     return found
+
+
+def helpers_from_elsewhere(text: str) -> Iterator[str]:
+    """Yield a sentence for each module that is beside a user's module and is not the one it got.
+
+    Python looks up modules from the directory in which the command is started. `python FILE.py`
+    would look beside FILE.py first. Python's own modules are left out.
+    text: name of a function or class whose module is imported.
+    """
+    module = sys.modules[module_of(text, what="function")]
+    file = Path(getattr(module, "__file__", None) or "")
+    for name in _imported_by(file):
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is None or name in sys.stdlib_module_names:
+            continue
+        for beside in (file.parent / f"{name}.py", file.parent / name / "__init__.py"):
+            if beside.is_file() and not beside.samefile(loaded):
+                yield (
+                    f"{file} imports {name}, which is {loaded}, and {beside} is not used: modules "
+                    f"are looked up from {Path.cwd()}, where the command is started; to use the "
+                    f"file beside it, start the command in {file.parent}, or import the file by "
+                    "its name from here; to keep this choice, rename one of the two"
+                )
+
+
+def _imported_by(file: Path) -> list[str]:
+    """Return the first parts of the names that a file imports, without its relative imports."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    names += [
+        node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        if node.module and not node.level
+    ]
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 def _directory() -> Path | None:

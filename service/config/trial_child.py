@@ -38,7 +38,7 @@ from actors.environment.reward_functions import EXTRAS, NoScore, RewardFunction
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import reference_of
 from actors.environment.tasks import TaskSource
-from actors.environment.user_names import HIDES, hides_arguments
+from actors.environment.user_names import HIDES, helpers_from_elsewhere, hides_arguments
 from actors.environment.worker_process import die_with
 from actors.types import Task
 from actors.user_code import closing, describe, location, root_cause, type_of
@@ -96,13 +96,16 @@ def _try_all(request: Request, said: Connection) -> None:
     for name, key in trial.others.items():
         said.send(("doing", (key, f"import {name}", request.import_limit_s)))
         load_shadow(name, key=key)
+        _warn_of_helpers([name], said)
     for name, member in request.config.members.items():
         part = f"mixture.{name}: " if request.config.mixture else ""
         what = f"{part}tasks.environment"
         try:
-            own = ", ".join(tasks.own_names(member.tasks)) or member.tasks.environment
+            names = tasks.own_names(member.tasks)
+            own = ", ".join(names) or member.tasks.environment
             said.send(("doing", (what, f"import {own}", request.import_limit_s)))
             tasks.maker(member)
+            _warn_of_helpers(names, said)
             # The parent applies this limit. The limits in this child are shorter, so that they pass
             # first: their errors name the place.
             limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
@@ -114,6 +117,12 @@ def _try_all(request: Request, said: Connection) -> None:
                 asyncio.run(_call_all(name, member, request, said, what=what))
         except ConfigError as error:
             raise ConfigError(f"{part}{error}") from error
+
+
+def _warn_of_helpers(names: Sequence[str], said: Connection) -> None:
+    for name in names:
+        for told in helpers_from_elsewhere(name):
+            said.send(("told", told))
 
 
 def _send_begun(name: str, observation: Observation, said: Connection) -> None:

@@ -215,6 +215,33 @@ def config_of(*names: str, **tasks: Any) -> Config:
     return parse_config(tree, source="for a test")
 
 
+SCORES = """
+import json, helper, other, colorsys
+
+def one(completion, answer):
+    return helper.SCORE * (completion == answer)
+"""
+
+
+def test_a_helper_that_is_taken_from_another_directory_is_a_warning(
+    place: Path,
+) -> None:
+    (place / "own").mkdir()
+    (place / "own" / "scores.py").write_text(SCORES)
+    # helper.py exists twice; the others exist once, or have the name of a module of Python's own.
+    for name in ("helper.py", "own/helper.py", "other.py", "own/unused.py", "own/colorsys.py"):
+        (place / name).write_text("SCORE = 1.0\n")
+    told: list[str] = []
+    tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=told.append)
+    (warning,) = told
+    imported = f"{place}/own/scores.py imports helper, which is {place}/helper.py"
+    assert warning.startswith(f"{imported}, and {place}/own/helper.py is not used")
+    assert f"start the command in {place}/own, or import the file by its name" in warning
+    (place / "own" / "scores.py").write_text(SCORES.replace("helper,", "own.helper as helper,"))
+    tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=told.append)
+    assert told == [warning]
+
+
 def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path) -> None:
     told: list[str] = []
     names = ("right", "prints", "forks", "reads", "dies_once", "silent")
