@@ -51,7 +51,7 @@ def module_of(text: str, *, what: str) -> str:
     if Path(place).is_absolute():
         raise BadName(f"{what}: got {text!r}, {_FORMS}{_below(Path.cwd(), text)}")
     if place.endswith(".py"):
-        place = place.removesuffix(".py").removeprefix("./").replace("/", ".")
+        place = os.path.normpath(place).removesuffix(".py").replace("/", ".")
     if not colon or not name or not place or place.startswith("."):
         raise BadName(f"{what}: got {text!r}, {_FORMS}")
     return place
@@ -174,6 +174,12 @@ def _directory() -> Path | None:
 
 
 def _not_found(place: str, error: ModuleNotFoundError) -> str:
+    if place.endswith(".py") and Path(place).is_file():
+        without_dots = os.path.normpath(place).removesuffix(".py").replace(".", "_")
+        return (
+            "the file exists, but a module's name cannot have the dots in its path; expected no "
+            f"dot except before py; rename it, for example to {without_dots}.py"
+        )
     problem = f"there is no such file in {Path.cwd()}" if place.endswith(".py") else str(error)
     return f"{problem}; {_FORMS}; correct the name, or start the command in the right directory"
 

@@ -385,6 +385,8 @@ def test_a_module_that_changes_the_working_directory_is_refused(
 def test_a_file_is_the_module_of_its_path() -> None:
     assert module_of("my.py:score", what="reward") == "my"
     assert module_of("./rewards/my.py:score", what="reward") == "rewards.my"
+    assert module_of("rewards//my.py:score", what="reward") == "rewards.my"
+    assert module_of("rewards/../rewards/./my.py:score", what="reward") == "rewards.my"
     assert module_of("package.module:score", what="reward") == "package.module"
     for text in ("my.py", ":score", "/tmp/my.py:score", "../my.py:score", "my.py:"):
         with pytest.raises(BadName, match=r"reward: got .*expected FILE\.py:NAME below"):
@@ -401,6 +403,7 @@ def test_a_file_is_the_module_of_its_path() -> None:
     ("name", "words"),
     [
         ("no_such_file.py:score", r"there is no such file in /.*; expected FILE\.py:NAME below"),
+        ("named_of_test.v2.py:score", r"the file exists.* to named_of_test_v2\.py$"),
         ("no_such_module:score", "No module named 'no_such_module'; expected FILE"),
         ("named_of_test.py:scor", "has no attribute 'scor'; did you mean 'score'"),
         ("named_of_test.py:other", "has no attribute 'other'; expected one of Scorer, score$"),
@@ -418,6 +421,7 @@ def test_a_wrong_name_is_refused_with_the_right_ones(
         "from json import dumps\ndef score(completion): ...\ndef _score(): ...\n"
         "class Scorer:\n    def call(self, completion): ...\n"
     )
+    (tmp_path / "named_of_test.v2.py").write_text("def score(completion): ...\n")
     with pytest.raises(BadRewardFunction, match=words):
         load_functions(name)
 
