@@ -214,13 +214,13 @@ class FileTasks:
         """
         if held_out is None and not 0 <= num_held_out < len(tasks):
             raise ValueError(
-                f"task file: got {num_held_out} held-out tasks of {len(tasks)} tasks; expected "
-                "at least one task left for training; hold out fewer, or write more tasks"
+                f"got {num_held_out} held-out tasks of {len(tasks)} tasks; expected at least one "
+                "task left for training"
             )
         if held_out is not None and num_held_out > len(held_out):
             raise ValueError(
                 f"got {num_held_out} held-out tasks of a split of {len(held_out)}; expected at "
-                f"most {len(held_out)}; evaluate on fewer"
+                f"most {len(held_out)}"
             )
         ordered = by_hash(tasks)
         kept = ordered if held_out is None else by_hash(held_out)
@@ -267,8 +267,8 @@ class FileTasks:
     def held_out(self, count: int) -> list[Task]:
         if count > len(self._held_out):
             raise ValueError(
-                f"task file: got a request for {count} held-out tasks, expected at most "
-                f"{len(self._held_out)}; hold out more of the file, or evaluate on fewer"
+                f"got a request for {count} held-out tasks, expected at most "
+                f"{len(self._held_out)}; hold out more, or evaluate on fewer"
             )
         return list(self._held_out[:count])
 

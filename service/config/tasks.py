@@ -113,7 +113,11 @@ def open_tasks(
             held_out=held_out,
         )
     except ValueError as error:
-        raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
+        source = f"task file {settings.file}" if key == "file" else f"data set {settings.dataset}"
+        raise ConfigError(
+            f"tasks.evaluation_tasks: {source}: {error}; set tasks.evaluation_tasks (default: "
+            f"{TasksSettings().evaluation_tasks}) to a smaller number, or to 0 for no evaluation"
+        ) from error
     # Two tasks of a file with equal data may differ in their seeds, so files are not checked.
     if settings.dataset is not None and (count := found.num_trained_held_out):
         _logger.warning(

@@ -427,6 +427,14 @@ def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
     tree = {"model": {"tiny": {}}, "tasks": {**tasks, "evaluation_tasks": 3}}
     with pytest.raises(ConfigError, match="got 3 held-out tasks of a split of 2"):
         open_tasks(parse_config(tree, source="test"))
+    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "evaluation_split": None}}
+    del tree["tasks"]["evaluation_tasks"]
+    with pytest.raises(
+        ConfigError,
+        match=r"tasks: data set .*/splits: got 64 held-out tasks of 4 tasks; expected at least one "
+        r".* set tasks\.evaluation_tasks \(default: 64\) to a smaller number, or to 0",
+    ):
+        open_tasks(parse_config(tree, source="test"))
 
 
 def test_compressed_files_and_tables_with_tabs_are_read(tmp_path: Path) -> None:
