@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, SchemaValidator, core_schema
 
-from actors.user_code import describe, location
+from actors.user_code import describe, location, shown_json
 
 # Expected values, by the types of pydantic's errors.
 _EXPECTED = {
@@ -273,7 +273,7 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
         case _:
             # Such as "Input should be a valid date".
             expected = detail["msg"].partition(" should be ")[2] or f"another ({detail['msg']})"
-    return f"{place}: got {detail['input']!r:.200}, expected {expected}"
+    return f"{place}: got {shown_json(detail['input'])}, expected {expected}"
 
 
 def _shown(bound: Any) -> Any:

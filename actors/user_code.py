@@ -86,6 +86,16 @@ def type_of(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
+def shown_json(value: object) -> str:
+    """Return a value of a JSON or YAML file for a message, with null in place of None."""
+    return "null" if value is None else f"{value!r:.200}"
+
+
+def json_type_of(value: object) -> str:
+    """Return `type_of` of a value of a JSON or YAML file, with null in place of None."""
+    return "null" if value is None else type_of(value)
+
+
 @asynccontextmanager
 async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
     """Call `close` at the end of the block.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.environment.tasks import BadTaskFile, json_list, json_rows, open_text
-from actors.user_code import type_of
+from actors.user_code import json_type_of
 
 if TYPE_CHECKING:
     # The import takes seconds; only runs with a data set need it.
@@ -138,7 +138,7 @@ def _names_in(path: Path) -> Iterable[str]:
                     if isinstance(row, list) and suffix_of(path) != ".json"
                     else ""
                 )
-                raise BadTaskFile(f"{where}: got {type_of(row)}, expected an object{remedy}")
+                raise BadTaskFile(f"{where}: got {json_type_of(row)}, expected an object{remedy}")
             names |= dict.fromkeys(row)
             num_rows += 1
     except BadTaskFile:

@@ -39,7 +39,7 @@ from actors.environment.data_files import (
 from actors.environment.task_data import DataCheck, depth_problem, report_nulls
 from actors.environment.tasks import BadTaskFile, PackedTasks, derived_seed
 from actors.types import Task
-from actors.user_code import type_of
+from actors.user_code import json_type_of, shown_json
 
 if TYPE_CHECKING:
     # The import takes seconds; only runs with a data set need it.
@@ -516,18 +516,22 @@ def _task(
         ) from None
     task_id = row.get("task_id", f"row-{_digest(content)}")
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
-        raise BadTaskFile(f"{where}: task_id: got {type_of(task_id)}, expected a text")
+        raise BadTaskFile(f"{where}: task_id: got {json_type_of(task_id)}, expected a text")
     task_id = str(task_id)
     if len(task_id) > MAX_ID or not task_id.isprintable():
         raise BadTaskFile(
-            f"{where}: task_id: expected at most {MAX_ID} printable characters; leave the column "
-            "out, and rows get ids by content"
+            f"{where}: task_id: got {task_id!r:.80}{'…' if len(task_id) > 80 else ''} of "
+            f"{len(task_id)} characters, expected at most {MAX_ID} printable ones; leave the "
+            f"column out, by null in {section}.columns, and rows get ids by content"
         )
     seed = row.get("seed", derived_seed("seed", task_id))
     # Values of a CSV file are texts.
     seed = int(seed) if isinstance(seed, str) and seed.isascii() and seed.isdigit() else seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise BadTaskFile(f"{where}: seed: expected a whole number from 0 to 2^63 - 1")
+        raise BadTaskFile(
+            f"{where}: seed: got {shown_json(seed)}, expected a whole number from 0 to 2^63 - 1; "
+            f"correct it, or leave the column out, by null in {section}.columns"
+        )
     return Task(task_id=task_id, environment=environment, seed=seed, data=data)
 
 

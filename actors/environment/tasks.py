@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from actors.environment.settings import MIXTURE_PERIOD
 from actors.environment.task_data import DataCheck, report_nulls
 from actors.types import Task
-from actors.user_code import type_of
+from actors.user_code import json_type_of
 
 # Seeds are below 2^31, so that every generator accepts them (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
@@ -552,7 +552,7 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 def _task(row: Any, *, where: str) -> Task:
     if not isinstance(row, dict):
-        raise BadTaskFile(f"{where}: got {type_of(row)}, expected an object with {_FIELDS}")
+        raise BadTaskFile(f"{where}: got {json_type_of(row)}, expected an object with {_FIELDS}")
     unknown = sorted(set(row) - set(_FIELDS))
     missing = [name for name in _FIELDS[:3] if name not in row]
     if unknown or missing:
@@ -583,7 +583,7 @@ def _task(row: Any, *, where: str) -> Task:
 
 def _refuse(where: str, name: str, value: Any, expected: str) -> NoReturn:
     raise BadTaskFile(
-        f"{where}: {name}: got {type_of(value)}, expected {expected}; correct the row"
+        f"{where}: {name}: got {json_type_of(value)}, expected {expected}; correct the row"
     )
 
 

@@ -32,7 +32,7 @@ from actors.environment.template_traits import changed_text, end_of_reply, missi
 from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of
 from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED, LoraSettings
 from actors.types import Dtype, TokenIds
-from actors.user_code import type_of
+from actors.user_code import json_type_of
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import InferenceSettings
@@ -72,7 +72,7 @@ def read_object(file: Path, *, key: str = "model.path") -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{key}: {file} contains {type_of(found)}, expected a JSON object; {_REMEDY}"
+            f"{key}: {file} contains {json_type_of(found)}, expected a JSON object; {_REMEDY}"
         )
     return found
 

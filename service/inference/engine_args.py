@@ -11,6 +11,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from actors.user_code import shown_json
+
 # The allowed arguments, which change speed, memory or rounding, with the types of their values.
 ALLOWED: Mapping[str, type] = {
     # Quantised weights and cache: the log-probability check measures their difference.
@@ -256,8 +258,8 @@ def engine_args_problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: expected the name of one of vLLM's engine arguments; {remedy}"
         elif not _is_a(value, expected):
             yield (
-                f"{key}: got {value!r}; expected {_TYPE_NAMES[expected]}; remove it for vLLM's "
-                "default"
+                f"{key}: got {shown_json(value)}; expected {_TYPE_NAMES[expected]}; remove it "
+                "for vLLM's default"
             )
 
 

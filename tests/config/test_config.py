@@ -129,6 +129,7 @@ def test_an_override_without_a_value_is_refused(override: str, words: str) -> No
         ({"rollouts": {"temperature": 0}}, ["rollouts.temperature", "got 0"]),
         ({"rollouts": {"temperature": 1e-30}}, ["rollouts.temperature", "got 1e-30"]),
         ({"rollouts": {"turn_deadline_s": 0.001}}, ["rollouts.turn_deadline_s", "0.1"]),
+        ({"run": {"steps": None}}, ["run.steps: got null, expected a whole number"]),
         ({"run": {"steps": True}}, ["run.steps", "got True", "expected a number"]),
         ({"run": {"steps": 10**26}}, ["run.steps", "2147483647"]),
         ({"run": {"seed": 2**32}}, ["run.seed", "4294967295"]),

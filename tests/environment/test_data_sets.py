@@ -337,7 +337,7 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         (table, {"columns": {"question": "quest"}}, "got gold, meta, n, query, repo"),
         (file, {"columns": {"task_id": "repo"}}, "a second time"),
         (file, {"columns": {"task_id": "gold"}}, "task_id: got a list"),
-        (file, {"columns": {"seed": "query"}}, "seed: expected a whole number"),
+        (file, {"columns": {"seed": "query"}}, "seed: got 'Where\\?', expected a whole number"),
         (splits, {"split": "dev"}, "got no split 'dev', expected one of train, test"),
         (table.parent, {"split": "dev"}, "cannot be read"),
         (tmp_path / "empty", {}, "cannot be read"),
@@ -345,6 +345,20 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         ("nofile.jsonl", {}, "not found"),
         (file, {"columns": {"task_id": "long"}}, "column long is missing"),
         (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "printable"),
+        (
+            jsonl(tmp_path / "ids2.jsonl", [{"task_id": "a" * 600}]),
+            {"columns": {}},
+            r"task_id: got 'a{79}… of 600 characters, expected at most 512 printable",
+        ),
+        *(
+            (
+                jsonl(tmp_path / f"seed{seed}.jsonl", [{"seed": seed}]),
+                {"columns": {}},
+                rf"row 1: seed: got {shown}, expected a whole number .*tasks\.columns",
+            )
+            for seed, shown in ((-1, "-1"), (1.5, r"1\.5"), (None, "null"))
+        ),
+        (jsonl(tmp_path / "null.jsonl", [{"task_id": None}]), {"columns": {}}, "task_id: got null"),
         (jsonl(tmp_path / "odd.jsonl", [[1]]), {}, "line 1: got a list"),  # type: ignore[list-item]
         (tmp_path / "rows.txt", {}, r"got suffix '\.txt'"),
         (odd, {"columns": {"question": "query"}}, "not JSON"),

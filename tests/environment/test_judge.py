@@ -450,7 +450,7 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
         ({"url": "http://j\n/v1"}, "url: got 'http://"),
         ({"cache": "/tmp"}, "cache: got '/tmp', expected a file"),
         ({"cache": __file__}, f"cache: {__file__} is not an SQLite file"),
-        ({"parse": None}, "parse: got None, expected a text"),
+        ({"parse": None}, "parse: got null, expected a text"),
         ({"weight": 10**400}, "weight: got"),
         ({"weight": 1e301}, "weight: got 1e+301, expected at most 1e+300"),
         ({"temperature": True}, "temperature: got True, expected a number"),

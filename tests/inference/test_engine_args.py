@@ -88,7 +88,7 @@ def test_every_argument_that_rayloom_sets_is_refused() -> None:
         ({"max_num_batched_tokens": "64"}, ["got '64'", "a whole number"]),
         ({"max_num_batched_tokens": True}, ["got True", "a whole number"]),
         ({"enable_chunked_prefill": 1}, ["got 1", "true or false"]),
-        ({"kv_cache_dtype": None}, ["got None", "a string", "remove it"]),
+        ({"kv_cache_dtype": None}, ["got null", "a string", "remove it"]),
         (
             {"seed": 1, "zzz": 1, "watermark": "a"},
             ["set run.seed", "engine_args.zzz", "watermark", "a number"],
