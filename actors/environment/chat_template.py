@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -47,6 +49,10 @@ _TWO_RESULTS_PROBE = (
         Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
         for content, call in zip((_CONTENT, "0"), _TWO_CALLS, strict=True)
     ),
+)
+_SET_ONE = (
+    "set model.chat_template to the path of one, or to none for raw prompts, as base models take "
+    "them"
 )
 _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
 
@@ -240,15 +246,42 @@ class ChatTemplate:
             )
         except Exception as error:
             # A template computes, so that an error of any type may end it.
-            is_plain = isinstance(error, jinja2.TemplateError | ValueError | TypeError)
-            problem = str(error) if is_plain else f"{type(error).__name__}: {error}"
-            if getattr(self._tokenizer, "chat_template", "") is None:
-                problem = (
-                    "the model's tokenizer has none; set model.chat_template to the path of one, "
-                    "or to none for raw prompts, as base models take them"
-                )
-            raise RenderError(f"chat template: {problem}") from error
+            raise RenderError(f"chat template: {self._problem(error)}") from error
+        if not text and not self.source.strip():
+            raise RenderError(f"chat template: {self._place} is empty, expected one; {_SET_ONE}")
         return text
+
+    def _problem(self, error: Exception) -> str:
+        """Return why a rendering failed, with the remedy if it is known."""
+        template = getattr(self._tokenizer, "chat_template", "")
+        if template is None:
+            return f"the model's tokenizer has none; {_SET_ONE}"
+        if isinstance(template, dict) and "default" not in template:
+            return (
+                f"the model's tokenizer has the templates {', '.join(sorted(template))}, expected "
+                "one that is named default; set model.chat_template to the path of a file with the "
+                "one that you want"
+            )
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            return (
+                f"{self._place}, line {error.lineno}: {error.message}, expected a Jinja template; "
+                "correct it"
+            )
+        is_plain = isinstance(error, jinja2.TemplateError | ValueError | TypeError)
+        return str(error) if is_plain else f"{type(error).__name__}: {error}"
+
+    @property
+    def _place(self) -> str:
+        """The file that holds the template, if it is in the model's directory; else the setting."""
+        directory = Path(str(getattr(self._tokenizer, "name_or_path", "")))
+        with suppress(OSError, ValueError, AttributeError):
+            if (file := directory / "chat_template.jinja").read_text("utf-8") == self.source:
+                return str(file)
+        with suppress(OSError, ValueError, AttributeError):
+            file = directory / "tokenizer_config.json"
+            if json.loads(file.read_text("utf-8")).get("chat_template") == self.source:
+                return str(file)
+        return "model.chat_template"
 
 
 def template_variables(template: object) -> frozenset[str] | None:

@@ -339,6 +339,47 @@ def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:
         check_all(config, tiny)
 
 
+@pytest.mark.parametrize(
+    ("name", "template", "expected"),
+    [
+        ("chat_template.jinja", "", r"{}/chat_template\.jinja is empty, expected one; set model\."),
+        (
+            "chat_template.jinja",
+            "{% for m in messages %}\n{{ m.content }}\n{% if %}",
+            r"{}/chat_template\.jinja, line 3: Expected an expression.*; correct it",
+        ),
+        (
+            "tokenizer_config.json",
+            "{% nonesuch %}",
+            r"{}/tokenizer_config\.json, line 1: Encountered unknown tag 'nonesuch'",
+        ),
+        (
+            "tokenizer_config.json",
+            [{"name": name, "template": "{{ messages }}"} for name in ("tool_use", "rag")],
+            r"templates rag, tool_use, expected .* default; set model\.chat_template to the path",
+        ),
+        ("model.chat_template", "\n{{ 1 }}{% if %}", r"model\.chat_template, line 2: Expected an"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_named_with_its_file_and_line(
+    directory: Path, name: str, template: Any, expected: str
+) -> None:
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    model = {"path": str(directory)}
+    match name:
+        case "model.chat_template":
+            model |= {"chat_template": template}
+        case "tokenizer_config.json":
+            file.write_text(json.dumps(settings | {"chat_template": template}))
+        case _:
+            settings.pop("chat_template")
+            file.write_text(json.dumps(settings))
+            (directory / name).write_text(template)
+    with pytest.raises(ConfigError, match=expected.format(re.escape(str(directory)))):
+        check_all(config_with(directory, model=model), directory)
+
+
 def test_a_reference_needs_no_token_that_the_policy_lacks_too(directory: Path) -> None:
     with_token(directory, "<|image|>")
     algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": str(directory)}
