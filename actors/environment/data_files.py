@@ -198,6 +198,20 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, row
 
 
+def note_of_object(path: Path) -> str:
+    """Return a note for an error about a row: its file is one JSON object; "" if it is not."""
+    if suffix_of(path) != ".json" or not path.is_file():
+        return ""
+    with open_text(path) as file:
+        is_object = file.read().lstrip().startswith("{")
+    return (
+        "; the file is one JSON object, which was read as one row; expected a list of rows, such "
+        'as [{"prompt": "1 + 2?", "answer": "3"}]; save lists of columns in this form'
+        if is_object
+        else ""
+    )
+
+
 def check_names(names: Sequence[str], *, what: str) -> None:
     """Raise BadTaskFile if two columns have the same name, unless the name is empty."""
     if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):

@@ -32,6 +32,7 @@ from actors.environment.data_files import (
     Rows,
     check_names,
     listed,
+    note_of_object,
     read_directory,
     read_text,
     suffix_of,
@@ -127,6 +128,7 @@ def read_data_set(
             raise BadTaskFile(
                 f"{where}: {problem}; the data set has the columns {listed(names)}: map them in "
                 f"{section}.columns, such as {{answer: COLUMN}}, or correct or remove the row"
+                f"{note_of_object(Path(source).expanduser())}"
             )
         if task.task_id in found_ids:
             if "task_id" in entries:

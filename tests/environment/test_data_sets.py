@@ -232,6 +232,9 @@ def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_p
     needs = DataCheck({"properties": properties, "required": ["prompt"]})
     with pytest.raises(BadTaskFile, match=r"prompt missing.*has the columns query, answer, seed"):
         read(tmp_path / "rows.csv", columns={}, check=needs)
+    (tmp_path / "columns.json").write_text('{"prompt": ["a", "b"], "answer": ["1", "2"]}')
+    with pytest.raises(BadTaskFile, match=r"row 1: .*is one JSON object.*expected a list of rows"):
+        read(tmp_path / "columns.json", columns={}, check=needs)
 
 
 def test_values_of_json_stay_as_they_are_written_and_those_of_csv_are_texts(tmp_path: Path) -> None:
