@@ -15,6 +15,7 @@ from actors.environment.tokenizer import (
 )
 from actors.trainer.tiny.tokenizer import MAX_POSITIONS, build_tokenizer
 from service.cli.outlet import warn
+from service.config.algorithm_checks import schedule_warnings
 from service.config.file import ConfigError
 from service.config.model_files import check_adapters
 from service.config.preflight import check_with_model, check_without_model
@@ -29,6 +30,8 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
     is_local, trial: see `check_without_model`. Raises: ConfigError if a check fails.
     """
     check_address(config)
+    for warning in schedule_warnings(config):
+        warn(warning)
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=warn)
     if config.model.path is not None:
         path = config.model.path

@@ -26,6 +26,7 @@ from actors.types import Sample
 from service.cli.artifacts import export_to
 from service.cli.outlet import Stages, say, warn
 from service.cli.train import EXIT_FAILED, EXIT_OK
+from service.config.algorithm_checks import schedule_warnings
 from service.config.disagreements import trainer_disagreements
 from service.config.file import ConfigError, dump_config, load_sft
 from service.config.preflight import (
@@ -82,8 +83,11 @@ def run_sft(
         stages.next("reading and rendering the chats")
         chats = _checked_chats(config, model, was_loaded=resumed is not None)
         num_steps = num_steps_of(config, len(chats))
-        if problems := list(trainer_disagreements(config.as_run(num_steps=num_steps))):
+        planned = config.as_run(num_steps=num_steps)
+        if problems := list(trainer_disagreements(planned)):
             raise ConfigError(f"sft: {problems[0]}")
+        for warning in schedule_warnings(planned):
+            warn(warning)
         _record_chats(run_dir, config, chats)
         num_tokens = sum(sample.num_trained for chat in chats for sample in chat)
         say(f"{len(chats)} chats with {num_tokens:,} tokens of replies; {num_steps} steps")

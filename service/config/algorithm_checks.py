@@ -211,6 +211,22 @@ def check_schedules(config: Config) -> Iterator[str]:
         yield from _check_decay("algorithm.critic", critic.warmup_updates, config.critic_schedule)
 
 
+def schedule_warnings(config: Config) -> Iterator[str]:
+    """Yield a warning for each constant learning rate that a run ends before it is reached."""
+    trainer, critic = config.trainer, config.algorithm.critic
+    planned = [("trainer", trainer.warmup_updates, config.policy_schedule)]
+    if config.algorithm.has_critic:
+        planned.append(("algorithm.critic", critic.warmup_updates, config.critic_schedule))
+    for section, warmup, schedule in planned:
+        assert schedule.updates is not None
+        if schedule.kind == "constant" and warmup > schedule.updates:
+            yield (
+                f"{section}.warmup_updates is {warmup}, and the run has {schedule.updates} "
+                f"updates, so that the learning rate stays below {section}.learning_rate; expected "
+                f"at most {schedule.updates}; lower it, or raise the number of steps"
+            )
+
+
 def _check_loss(config: Config) -> Iterator[str]:
     loss = config.algorithm.loss
     is_over_old = loss.denominator == "old"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from actors.trainer.checkpoint import CLAIM
 from actors.trainer.tiny.built import MARKER
+from service.config.algorithm_checks import schedule_warnings
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes, refused_temperature
@@ -499,6 +500,8 @@ def prepared_run(
     name of each stage. trial, tell: see `check_without_model`.
     Yields: the path or hub name of the policy's model. Raises: ConfigError.
     """
+    for warning in schedule_warnings(config):
+        tell(warning)
     begin("reading rows")
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=tell)
     sources = sources_of(config)

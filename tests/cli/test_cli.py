@@ -178,9 +178,11 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
 
 def test_check_accepts_a_run_that_external_agents_play(tmp_path: Path) -> None:
     options = ("--set", "tasks.environment=session", "--set", "tasks.evaluation_tasks=0")
-    answer = as_a_user("check", str(small_config(tmp_path)), *options)
+    warmup = ("--set", "trainer.warmup_updates=100000")
+    answer = as_a_user("check", str(small_config(tmp_path)), *options, *warmup)
     assert answer.returncode == 0, answer.stderr
     assert yaml.safe_load(answer.stdout)["tasks"]["environment"] == "session"
+    assert "warning: trainer.warmup_updates is 100000, and the run has" in answer.stderr
 
 
 def test_a_paragraph_of_the_help_fills_its_lines() -> None:

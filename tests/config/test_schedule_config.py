@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from service.config.algorithm_checks import schedule_warnings
 from service.config.file import ConfigError, parse_config
 from service.config.resumable import refused_changes
 from service.config.tree import Config
@@ -90,6 +91,17 @@ def test_a_critics_schedule_is_held_to_the_same() -> None:
         with_critic({"schedule": {"kind": "linear"}, "warmup_updates": 50})
     with pytest.raises(ConfigError, match=r"algorithm\.critic is set with algorithm\.baseline"):
         config_with({}, critic={"schedule": {"kind": "linear"}})
+
+
+def test_a_constant_rate_that_the_run_never_reaches_is_a_warning() -> None:
+    config = with_critic({"warmup_updates": 3}, warmup_updates=51)
+    (warning,) = schedule_warnings(config)
+    assert "trainer.warmup_updates is 51, and the run has 50 updates" in warning
+    (warning,) = schedule_warnings(with_critic({"warmup_updates": 51}, warmup_updates=50))
+    assert warning.startswith("algorithm.critic.warmup_updates is 51")
+    assert not [*schedule_warnings(config_with({"warmup_updates": 400}, minibatches=8))]
+    linear = {"schedule": {"kind": "linear", "updates": 90}, "warmup_updates": 60}
+    assert not [*schedule_warnings(config_with(linear))]
 
 
 def test_a_run_may_be_resumed_with_another_schedule_or_length() -> None:
