@@ -35,8 +35,11 @@ class WorkerThread:
         self._log = logging.getLogger(f"rayloom.{name}")
         self._expected = expected
 
-    def begin(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        """Start a task that continues if its caller is cancelled; log the task's failure."""
+    def begin_task(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        """Start a task that continues if its caller is cancelled; log the task's failure.
+
+        The task runs in the event loop, not in the thread.
+        """
         task = self._begun.begin(work)
         task.add_done_callback(self._log_failure)
         return task

@@ -2,8 +2,9 @@
 
 The rules decide the outcome, which turns are trained, and which of them gets the session's reward.
 By comparing texts, the rules find turns that only make a title for a conversation, and
-conversations that quote an earlier reply. All functions are pure. Used by
-`service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
+conversations that quote an earlier reply. The functions have no effects, except that `_is_quoting`
+stores its result in the node. Used by `service.gateway.session`, and by `service.gateway.sessions`
+for the trajectory.
 """
 
 from __future__ import annotations
@@ -110,20 +111,20 @@ def settled(end: SessionEnd, tree: SessionTree) -> SessionEnd:
     return end
 
 
-def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, judged: int | None) -> Outcome:
+def seen_outcome(tree: SessionTree, refusal: LimitRefusal | None, named: int | None) -> Outcome:
     """Derive a session's outcome from its turns. Use this if the client states no outcome.
 
-    Args: refusal: the session's newest request that was refused because of a limit, if any. judged:
+    Args: refusal: the session's newest request that was refused because of a limit, if any. named:
     number of the turn to which the client gave the session's reward; None if the client named no
     turn.
     """
     counted = trained(tree)
-    main = judged_of(tree, counted, judged)
-    if main is None:
+    judged = judged_of(tree, counted, named)
+    if judged is None:
         return Outcome.EMPTY
-    if refusal is not None and _is_ended_by(tree, refusal, counted, main, judged):
+    if refusal is not None and _is_ended_by(tree, refusal, counted, judged, named):
         return refusal.outcome
-    last = next(node.turn for node in reversed(counted) if node.root is main.root)
+    last = next(node.turn for node in reversed(counted) if node.root is judged.root)
     if last.finish_reason is FinishReason.LENGTH:
         return Outcome.TRUNCATED_TOKENS
     return Outcome.COMPLETED
@@ -151,28 +152,26 @@ def _is_ended_by(
     return refusal.follows is not None or not _is_continuing(judged, tree.nodes)
 
 
-def check_turns(
-    tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
-) -> None:
+def check_turns(tree: SessionTree, *, turn_rewards: Mapping[int, float], named: int | None) -> None:
     """Check that all turns that a client rewards exist and are trained. Raises: Refused.
 
     Args: turn_rewards: the rewards of single turns, by the number of the turn.
-    judged: number of the turn to which the client gave the session's reward; None if the client
+    named: number of the turn to which the client gave the session's reward; None if the client
     named no turn.
     """
     num_turns, without = tree.num_turns, left_out(tree)
-    for param, named in (
+    for param, numbers in (
         ("turn_rewards", sorted(turn_rewards)),
-        ("turn", [] if judged is None else [judged]),
+        ("turn", [] if named is None else [named]),
     ):
-        if unknown := [number for number in named if not 0 <= number < num_turns]:
+        if unknown := [number for number in numbers if not 0 <= number < num_turns]:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
                 f"{param} names turns {unknown[:8]}, expected turns of the session, whose numbers "
                 f"are below {num_turns}",
                 param=param,
             )
-        for number in named:
+        for number in numbers:
             if (reason := without.get(number)) is not None:
                 raise Refused(
                     RefusalCode.INVALID_REQUEST,
@@ -295,7 +294,7 @@ def samples_of(
     reward: float | None = None,
     components: Mapping[str, float] | None = None,
     turn_rewards: Mapping[int, float] | None = None,
-    judged: int | None = None,
+    named: int | None = None,
 ) -> tuple[Sample, ...]:
     """Return the training samples of the trained turns.
 
@@ -304,14 +303,14 @@ def samples_of(
 
     Args: turn_rewards: the rewards of single turns, by the number of the turn; rewards of untrained
     turns are ignored. reward, components: the session's reward and its parts. One turn, the judged
-    turn, gets them in addition to its reward in `turn_rewards`. judged: number of the turn to which
+    turn, gets them in addition to its reward in `turn_rewards`. named: number of the turn to which
     the client gave the session's reward; None: `judged_of` chooses the judged turn.
     """
     builder = SampleBuilder(trajectory_id)
     counted, by_turn = trained(tree), turn_rewards or {}
-    judged_node = judged_of(tree, counted, judged)
+    judged = judged_of(tree, counted, named)
     for node in counted:
-        turn, is_judged = node.turn, node is judged_node
+        turn, is_judged = node.turn, node is judged
         builder.add(
             Turn(
                 prompt_token_ids=np.concatenate(node.prompt()),
@@ -355,7 +354,7 @@ def trajectory_of(
             reward=end.reward or 0.0,
             components=end.components,
             turn_rewards=end.turn_rewards,
-            judged=end.judged,
+            named=end.judged,
         ),
         was_rewarded=end.reward is not None,
         left_out=without,

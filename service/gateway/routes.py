@@ -92,7 +92,8 @@ Answer = TypeVar("Answer")
 def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSettings) -> None:
     """Add the routes of sessions, and the check of their keys before a body is read.
 
-    Args: port: the gateway's sessions (`service.gateway.client`).
+    Args: port: the gateway's sessions; in a run's API this is `service.gateway.client`'s
+    `_RemoteSessions`, which calls the gateway's process.
     """
     app.state.check_session_key = SessionKeyCheck(
         lambda session_id, digest: port.check_key(session_id, digest), app.state.callers
@@ -402,7 +403,8 @@ async def _chat(
             if not style.streams:
                 return JSONResponse(dialect.answer(reply, style), headers=headers)
         elif gone.done():
-            # The client is gone: the turn is stored as unseen.
+            # The client is gone. Cancelling `_RemoteSessions.chat` makes it call `abandon`, so that
+            # the turn is stored as unseen.
             work.cancel()
             return Response(status_code=499)
     except Refused as refused:

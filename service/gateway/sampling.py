@@ -287,7 +287,7 @@ class Sampler:
         tree: SessionTree,
     ) -> SessionTurn:
         call, place, number = pending.call, pending.place, tree.num_turns
-        message, is_malformed, stop_string = _shown(
+        message, is_malformed, stop_string = _as_message(
             self._renderer.decode(turn.sampled_token_ids),
             reply.parsed,
             place.tools,
@@ -396,7 +396,7 @@ def _prompt(place: Place, renderer: ChatRenderer) -> Prompt:
     )
 
 
-def _shown(
+def _as_message(
     text: str,
     parsed: ParsedReply | None,
     tools: tuple[ToolSchema, ...],

@@ -2,11 +2,12 @@
 
 Invariants: only this file writes a session's fields. Everything that happens to a session is a
 `Change`. `Session.apply` makes the change in memory, and `service.store.sessions` makes the same
-change in the database. A session that is loaded from the database therefore has the same state. A
-turn is stored before a client receives it. A session ends once; a repeated request to end it waits
-for the first. If a client repeats its request for a turn, only the newest of these requests counts:
-the turn is unseen if the client leaves before that request is answered.
-`service.gateway.sessions` makes and calls sessions.
+change in the database. A session that is loaded from the database therefore has the same state.
+Turns, marks, openings and refusals by a limit are applied in memory first and stored then; claims,
+ends and late rewards are stored first. A turn is stored before a client receives it. A session ends
+once; a repeated request to end it waits for the first. If a client repeats its request for a turn,
+only the newest of these requests counts: the turn is unseen if the client leaves before that
+request is answered. `service.gateway.sessions` makes and calls sessions.
 """
 
 from __future__ import annotations
@@ -354,7 +355,7 @@ class Session:
             )
         self.tree.note_request(place.request_digest)
         pending = PendingTurn(call=call, place=place, deadline_at=deadline_at)
-        pending.task = self._background.begin(self._sample(pending))
+        pending.task = self._background.begin_task(self._sample(pending))
         self._pending[call.request_id] = pending
         pending.task.add_done_callback(lambda _: self._pending.pop(call.request_id, None))
         return pending
@@ -386,7 +387,7 @@ class Session:
         if turn.is_unseen:
             if not self.is_live:
                 raise closed(self.stored)
-            self._showing[number] = self._background.begin(self._see(number))
+            self._showing[number] = self._background.begin_task(self._see(number))
         if (showing := self._showing.get(number)) is not None:
             try:
                 await asyncio.shield(showing)
@@ -423,7 +424,7 @@ class Session:
             if end.digest == finish.digest:
                 return
             raise ended_otherwise(self.stored)
-        check_turns(self.tree, turn_rewards=finish.turn_rewards, judged=finish.turn)
+        check_turns(self.tree, turn_rewards=finish.turn_rewards, named=finish.turn)
         until = self._now() + self.stored.spec.reward_deadline_s
         await self._end(
             SessionEnd(
@@ -458,7 +459,7 @@ class Session:
             ):
                 return
             raise ended_otherwise(self.stored)
-        check_turns(self.tree, turn_rewards=given.turn_rewards, judged=None)
+        check_turns(self.tree, turn_rewards=given.turn_rewards, named=None)
         rewarded = replace(
             end,
             reward=given.reward,
@@ -466,7 +467,7 @@ class Session:
             turn_rewards={**end.turn_rewards, **given.turn_rewards},
             reward_until=None,
         )
-        await self._end_once(given.digest, self._store_end(rewarded))
+        await self._store_once(given.digest, self._store_end(rewarded))
 
     async def discard(self, why: str) -> None:
         """End the session without training its turns.
@@ -523,16 +524,20 @@ class Session:
                 now=self._now(),
             )
             if end is not None:
-                self._background.begin(self._end_overdue(end))
+                self._background.begin_task(self._end_overdue(end))
 
     # -- its end ------------------------------------------------------------------------------
 
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
         """End the session, or wait if an equal request is ending it.
 
+        `_store_once` runs `_cancel_and_end` in a task of its own; this waits for the turns that are
+        being stored, and then calls `_store_end`. If the store says that the session has ended
+        already, `_store_end` calls `_end_in_memory`.
+
         is_stated: whether the client states the outcome; if not, the turns decide.
         """
-        await self._end_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
+        await self._store_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
 
     async def _cancel_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
         self._cancel_unsampled()
@@ -540,13 +545,13 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         if end.status is SessionStatus.FINISHED:
             # Check again: turns that were being stored are in the tree now.
-            check_turns(self.tree, turn_rewards=end.turn_rewards, judged=end.judged)
+            check_turns(self.tree, turn_rewards=end.turn_rewards, named=end.judged)
             if not is_stated:
                 outcome = seen_outcome(self.tree, self.stored.limit_refusal, end.judged)
                 end = replace(end, outcome=outcome)
         await self._store_end(end)
 
-    async def _end_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _store_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
         """Run the work that stores an end or a late reward, or wait if equal work is in progress.
 
         digest: the digest of the client's `Finish`; empty for a discard or a time limit. Equal work
@@ -558,17 +563,18 @@ class Session:
             if self._ending_digest != digest:
                 raise ended_otherwise(self.stored)
         else:
-            ending = self._ending = self._background.begin(work)
+            ending = self._ending = self._background.begin_task(work)
             self._ending_digest = digest
             ending.add_done_callback(lambda _: setattr(self, "_ending", None))
         # The work continues if this caller leaves, because the end may be stored already.
         await asyncio.shield(ending)
 
     async def _end_overdue(self, end: SessionEnd) -> None:
+        """End the session because of a time limit, or store that its late reward did not come."""
         if self.stored.end is None:
             await self._end(end)
         else:
-            await self._end_once("", self._store_end(end))
+            await self._store_once("", self._store_end(end))
 
     def _cancel_unsampled(self) -> None:
         for pending in self._pending.values():

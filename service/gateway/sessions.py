@@ -196,7 +196,7 @@ class Sessions:
         A session that has ended stays as it is. sees: the tenant that must own the session; None:
         any tenant. Returns: None if there is no such session. Raises: Refused.
         """
-        session = await self._shown(session_id, sees)
+        session = await self._visible(session_id, sees)
         if session is None:
             return None
         await session.discard("it was discarded")
@@ -207,7 +207,7 @@ class Sessions:
 
         sees: the tenant that must own the session; None: any tenant. Raises: Refused.
         """
-        session = await self._shown(session_id, sees)
+        session = await self._visible(session_id, sees)
         return None if session is None else session.view()
 
     # -- calls with the reward key ------------------------------------------------------------
@@ -316,7 +316,7 @@ class Sessions:
     async def _find(self, name: str) -> Session | None:
         task = self._sessions.get(name)
         if task is None:
-            task = self._sessions[name] = self._background.begin(self._load(name))
+            task = self._sessions[name] = self._background.begin_task(self._load(name))
         try:
             session = await asyncio.shield(task)
         except StoreError as error:
@@ -345,7 +345,7 @@ class Sessions:
     def _forget(self, name: str) -> None:
         self._sessions.pop(name, None)
 
-    async def _shown(self, name: str, sees: str | None) -> Session | None:
+    async def _visible(self, name: str, sees: str | None) -> Session | None:
         """Return a session that the tenant `sees` owns. None allows any tenant."""
         session = await self._find(name)
         if session is None or not may_see(sees, session.stored.tenant):
@@ -370,7 +370,7 @@ class Sessions:
             return await self._of_key(name, key_digest, wanted="reward")
         if self._is_closed:
             raise stopping()
-        session = await self._shown(name, client.sees)
+        session = await self._visible(name, client.sees)
         if session is None:
             raise unknown_session(name)
         return session

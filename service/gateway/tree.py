@@ -54,11 +54,6 @@ class Place:
     """The token ids of the parent's prompt, in pieces to be joined; empty without a parent."""
     parent_sampled: TokenIds | None = None
     """[A] int32, the sampled ids of the parent's reply; None without a parent."""
-    is_under_other_tools: bool = False
-    """Whether all turns that match the longest part of the request's conversation have other tools,
-    so that the request cannot continue them."""
-    is_ambiguous: bool = False
-    """Whether several turns with different token ids match, so that the request continues none."""
     request_digest: str
     """Digest of the request; the same request at the same position has the same digest."""
 
@@ -82,6 +77,7 @@ class Node:
     reason: BranchReason
     """The reason why the turn begins a training sample; used only if the turn extends no sample."""
     is_ambiguous: bool
+    """Whether several turns with different token ids match, so that the turn continues none."""
     reply: ReplyText = field(init=False)
     """The turn's reply, to be searched for in later prompts."""
     root: Node = field(init=False)
@@ -256,7 +252,7 @@ class SessionTree:
         Raises: Refused if the request names a turn that this session does not have.
         """
         tools, links = keys or request_keys(request)
-        messages, is_ambiguous = request.messages, False
+        messages = request.messages
         named = self._named(request) if request.continues else None
         is_new = named is not None and _has_new_instructions(request, named)
         if named is not None and named.tools_key == tools and not is_new:
@@ -272,7 +268,6 @@ class SessionTree:
             referred = {reference.turn_id for reference in request.references}
             same = [n for n in same if self.turn_id(n.turn.number) in referred] or same
             parent = _choose_parent(same, messages)
-            is_ambiguous = bool(same) and parent is None
             depth = 0 if parent is None else parent.num_messages
             messages, links = messages[depth:], links[depth:]
         if links:
@@ -291,8 +286,6 @@ class SessionTree:
             new_messages=self._own(messages, links, parent=parent),
             parent_prompt=() if parent is None else parent.prompt(),
             parent_sampled=None if parent is None else parent.turn.sampled_token_ids,
-            is_under_other_tools=_are_under_others(self._deepest(links), tools),
-            is_ambiguous=is_ambiguous,
             request_digest=request_digest(request, key=key, tools=tools),
         )
 

@@ -228,12 +228,12 @@ class _Rows:
                 sessions.submission_id,
                 sessions.member,
                 sessions.opened_at.is_not(None).label("was_opened"),
-                submissions.request.is_not(None).label("is_live"),
+                submissions.request.is_not(None).label("is_submission_live"),
             )
             .join_from(tables.sessions, tables.submissions)
             .where(sessions.id.in_({change.session_id for change in changes}))
         ).all()
-        self._live = frozenset(row.id for row in found if row.is_live)
+        self._of_live_submissions = frozenset(row.id for row in found if row.is_submission_live)
         """Sessions whose submission is neither cancelled nor over."""
         self._known = {row.id: (row.submission_id, row.member) for row in found}
         """The submission and the member of each known session, by the session's id."""
@@ -263,7 +263,7 @@ class _Rows:
             case SessionOpened(opened_at=opened_at):
                 self._open(session, opened_at)
             case SessionClaimed():
-                if not self._is_open(session):
+                if not self._takes_turns(session):
                     return False
                 self.claims.setdefault(session, change)
             case LimitReached(refusal=refusal):
@@ -272,14 +272,15 @@ class _Rows:
                 return self._end(session, end)
         return True
 
-    def _is_open(self, session: str) -> bool:
-        return session in self._live and session not in self._ends
+    def _takes_turns(self, session: str) -> bool:
+        """Return whether turns and claims of the session may still be stored."""
+        return session in self._of_live_submissions and session not in self._ends
 
     def _add(self, session: str, turn: SessionTurn) -> bool:
         key, mark = (session, turn.number), (turn.request_id, turn.created_at)
         if key in self._marks:
             return self._marks[key] == mark
-        if not self._is_open(session):
+        if not self._takes_turns(session):
             return False
         self.turns[key], self._marks[key] = turn, mark
         return True

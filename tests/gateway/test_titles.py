@@ -51,9 +51,7 @@ def test_without_a_conversation_that_goes_on_the_longest_prompt_is_judged() -> N
         player.ask([user(question)], says("xyz"[number % 3]))
     longest = max(range(4), key=lambda n: (player.tree.nodes[n].num_prompt_tokens, n))
     assert player.judged() == longest and player.judged(1) == 1
-    (last,) = (
-        turn for s in player.samples(reward=1.0, judged=1) for turn in s.turns if turn.reward
-    )
+    (last,) = (turn for s in player.samples(reward=1.0, named=1) for turn in s.turns if turn.reward)
     assert last.index == 1
 
 

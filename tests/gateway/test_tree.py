@@ -241,7 +241,7 @@ def test_between_equal_ids_the_newest_is_taken_and_nothing_is_lost_case_12() -> 
     for _ in range(2):
         player.ask([HI], four)
     player.ask([HI, four, user("no")], says("5"))
-    assert (parents(player), player.places[2].is_ambiguous) == ([None, None, 1], False)
+    assert (parents(player), player.tree.nodes[2].is_ambiguous) == ([None, None, 1], False)
     assert player.shown() == [
         "<|user|>hi<|end|><|assistant|>[4<|end|>]",
         "<|user|>hi<|end|><|assistant|>[4<|end|>]<|user|>no<|end|><|assistant|>[5<|end|>]",
@@ -256,7 +256,7 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
     five = player.ask(shown, says("5"))
     player.ask([*shown, five, user("no")], says("6"))
     assert parents(player) == [None, None, None, 2]
-    assert [place.is_ambiguous for place in player.places] == [False, False, True, False]
+    assert [node.is_ambiguous for node in player.tree.nodes] == [False, False, True, False]
     question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     no = "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
     # Neither thought is put into what goes on; the policy said its text, but not here.
@@ -315,7 +315,8 @@ def test_other_tools_are_a_branch_and_another_order_is_none_case_15() -> None:
     three = player.ask(chat, says("3"), tools=(CALCULATOR,))
     player.ask([*chat, three, user("c")], says("4"), tools=(CALCULATOR, WEATHER))
     assert parents(player) == [None, 0, None, 1]
-    assert [place.is_under_other_tools for place in player.places] == [False, False, True, True]
+    changed = [node.reason is BranchReason.TOOLS_CHANGED for node in player.tree.nodes]
+    assert changed == [False, False, True, True]
     assert player.places[1].tools == (CALCULATOR, WEATHER)
     assert player.places[3].new_messages == (user("b"), three, user("c"))
     samples = player.samples()
@@ -436,7 +437,7 @@ def test_a_turn_is_gone_on_from_by_its_name() -> None:
     player.ask(whole, says("6"), tools=(CALCULATOR,))
     assert parents(player) == [None, 0, 0, None, 1]
     assert player.places[2].new_messages == (replace(result("a", "8"), name="calculator"),)
-    assert player.places[3].is_under_other_tools
+    assert player.tree.nodes[3].reason is BranchReason.TOOLS_CHANGED
     assert [m.content for m in player.places[3].new_messages] == [m.content for m in whole]
     shown = player.shown()
     assert len(shown) == 3 and shown[0].endswith(

@@ -242,7 +242,7 @@ def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
     family: str, script: list[Ask]
 ) -> None:
     player = play(family, script, as_sent=True, says_one_thing=True)
-    assert not any(place.is_ambiguous for place in player.places)
+    assert not any(node.is_ambiguous for node in player.tree.nodes)
     samples = player.samples()
     assert_same_samples(samples_of(player.rebuilt(), "t"), samples)
     num_sampled = sum(len(player.tree.turns[n].sampled_token_ids) for n in counted(player.tree))
@@ -314,7 +314,7 @@ def test_with_many_agents_a_turn_is_trained_once_or_listed_and_no_reward_is_lost
         if each.reward is not None and number not in without
     }
     judged = named if named < len(script) and named not in without else None
-    samples = player.samples(reward=reward, turn_rewards=rewards, judged=judged)
+    samples = player.samples(reward=reward, turn_rewards=rewards, named=judged)
     numbers = [n for n in range(len(script)) if n not in without]
     # Each turn by the log-probability and the version that are its own.
     found = [
