@@ -261,8 +261,8 @@ class EnvironmentActor:
     ) -> Trajectory:
         """Play one rollout. Only evaluations set `temperature` and `kept`."""
         name = assignment.task.environment
-        played = self._settings.environments.get(name)
-        rollouts = (played.rollouts if played else None) or self._settings.rollouts
+        found = self._settings.environments.get(name)
+        rollouts = (found.rollouts if found else None) or self._settings.rollouts
         if temperature is not None:
             rollouts = replace(rollouts, temperature=temperature)
         trainer_state.set(self._state_of(assignment.group_number))
@@ -281,8 +281,8 @@ class EnvironmentActor:
         self, group: GroupToScore, trajectories: Sequence[Trajectory]
     ) -> list[Trajectory]:
         name = group.task.environment
-        played = self._settings.environments.get(name)
-        rollouts = (played.rollouts if played else None) or self._settings.rollouts
+        found = self._settings.environments.get(name)
+        rollouts = (found.rollouts if found else None) or self._settings.rollouts
         trainer_state.set(self._state_of(group.group_number))
         rollout_settings.set(rollouts)
         task_id.set(group.task.task_id)
@@ -308,15 +308,15 @@ class EnvironmentActor:
             max_steps=self._settings.num_steps,
         )
 
-    def _maker_of(self, played: EnvironmentSettings) -> Callable[[], Environment]:
+    def _maker_of(self, settings: EnvironmentSettings) -> Callable[[], Environment]:
         """Return a function that makes an environment, in a worker process or in this process.
 
         An environment runs in a worker process, unless it is built in, `rollouts.inline` is true,
         or its module cannot be imported there.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
-        name, rollouts = played.environment, played.rollouts or self._settings.rollouts
-        make = resolve(name, played.options)
+        name, rollouts = settings.environment, settings.rollouts or self._settings.rollouts
+        make = resolve(name, settings.options)
         is_contained = not (is_built_in(name) or rollouts.inline)
         if ":" in name and is_contained:
             preload(name)
@@ -324,7 +324,7 @@ class EnvironmentActor:
         if not is_contained:
             return make
         preload(f"{WorkerEnvironment.__module__}:make_instance")
-        return partial(WorkerEnvironment, name, played.options)
+        return partial(WorkerEnvironment, name, settings.options)
 
     def _maker(self, name: str) -> Callable[[], Environment]:
         def refuse() -> Environment:

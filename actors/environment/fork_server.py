@@ -1,7 +1,8 @@
 """The pool's interface to its fork server and to the workers that the fork server forks.
 
-The fork server and the workers are processes, which run `worker_process`. In the pool's process, a
-`ForkServer` represents the fork server, and a `WorkerHandle` represents each worker.
+This module runs in the pool's process, where a `ForkServerHandle` represents the fork server, and a
+`WorkerHandle` represents each worker. The fork server and the workers are processes of their own,
+which run `worker_process`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def preload(name: str) -> None:
     preloaded[name] = None
 
 
-class ForkServer:
-    """A running fork server: it imports the modules of users' functions and forks the workers."""
+class ForkServerHandle:
+    """A running fork server, which imports users' modules and forks the workers."""
 
     def __init__(self, *, preloads: bool, max_bytes: int) -> None:
         """Start the fork server's process.
@@ -141,7 +142,7 @@ class WorkerHandle:
         """Record a worker that is being forked.
 
         Args:
-            number: The number for the worker that was given to `ForkServer.fork`.
+            number: The number for the worker that was given to `ForkServerHandle.fork`.
             end: This process's end of the socket between this process and the worker.
             is_home: Whether the worker keeps instances for episodes (`workers.Home`); otherwise it
                 runs single calls.

@@ -9,7 +9,7 @@ a plain implementation (`tests/worlds/checks/prefix_merge.py`).
 
 For each open sample the builder keeps only the newest prompt and reply, which have all ids of the
 sample. It keeps no earlier prompt, because all prompts of a long trajectory would need much memory.
-The turn loop, `service.gateway.tree` and `chats` use this module.
+The turn loop, `service.gateway.ends` and `chats` use this module.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from typing import NoReturn
 
 from actors.environment.chat_template import RenderError
 from actors.environment.policy import (
@@ -119,7 +120,7 @@ async def play_episode(
 
 async def _end_of(episode: _Episode, make_environment: Callable[[], Environment]) -> _Ended:
     try:
-        return await episode.play(make_environment)
+        await episode.play(make_environment)
     except _Ended as ended:
         if isinstance(ended.__cause__, CallFailed | RenderError):
             _faults.log(f"{episode.name}: {ended.outcome}: {ended}", ended.__cause__)
@@ -172,11 +173,10 @@ class _Episode:
     def name(self) -> str:
         return self._assignment.trajectory_id
 
-    async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
+    async def play(self, make_environment: Callable[[], Environment]) -> NoReturn:
         """Play turns until the episode ends, but at most max_turns turns.
 
-        Returns: an `_Ended` with the outcome `max_turns`.
-        Raises: _Ended with another outcome, if the episode ends before.
+        Raises: _Ended, always; after max_turns turns its outcome is `max_turns`.
         """
         self._start_turn()
         start = await self._reset(make_environment)
@@ -185,7 +185,7 @@ class _Episode:
         for number in range(1, self._settings.max_turns + 1):
             self._start_turn()
             turn, parsed = await self._generate(prompt, start.tools)
-            text = self._shown(turn)
+            text = self._text_of(turn)
             calls = () if parsed is None else check_calls(parsed.calls, start.tools)
             action = Action(text=text, calls=calls)
             result = await self._step(action)
@@ -194,7 +194,7 @@ class _Episode:
             history.append(_as_message(action, parsed, stop=self._settings.stop))
             prompt = self._extend(turn, history, result, start)
             history.extend(result.messages)
-        return _Ended(Outcome.MAX_TURNS, f"no end after {self._settings.max_turns} turns")
+        raise _Ended(Outcome.MAX_TURNS, f"no end after {self._settings.max_turns} turns")
 
     def trajectory(self, end: _Ended) -> Trajectory:
         return replace(
@@ -310,14 +310,14 @@ class _Episode:
             raise _Ended(outcome, f"the turn was cut off after {limit} tokens")
         return turn, parsed
 
-    def _shown(self, turn: Turn) -> str:
+    def _text_of(self, turn: Turn) -> str:
         """Decode a reply up to its stop string; the last token may contain more text."""
         text = self._renderer.decode(turn.sampled_token_ids)
         return before_stop(text, self._settings.stop)[0]
 
     async def _score_cut_off(self, turn: Turn) -> None:
         try:
-            await self._step(Action(text=self._shown(turn)))
+            await self._step(Action(text=self._text_of(turn)))
         except _Ended as ended:
             # The outcome stays the one of a cut-off turn, unless the score could not be computed.
             if ended.outcome not in PLAYED_OUT:

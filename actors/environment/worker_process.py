@@ -2,6 +2,9 @@
 
     python -P worker_process.py FD
 
+This code runs in the fork server and in the workers. The pool's process only imports its constants;
+the pool's handles of these processes are in `fork_server`.
+
 The fork server imports the modules of the functions once, and forks a worker on request. It has one
 thread and no event loop, and only starts, kills and reaps workers. A worker calls the functions in
 its main thread, so that signals work there, and leads a process group of its own. The fork server

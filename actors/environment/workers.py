@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from actors.environment.fork_server import ForkServer, WorkerHandle, WorkerLost, how_ended
+from actors.environment.fork_server import ForkServerHandle, WorkerHandle, WorkerLost, how_ended
 from actors.environment.settings import rollout_settings
 from actors.environment.user_names import is_importable
 from actors.environment.worker_process import HEAD, LENGTH
@@ -46,7 +46,7 @@ LOAD_LIMIT_S = 120.0
 """Seconds that importing a function's module may take; a call's own limit does not include them."""
 GROW_AFTER_S = 0.05
 """Seconds for which calls wait before the pool may grow beyond twice the number of cores."""
-EPISODES_PER_HOME = 4
+EPISODES_PER_WORKER = 4
 MAX_STARTS_IN_VAIN = 3
 
 
@@ -102,7 +102,7 @@ class Pool:
         self._num_cores = os.cpu_count() or 1
         self._num_at_once = min(size, 2 * self._num_cores)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._fork_server: ForkServer | None = None
+        self._fork_server: ForkServerHandle | None = None
         self._numbers = itertools.count(1)
         # Every worker by the number of the request that started it.
         self._workers: dict[int, WorkerHandle] = {}
@@ -161,7 +161,7 @@ class Pool:
             if each.is_home and each.is_loop == is_loop and not each.is_over
         ]
         least = min(homes, key=lambda each: each.num_homes, default=None)
-        num_free = 0 if len(homes) < self._num_at_once else EPISODES_PER_HOME - 1
+        num_free = 0 if len(homes) < self._num_at_once else EPISODES_PER_WORKER - 1
         if least is None or (least.num_homes > num_free and len(homes) < self._size):
             least = self._start(is_home=True, is_loop=is_loop)
         least.num_homes += 1
@@ -441,16 +441,16 @@ class Pool:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(end)
 
-    def _start_fork_server(self) -> ForkServer:
+    def _start_fork_server(self) -> ForkServerHandle:
         # A module may have caused a failed start. Each worker then imports the modules itself.
-        server = ForkServer(preloads=not self._num_starts_in_vain, max_bytes=self._max_bytes)
+        server = ForkServerHandle(preloads=not self._num_starts_in_vain, max_bytes=self._max_bytes)
         self._fork_server = server
         assert self._loop is not None
         self._loop.add_reader(server.control, self._on_report)
         self._loop.call_later(LOAD_LIMIT_S, self._check_start, server)
         return server
 
-    def _check_start(self, server: ForkServer) -> None:
+    def _check_start(self, server: ForkServerHandle) -> None:
         """End the fork server if its imports take longer than LOAD_LIMIT_S.
 
         The pool calls this function when the time is over.
