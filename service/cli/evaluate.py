@@ -47,7 +47,7 @@ from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.actor_pool import (
     EnvironmentPool,
     evaluation_idle_s,
-    play,
+    play_evaluation,
     start_environment_actor,
     write_lines,
 )
@@ -314,11 +314,11 @@ async def _play(
         for replica in () if status is None else status.replicas:
             for name, seconds in replica.stages:
                 stages.ended(name, seconds)
-        plays = plays_of(tasks, sampling.num_samples)
-        stages.next(f"playing {len(plays)} rollouts of {len(tasks)} tasks")
-        played = await play(
+        rollouts = plays_of(tasks, sampling.num_samples)
+        stages.next(f"playing {len(rollouts)} rollouts of {len(tasks)} tasks")
+        played = await play_evaluation(
             actors,
-            plays,
+            rollouts,
             sampling,
             idle_s=evaluation_idle_s(config),
             keeps_tokens=True,

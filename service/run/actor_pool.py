@@ -5,8 +5,8 @@ that no rollout is lost and none is counted twice. Environment actors also play 
 actor dies, the rollouts that it was to play are missing from the evaluation; they are not played
 again. The rollouts of an evaluation are also written to a file for people: if the file cannot be
 written, the user gets one notice and the run continues. The file's lines are read one after another
-from the object store, so that memory holds only one line. `rayloom evaluate` uses `play` without a
-pool.
+from the object store, so that memory holds only one line. `rayloom evaluate` uses `play_evaluation`
+without a pool.
 """
 
 from __future__ import annotations
@@ -266,13 +266,13 @@ class EnvironmentPool(ActorPool):
         file: str,
         slots_share: float = 1.0,
     ) -> list[TrajectorySummary]:
-        """Play each task as `play` does, store the rollouts in a file, and return their summaries.
+        """Play an evaluation of `tasks`, store the rollouts in a file, and return their summaries.
 
-        file: name of the file without its suffix. slots_share: the part of rollouts.slots_per_actor
-        that each actor plays at once, from 0 to 1.
+        Each task is played as `play_evaluation` does. file: name of the file without its suffix.
+        slots_share: the part of rollouts.slots_per_actor that each actor plays at once (0 to 1).
         """
         keeps_tokens = self._files.keep > 0
-        played = await play(
+        played = await play_evaluation(
             dict(self.actors),
             plays_of(tasks, sampling.num_samples),
             sampling,
@@ -309,9 +309,9 @@ class EnvironmentPool(ActorPool):
         return ()
 
 
-async def play(
+async def play_evaluation(
     actors: Mapping[str, ActorHandle],
-    plays: Sequence[RolloutAssignment],
+    rollouts: Sequence[RolloutAssignment],
     sampling: Sampling,
     *,
     idle_s: float,
@@ -321,20 +321,20 @@ async def play(
 ) -> list[Played]:
     """Divide an evaluation's rollouts among the actors, and return their results.
 
-    actors: the environment actors by id. plays: the rollouts to play. idle_s: an actor's rollouts
-    are abandoned if none of them ends for this many seconds. keeps_tokens: whether each result has
-    a reference to the rollout's line for the evaluation's file; the line has the rollout's tokens.
-    notice: called with a message if an actor's rollouts are lost. slots_share: the part of
-    rollouts.slots_per_actor that each actor plays at once, from 0 to 1.
+    actors: the environment actors by id. idle_s: an actor's rollouts are abandoned if none of them
+    ends for this many seconds. keeps_tokens: whether each result has a reference to the rollout's
+    line for the evaluation's file; the line has the rollout's tokens. notice: called with a message
+    if an actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each
+    actor plays at once, from 0 to 1.
 
-    Returns: a result for each rollout, in the order of `plays`; lost rollouts are left out.
+    Returns: a result for each rollout, in the order of `rollouts`; lost rollouts are left out.
     """
     size = len(actors)
-    shares = [range(index, len(plays), size) for index in range(size)]
+    shares = [range(index, len(rollouts), size) for index in range(size)]
 
     def playing(actor: ActorHandle, share: Sequence[int]) -> Any:
         return actor.evaluate.remote(
-            [plays[number] for number in share],
+            [rollouts[number] for number in share],
             temperature=sampling.temperature,
             kept=sampling.kept,
             slots_share=slots_share,
@@ -343,7 +343,7 @@ async def play(
 
     answers = await asyncio.gather(
         *(
-            _played(actor_id, actor, playing(actor, share), idle_s=idle_s)
+            _results_of_actor(actor_id, actor, playing(actor, share), idle_s=idle_s)
             for (actor_id, actor), share in zip(actors.items(), shares, strict=True)
             if share
         ),
@@ -360,7 +360,7 @@ async def play(
     return [found[number] for number in sorted(found)]
 
 
-async def _played(
+async def _results_of_actor(
     actor_id: str, actor: ActorHandle, playing: Any, *, idle_s: float
 ) -> list[Played]:
     """Return the results of the rollouts that one actor plays for an evaluation.

@@ -68,29 +68,29 @@ class CheckpointWriter:
         """Whether a checkpoint is requested, and no checkpoint is being written."""
         return bool(self._requests) and (self._writing is None or self._writing.done())
 
-    async def request(self, done: int) -> Checkpoint:
-        """Request a checkpoint of step `done` or a later step; return once it is committed.
+    async def request(self, last_step: int) -> Checkpoint:
+        """Request a checkpoint of step `last_step` or a later step; return once it is committed.
 
         Raises: ActorLost if the term ends first.
         """
         if self._is_over:
             raise ActorLost(ENDED_UNSAVED)
         answer: asyncio.Future[Checkpoint] = asyncio.get_running_loop().create_future()
-        self._requests[answer] = done
+        self._requests[answer] = last_step
         return await answer
 
-    async def save_requested(self, done: int) -> None:
-        """Begin a checkpoint of step `done` if one is requested.
+    async def save_requested(self, last_step: int) -> None:
+        """Begin a checkpoint of step `last_step` if one is requested.
 
-        If step `done` is committed already, answer the requests with its checkpoint instead.
+        If step `last_step` is committed already, answer the requests with its checkpoint instead.
         """
         await self.join()
-        if (found := self._committed(done)) is not None:
+        if (found := self._committed(last_step)) is not None:
             self._answer_requests(found)
         elif self._requests:
-            await self._save(done)
+            await self._save(last_step)
 
-    def is_due(self, done: int, begun_at: float) -> bool:
+    def is_due(self, last_step: int, begun_at: float) -> bool:
         """Return whether the loop must commit evicted rollouts now, while it waits for a step.
 
         A commit is due after a certain number of evictions. It is also due if there was any
@@ -100,25 +100,25 @@ class CheckpointWriter:
         """
         if self._writing is not None or not self._parts.has_clients:
             return False
-        factor = FILES_FACTOR if self._committed(done) is None else 1
+        factor = FILES_FACTOR if self._committed(last_step) is None else 1
         num_evicted = self._parts.recorder.num_evicted
         waited_s = time.monotonic() - max(begun_at, self._committed_at)
         if num_evicted and waited_s >= factor * self._parts.commit_after_s:
             return True
         return num_evicted >= factor * MAX_UNCOMMITTED
 
-    async def commit_evicted(self, done: int) -> None:
-        """Commit the queue's current state, with its newest evictions, after step `done`.
+    async def commit_evicted(self, last_step: int) -> None:
+        """Commit the queue's current state, with its newest evictions, after step `last_step`.
 
-        If step `done` has a committed checkpoint, store this checkpoint again with the queue's
+        If step `last_step` has a committed checkpoint, store this checkpoint again with the queue's
         state. Otherwise begin a checkpoint. After the commit, pruning can remove the evicted
-        rollouts from the database. done: the last finished step; 0 before the first.
+        rollouts from the database. last_step: the last finished step; 0 before the first.
         """
-        if (found := self._committed(done)) is not None:
+        if (found := self._committed(last_step)) is not None:
             await self._commit_again(found)
             await self._parts.prune_checkpoints()
         else:
-            await self._save(done)
+            await self._save(last_step)
 
     async def begin(self, step: int) -> None:
         """Wait for the previous commit, then make the ranks copy their state for a checkpoint."""
@@ -145,18 +145,18 @@ class CheckpointWriter:
         if writing is not None:
             await writing
 
-    async def finish(self, done: int, *, is_complete: bool) -> None:
-        """Commit step `done`, the last finished one, at the end of the loop.
+    async def finish(self, last_step: int, *, is_complete: bool) -> None:
+        """Commit step `last_step`, the last finished one, at the end of the loop.
 
         is_complete: whether the run has ended; then the queue's final state is committed even if
-        step `done` is committed already.
+        step `last_step` is committed already.
         """
         await self.join()
-        if is_complete and (found := self._committed(done)) is not None:
+        if is_complete and (found := self._committed(last_step)) is not None:
             await self._commit_again(found)
         # Repeat this if a rank is lost in the meantime; the trainer limits the number of restarts.
-        while done > (0 if self.newest is None else self.newest.step):
-            await self._save(done)
+        while last_step > (0 if self.newest is None else self.newest.step):
+            await self._save(last_step)
             await self.join()
 
     async def end(self) -> None:

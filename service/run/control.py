@@ -163,7 +163,7 @@ class Control(ControlPort):
             if self.pauses.find(part) is None:
                 pause = PauseAnswer(part=part, since=time.time(), reason=reason)
                 await self._thread.call(
-                    self._store.set_paused, part, pause, term=self._recorder.term
+                    self._store.set_paused, part, pause, term=self._recorder.term_number
                 )
                 self.pauses.add(pause)
                 await self._apply_pauses(part)
@@ -183,7 +183,7 @@ class Control(ControlPort):
         async with self._changing:
             if self.pauses.find(part) is not None:
                 await self._thread.call(
-                    self._store.set_paused, part, None, term=self._recorder.term
+                    self._store.set_paused, part, None, term=self._recorder.term_number
                 )
                 self.pauses.remove(part)
                 await self._apply_pauses(part)
@@ -413,7 +413,7 @@ class Control(ControlPort):
     def _add(self, kind: str, *, detail: str, checkpoint: str | None = None) -> OperationAnswer:
         operation = OperationAnswer(
             # The id is also different from the ids of earlier supervisors' operations.
-            id=f"op-{self._recorder.term}-{next(self._numbers)}",
+            id=f"op-{self._recorder.term_number}-{next(self._numbers)}",
             kind=kind,
             status=OperationStatus.RUNNING,
             created_at=time.time(),
@@ -445,7 +445,7 @@ class Control(ControlPort):
                 by_version.setdefault(each.policy_version, []).append(each.id)
         trained = None if term is None else term.trained_version
         return policies_view(
-            self._recorder.term,
+            self._recorder.term_number,
             status,
             trained_version=trained,
             republished=() if term is None else term.republished,
@@ -463,7 +463,7 @@ class Control(ControlPort):
             call.body,
             call.answer,
         )
-        await self._thread.call(self._store.add_call, call, term=self._recorder.term)
+        await self._thread.call(self._store.add_call, call, term=self._recorder.term_number)
 
     async def calls(self, limit: int) -> Sequence[CallAnswer]:
         """Return the newest `limit` stored calls of operators, newest first. Raises: StoreError."""
@@ -482,7 +482,7 @@ class Control(ControlPort):
                 f"the run is {phase}, expected a running one; resume it with --resume, "
                 "which keeps its pauses",
             )
-        if self._recorder.term == 0:
+        if self._recorder.term_number == 0:
             raise ControlRefused(
                 "conflict", "the run has no lease yet; wait until /readyz says 200"
             )

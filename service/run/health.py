@@ -1,4 +1,6 @@
-"""The status and the readiness of a run, and the rules that decide whether it has failed. Pure.
+"""The status and the readiness of a run, and the rules that decide whether it has failed.
+
+The module has no effects; only `FaultCount` reads the clock, unless its caller gives another one.
 
 The supervisor and its loop use this module. The command line reads a RunStatus twice a second for
 its display. Records, evaluations, notices and stages are lists that only grow. A caller passes a

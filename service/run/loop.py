@@ -113,8 +113,9 @@ class Loop:
     def stop(self, *, grace_s: float | None = None) -> None:
         """Let `run` finish the current step and write a checkpoint; then `run` returns.
 
-        grace_s: seconds after which a step without an applied update is abandoned; its rollouts
-        stay in the queue and are used after a resume. None sets no limit.
+        grace_s: seconds after which a step without an applied update is abandoned. After a resume
+        its rollouts are played again, except those of sessions and uploads, which are delivered
+        again from the store. None sets no limit.
         """
         self._is_stopping.set()
         if grace_s is not None:

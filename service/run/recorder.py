@@ -107,7 +107,8 @@ class RunRecorder:
         self._uploads = uploads
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
-        self.term = 0
+        self.term_number = 0
+        """The number of the term under which the recorder writes; 0 before the first term."""
         self._num_steps = num_steps
         metrics.run.planned_steps.set(num_steps)
         self._pending: list[LedgerEvent] = []
@@ -142,7 +143,7 @@ class RunRecorder:
         The term also begins for submissions, traces, trackers, audit and uploads. Drop the events
         and results of an older term that are not stored yet. Raises: StoreError.
         """
-        self.term = lease.term
+        self.term_number = lease.term
         self._pending, self._pending_results = [], []
         self._blocked_s = {}
         if self._traces is not None:
@@ -308,7 +309,7 @@ class RunRecorder:
             self._watch_reward(record)
             log.info("%s", step_line(record, self._num_steps))
 
-        term = self.term
+        term = self.term_number
         await self._thread.finish(write())
 
     @property
@@ -336,7 +337,7 @@ class RunRecorder:
                 self._stored.evaluation(record)
             log.info("%s", evaluation_line(record))
 
-        term = self.term
+        term = self.term_number
         await self._thread.finish(write())
 
     async def close_trackers(self, *, is_taken_over: bool) -> None:
@@ -421,7 +422,7 @@ class RunRecorder:
                 self._uploads.wake()
             return committed
 
-        term = self.term
+        term = self.term_number
         return await self._thread.finish(write())
 
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
@@ -472,7 +473,7 @@ class RunRecorder:
         await self._thread.call(
             forget,
             self._store,
-            term=self.term,
+            term=self.term_number,
             kept=kept,
             keep_checkpoints=keep_checkpoints,
             journal_steps=journal_steps,

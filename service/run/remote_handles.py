@@ -1,7 +1,9 @@
-"""Handles of the run's actors: each call has a deadline, and Ray's errors are translated.
+"""Handles of the weight board and the metrics endpoint, and the API's client of the supervisor.
 
-A handle has the methods of its actor, so that only the actor declares their signatures. Every call
-may raise `ActorLost`; the supervisor then starts a new term from the newest checkpoint.
+A handle (`remote_handle`) has the methods of its actor, so that only the actor declares their
+signatures. Each call has a deadline and may raise `ActorLost`, but no error of Ray. If the weight
+board is lost, the supervisor starts a new term from the newest checkpoint. The other actors of a
+run are called through `await_reply` (`service.remote_calls`), and the ranks through `TrainerGroup`.
 """
 
 from __future__ import annotations

@@ -235,15 +235,14 @@ class RestartableQueue:
             await self._remote("hold", True)
 
 
-# `CutsInOrder` processes the cuts of a trajectory queue in order, in whichever order they arrive.
-#
-# Invariant: `take_in` returns whether its cut was kept, even if the queue has died meanwhile: a
-# call whose cut was kept took effect, and is not made again.
 Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 
 
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
+
+    The cuts may arrive in any order. Invariant: `take_in` returns whether its cut was kept, even if
+    the queue has died meanwhile: a call whose cut was kept took effect, and is not made again.
 
     A cut is the queue's state with the events since the last cut. Each process of the queue has a
     number, and each of its cuts has this number as `opening`: 0 for the first process, 1 after the

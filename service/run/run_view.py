@@ -1,6 +1,7 @@
 """Provide a run's status, page, journal, readiness, metrics and report.
 
-Each supervisor has one view for all its terms; the view only reads the run's state.
+Each supervisor has one view for all its terms. The view only reads the run's state, until
+`RunView.end` writes the report and sets the last phase and `exit_reason`.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class RunView:
 
     async def _history_now(self) -> History:
         recorder = self._recorder
-        known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
+        known = (recorder.term_number, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:
             self._history = known, await self._thread.call(read_history, self._store)
         return self._history[1]
@@ -340,7 +341,7 @@ class RunView:
 
         The process with the newer lease writes them instead.
         """
-        if self._store.newest_term() != self._recorder.term:
+        if self._store.newest_term() != self._recorder.term_number:
             return False
         history = read_history(self._store)
         summary = self._summarize(history, reason=reason)

@@ -3,8 +3,9 @@
 The command line and the Ray Serve entry point both start this actor and show its status. A term is
 the time under one lease of the run's database, which only one process can have. The loss of an
 actor ends the term, and the next term continues from the newest checkpoint; a newer lease of
-another process ends the supervisor. All actors of the run are children of the supervisor, so that
-they end with it. `run_view` has the data that the supervisor shows.
+another process ends the supervisor. The run's actors are children of the supervisor, so that they
+end with it, except the engines, the weight board and the metrics endpoint. `run_view` has the data
+that the supervisor shows.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ class Supervisor:
             root_process=root_process,
             read_term=lambda: self._control.term,
         )
+        self._held_term = 0
+        """The number of the newest term whose lease this supervisor took; 0 before the first."""
         self._roles_offered: frozenset[Role] = frozenset()
         self._unreadable: dict[str, str] = {}
         """The reason why a checkpoint cannot be loaded, by the checkpoint's directory.
@@ -252,7 +255,7 @@ class Supervisor:
 
     def _leave_store(self) -> None:
         with suppress(LeaseLost, StoreError):
-            self._store.release(self._recorder.term)
+            self._store.release(self._held_term)
         self._store.close()
 
     async def stop(self, grace_s: float | None = None) -> None:
@@ -415,11 +418,11 @@ class Supervisor:
             except CheckpointError:
                 # A full disk can make this check fail too; then the first error is shown.
                 with suppress(StoreError):
-                    await self._thread.call(self._store.check_lease, self._recorder.term)
+                    await self._thread.call(self._store.check_lease, self._held_term)
                 raise
             except ActorLost as loss:
                 # A process that took the run over may have ended our actors.
-                await self._thread.call(self._store.check_lease, self._recorder.term)
+                await self._thread.call(self._store.check_lease, self._held_term)
                 if self._recorder.checkpoint_step > furthest_step:
                     faults.progressed()
                     furthest_step = self._recorder.checkpoint_step
@@ -500,10 +503,10 @@ class Supervisor:
                 async with self._leasing:
                     lease = await self._take_lease()
                     # `_renew_forever` renews this term as soon as it gets the lock.
-                    self._recorder.term = lease.term
+                    self._held_term = lease.term
                 return lease
             except LeaseHeld as held:
-                if self._when_held != "wait" or self._recorder.term:
+                if self._when_held != "wait" or self._held_term:
                     raise
                 self._recorder.starting(f"waiting: {held}")
             await asyncio.sleep(RENEW_EVERY_S)
@@ -520,7 +523,7 @@ class Supervisor:
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0] and commits[0].directory in self._unreadable:
             self._recorder.notice(fallback_notice(self._unreadable, commits[0], used[0]))
-        if used and self._recorder.term == 0:
+        if used and self._held_term == 0:
             await self._notice_parent(used[0])
         return lease
 
@@ -544,13 +547,13 @@ class Supervisor:
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._unreadable]
         self._unreadable |= find_faults(self._run_dir.checkpoints, sound)
-        is_first = self._recorder.term == 0
+        is_first = self._held_term == 0
         lease = self._store.acquire_lease(
             owner=own_name(),
             directory=str(self._run_dir.path),
             kind=self._kind,
             passed_over=self._unreadable.keys(),
-            follows=None if is_first else self._recorder.term,
+            follows=None if is_first else self._held_term,
             unless_held=is_first and self._when_held != "take over",
             replaces=self._replaces,
             returns_to=self._control.returns_to or (self._returns_to if is_first else ""),
@@ -567,7 +570,7 @@ class Supervisor:
             # Without the lock, a renewal could mistake this process's own next lease for another
             # process's.
             async with self._leasing:
-                if term := self._recorder.term:
+                if term := self._held_term:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:

@@ -18,6 +18,7 @@ from actors.types import Task
 # The curriculum considers several tasks for a slot. These numbers are added to the slot's index:
 # first those for other tasks of the same source, then those for the next sources.
 _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in range(1, 9)))
+_COIN_SIDES = 2**30
 
 
 def task_index(slot: OpenSlot) -> int:
@@ -124,14 +125,6 @@ class ConfiguredTasks:
         return self._curriculum.task(slot)
 
 
-# Choose which of several tasks a slot plays, by the policy's results on each: pure.
-#
-# If all samples of a task's last groups solved it, or none did, the task teaches nothing:
-# its advantages are 0. Such a task rests. It is still played with a small chance, to notice that
-# the model has forgotten how to solve it, or can solve it now.
-_COIN_SIDES = 2**30
-
-
 def choose(
     choices: Iterable[tuple[Task, str]],
     results: Mapping[str, Sequence[float]],
@@ -139,7 +132,11 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first of the tasks that may be played now.
+    """Return the first of the tasks that may be played now, by the policy's results on each.
+
+    If all samples of a task's last groups solved it, or none did, the task teaches nothing: its
+    advantages are 0. Such a task rests. It is still played with a small chance, to notice that the
+    model has forgotten how to solve it, or can solve it now.
 
     A task that does not rest (`is_resting`) may be played. A resting task may also be played, with
     the probability `resting_share`. If no task may be played, return the first of `choices`.

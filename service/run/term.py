@@ -261,6 +261,7 @@ class Term:
             return
         self.evaluation_tasks = held_out_tasks(self._config, tasks)
         self._loop = Loop(self._loop_parts(publisher, tasks))
+        # `watch` of a pool also calls each actor's `run`, so the actors play only from here on.
         await beside(
             self._loop.run(),
             self._pool.watch(),

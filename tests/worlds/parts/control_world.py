@@ -139,7 +139,7 @@ class World:
     async def begin(self) -> Lease:
         """Take a lease, as the supervisor does, and train."""
         lease = self.store.acquire_lease(owner="here", returns_to=self.control.returns_to)
-        self.recorder.term = lease.term
+        self.recorder.term_number = lease.term
         await self.recorder.begin_term(lease)
         await self.control.begin_term(lease)
         self.engines.term_number = lease.term
@@ -155,7 +155,7 @@ class World:
 
     def commit(self, step: int) -> str:
         """Commit a checkpoint; its id."""
-        term = self.recorder.term
+        term = self.recorder.term_number
         directory = write_checkpoint(self.place, step, term).name
         commit(self.store, term=term, step=step, directory=directory)
         return directory

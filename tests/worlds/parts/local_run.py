@@ -130,7 +130,7 @@ class LocalSessions(LocalPort):
                 make_policy=lambda: self.policy,
                 store=self._store,
                 commits=GroupCommit(
-                    self._store, term=service.recorder.term, hold_s=settings.hold_s
+                    self._store, term=service.recorder.term_number, hold_s=settings.hold_s
                 ),
                 read_keys=lambda: read_keys(service.store),
             )
