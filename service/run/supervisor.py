@@ -501,10 +501,7 @@ class Supervisor:
         while True:
             try:
                 async with self._leasing:
-                    lease = await self._take_lease()
-                    # `_renew_forever` renews this term as soon as it gets the lock.
-                    self._held_term = lease.term
-                return lease
+                    return await self._take_lease()
             except LeaseHeld as held:
                 if self._when_held != "wait" or self._held_term:
                     raise
@@ -525,6 +522,8 @@ class Supervisor:
             self._recorder.notice(fallback_notice(self._unreadable, commits[0], used[0]))
         if used and self._held_term == 0:
             await self._notice_parent(used[0])
+        # `_renew_forever` renews this term as soon as it gets the lock.
+        self._held_term = lease.term
         return lease
 
     async def _notice_parent(self, parent: Checkpoint) -> None:
