@@ -444,8 +444,8 @@ def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
     tree = {"model": {"tiny": {}}, "tasks": {**tasks, "evaluation_tasks": 3}}
     with pytest.raises(ConfigError, match="got 3 held-out tasks of a split of 2"):
         open_tasks(parse_config(tree, source="test"))
-    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "evaluation_split": None}}
-    del tree["tasks"]["evaluation_tasks"]
+    without = {key: value for key, value in tasks.items() if key != "evaluation_tasks"}
+    tree = {"model": {"tiny": {}}, "tasks": {**without, "evaluation_split": None}}
     with pytest.raises(
         ConfigError,
         match=r"tasks: data set .*/splits: got 64 held-out tasks of 4 tasks; expected at least one "
