@@ -256,6 +256,7 @@ class _Episode:
         return start
 
     def _first_prompt(self, start: Observation) -> TokenIds:
+        self._check_results("reset", start.messages)
         try:
             return self._renderer.first_prompt(start.messages, start.tools)
         except RenderError as error:
@@ -264,6 +265,7 @@ class _Episode:
     def _extend(
         self, turn: Turn, history: list[Message], result: StepResult, start: Observation
     ) -> TokenIds:
+        self._check_results("step", result.messages, reply=history[-1])
         try:
             extension = self._renderer.extend(
                 turn.prompt_token_ids,
@@ -279,6 +281,18 @@ class _Episode:
             self._breaks[extension.break_reason.value] += 1
         self._break = extension.break_reason
         return extension.prompt_token_ids
+
+    def _check_results(
+        self, method: str, messages: Sequence[Message], *, reply: Message | None = None
+    ) -> None:
+        """End the episode if the policy would read a result as that of another call."""
+        calls = reply.call_texts if reply else ()
+        try:
+            self._renderer.template.check_results(
+                messages, [(call_id, name) for call_id, name, _ in calls]
+            )
+        except RenderError as error:
+            raise _Ended(Outcome.ENVIRONMENT_ERROR, f"{method}: {describe(error)}") from error
 
     async def _generate(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...]

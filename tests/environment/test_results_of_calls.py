@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from worlds.builders.episode_builders import (
+    DONE,
+    HELLO,
+    FakeEnvironment,
+    FakePolicy,
+    play,
+    renderer,
+    returning,
+)
+from worlds.builders.episode_builders import reply as sampled
 from worlds.models.tool_families import FAMILIES, Family
 
+from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError, in_call_order
-from actors.environment.protocol import Message, Role, ToolCall
+from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
+from actors.types import Outcome
 
 CALLS = tuple(
     ToolCall(id=f"abcdefgh{number}", name=name, arguments={"expression": "3+4"})
@@ -84,3 +96,31 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
     else:
         with pytest.raises(RenderError, match="the chat template shows no ids of calls"):
             check([user("hi"), alike, second])
+
+
+@pytest.mark.parametrize("sent", ["in order", "reversed", "none", "second", "stray", "first chat"])
+async def test_an_environments_results_are_never_read_as_those_of_other_calls(sent: str) -> None:
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
+    # The ids that the fake policy gives to the calls of a reply.
+    calls = [ToolCall(id=f"call-{n}", name="calculator", arguments={}) for n in (0, 1)]
+    first, second = (result(*pair) for pair in zip(calls, ("one", "two"), strict=True))
+    stray = replace(second, tool_call_id="unknown")
+    results = {"reversed": [second, first], "none": [], "second": [second], "stray": [stray]}
+    begun = [*HELLO.messages, *([reply("", *calls), second] if sent == "first chat" else [])]
+    environment = FakeEnvironment(
+        StepResult(messages=(*results.get(sent, [first, second]), user("and?"))),
+        DONE,
+        on_reset=returning(Observation(messages=tuple(begun), tools=(CALCULATOR,))),
+    )
+    policy = FakePolicy(sampled(f"{call}\n{call}<|im_end|>"), sampled())
+    trajectory = await play(environment, policy, max_context_tokens=4000)
+    if sent in ("in order", "reversed", "none"):
+        assert trajectory.outcome is Outcome.COMPLETED
+        shown = renderer().decode(policy.requests[-1].prompt_token_ids)
+        assert ("one" in shown) is ("two" in shown) is (sent != "none")
+        assert shown.find("one") <= shown.find("two")
+    else:
+        assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+        method = "reset" if sent == "first chat" else "step"
+        assert trajectory.detail.startswith(f"{method}: RenderError: got no result for call 1 ")
+        assert len(policy.requests) == (method == "step")
