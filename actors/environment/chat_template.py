@@ -55,6 +55,13 @@ _SET_ONE = (
     "them"
 )
 _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
+# Chats with one named author.
+_NAME = "qznamezq"
+_NAMED_PROBES = {
+    Role.SYSTEM: (Message(role=Role.SYSTEM, content="probe", name=_NAME), _PROBE[0]),
+    Role.USER: (replace(_PROBE[0], name=_NAME),),
+    Role.ASSISTANT: (_PROBE[0], replace(_SPEAKING_PROBE[1], tool_calls=(), name=_NAME), _PROBE[0]),
+}
 
 _Calls = tuple[tuple[str, str], ...]
 """Id and name of each call."""
@@ -133,6 +140,17 @@ class ChatTemplate:
     def shows_calls(self) -> bool:
         """Whether the template shows an assistant's calls."""
         return _ARGUMENT in self.rendered_call
+
+    def shows_author(self, role: Role) -> bool:
+        """Return whether the template shows the `name` of a system, user or assistant message."""
+        return role in self._named_roles
+
+    @cached_property
+    def _named_roles(self) -> frozenset[Role]:
+        probes = _NAMED_PROBES.items()
+        return frozenset(
+            role for role, probe in probes if _NAME in self._try_form(_USUAL_CALL_FORM, probe)
+        )
 
     def check_results(
         self, messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()

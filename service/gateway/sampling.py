@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,12 @@ from actors.environment.tool_calls import arguments_of, visible_text
 from actors.expert_records import ModelShape
 from actors.types import FinishReason, TokenIds, Turn, original_numbers
 from service.access.keys import NO_LIMITS, KeyBook, KeyLimits, Rates, tenant_of
+from service.api.problems import shown
 from service.config.sections import SessionSettings
 from service.gateway.chat import (
     ChatCall,
     ChatReply,
+    ChatRequest,
     RefusalCode,
     Refused,
     StopReason,
@@ -186,6 +188,7 @@ class Sampler:
         # The engine ends turns at these strings. The stop strings of a request only cut the text
         # that its client receives.
         self._stop = settings.rollouts.stop
+        self._ignores = settings.sessions.unsupported == "ignore"
         self._merges_system = settings.sessions.system_messages == "merge"
         self._reads_calls = not settings.finds_parser or call_form(renderer) is not None
         self._now = now
@@ -202,6 +205,34 @@ class Sampler:
         request = self._request(pending, prompt, session, tree)
         turn, reply = await self._engine.sample(request, param="messages")
         return self._turn(pending, prompt, turn, reply, tree)
+
+    def with_shown_names(self, request: ChatRequest) -> ChatRequest:
+        """Return a request without the names of authors that the chat template does not show.
+
+        An assistant's name is dropped, because the policy's own replies have none. So is a name
+        that repeats the role. Raises: Refused for another name of a user's or system message,
+        unless `sessions.unsupported` is ignore.
+        """
+        template = self._renderer.under(request.template_options).template
+        messages, ignored = list(request.messages), request.ignored
+        for number, message in enumerate(messages):
+            name, role = message.name, message.role
+            if name is None or role is Role.TOOL or template.shows_author(role):
+                continue
+            messages[number] = replace(message, name=None)
+            if role is Role.ASSISTANT or name in ("", role):
+                continue
+            if not self._ignores:
+                where = f"messages[{number}].name"
+                raise Refused(
+                    RefusalCode.UNSUPPORTED_PARAMETER,
+                    f"{where}: got {shown(name)!r}, but the model's chat template does not show "
+                    f"the name of a message of role {role}; write the name into the text, or "
+                    "remove it",
+                    param=where,
+                )
+            ignored = (*request.ignored, "messages.name")
+        return replace(request, messages=tuple(messages), ignored=ignored)
 
     async def prompt(self, place: Place, *, may_call: bool) -> Prompt:
         """Make the prompt of a request. place: the request's position in the session's tree.

@@ -233,7 +233,8 @@ class Session:
         """
         self._accept_request()
         await self._until_admitted(deadline_at)
-        call = replace(call, request=self.tree.resolved(call.request))
+        request = self._sampler.with_shown_names(self.tree.resolved(call.request))
+        call = replace(call, request=request)
         place = await self._place(call.request)
         # Do this before `answered`: a turn that is being stored is in the tree already.
         pending = self._under_way(call, place.request_digest)
@@ -268,7 +269,8 @@ class Session:
     async def num_prompt_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt; sample nothing. Raises: Refused."""
         self._accept_request()
-        place = await self._place(self.tree.resolved(request))
+        request = self._sampler.with_shown_names(self.tree.resolved(request))
+        place = await self._place(request)
         prompt = await self._sampler.prompt(place, may_call=request.may_call)
         return int(prompt.token_ids.shape[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -258,6 +259,76 @@ async def test_each_result_is_shown_at_its_call_or_refused(tmp_path: Path) -> No
 
 
 LOOK_UP = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+
+
+NAMING = TEMPLATES["plain"].replace("m.role", "(m.name or m.role)")
+
+
+def naming() -> ChatRenderer:
+    """Of a template that shows names in place of roles, as Kimi K2's does."""
+    backend = tokenizer("plain").backend_tokenizer
+    return ChatRenderer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, chat_template=NAMING, eos_token="<|im_end|>"
+        )
+    )
+
+
+@pytest.mark.parametrize(("shows", "num_samples"), [(False, 1), (True, 3)])
+async def test_a_reply_that_comes_back_with_a_name_is_the_same_if_no_prompt_shows_it(
+    tmp_path: Path, shows: bool, num_samples: int
+) -> None:
+    """LangGraph's agents send their name with each earlier reply."""
+    policy = Policy(
+        answers=lambda number: reply(f"{LOOK_UP if number == 0 else 'Seven.'}<|im_end|>")
+    )
+    chat_renderer = naming() if shows else renderer("plain")
+    gateway = await Gateway(tmp_path, policy=policy, chat_renderer=chat_renderer).opened()
+    chat: list[Message] = [user("Hi")]
+    for _ in range(3):
+        answer = (await gateway.ask(*chat, tools=(CALCULATOR,))).message
+        news = [result(each, "7") for each in answer.tool_calls] or [user("And?")]
+        chat += [replace(answer, name="worker"), *news]
+    prompt = tokenizer("plain").decode(policy.requests[-1].prompt_token_ids.tolist())
+    assert ("worker" in prompt) is shows
+    await gateway.finish(1.0)
+    assert len((await gateway.trajectory()).samples) == num_samples
+
+
+@pytest.mark.parametrize("message", [user("Hi"), system("Be terse.")], ids=["user", "system"])
+async def test_the_name_of_a_speaker_is_in_the_prompt_or_the_request_is_refused(
+    tmp_path: Path, message: Message
+) -> None:
+    alice = replace(message, name="Alice")
+    place, role = tmp_path / "refuses", message.role
+    place.mkdir()
+    gateway = await Gateway(place, chat_renderer=renderer("plain")).opened()
+    with pytest.raises(Refused) as refused:
+        await gateway.ask(user("a"), alice, user("b"))
+    assert refused.value.code is RefusalCode.UNSUPPORTED_PARAMETER
+    assert str(refused.value) == (
+        "messages[1].name: got 'Alice', but the model's chat template does not show the name of a "
+        f"message of role {role}; write the name into the text, or remove it"
+    )
+    # A name that repeats the role says no more than the role.
+    await gateway.ask(replace(message, name=role.value), user("b"))
+    place = tmp_path / "shows"
+    place.mkdir()
+    policy = Policy()
+    await (await Gateway(place, policy=policy, chat_renderer=naming()).opened()).ask(alice)
+    prompt = tokenizer("plain").decode(policy.requests[-1].prompt_token_ids.tolist())
+    assert f"Alice\n{message.content}" in prompt
+
+
+async def test_a_name_that_is_ignored_is_counted_and_tells_no_chats_apart(tmp_path: Path) -> None:
+    gateway = await Gateway(
+        tmp_path, settings=SessionSettings(unsupported="ignore"), chat_renderer=renderer("plain")
+    ).opened()
+    answer = (await gateway.ask(replace(user("Hi"), name="Alice"))).message
+    await gateway.ask(user("Hi"), answer, replace(user("And?"), name="Bob"))
+    ended = await gateway.finish(1.0)
+    assert ended.end is not None and ended.end.totals.ignored == {"messages.name": 2}
+    assert len((await gateway.trajectory()).samples) == 1
 
 
 async def test_with_tool_choice_none_the_tools_stay_and_no_call_is_read(tmp_path: Path) -> None:

@@ -15,5 +15,6 @@ def write(text: str) -> str:
     return "written"
 
 
-agent = create_react_agent(ChatOpenAI(model="policy"), [write])
+# Its replies come back with this name.
+agent = create_react_agent(ChatOpenAI(model="policy"), [write], name="worker")
 print(agent.invoke({"messages": [("user", sys.argv[1])]})["messages"][-1].content)
