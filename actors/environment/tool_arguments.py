@@ -16,7 +16,7 @@ from docstring_parser import Docstring
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, create_model
 from pydantic import ValidationError as BadValue
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, SchemaValidator
 
 from actors.environment.user_names import HIDES, hides_arguments
 
@@ -44,7 +44,9 @@ def arguments_model(
 ) -> type[BaseModel]:
     """Return a pydantic model of a function's arguments.
 
-    An argument's name is only the alias of its field, because pydantic reserves some names.
+    An argument's name is only the alias of its field, because pydantic reserves some names. Fields
+    that a nested model does not have are refused, and so are NaN and infinity, unless the model's
+    own configuration or the annotation allows them.
     Raises: BadTool if a type cannot be described.
     """
     described = {each.arg_name: each.description for each in docs.params}
@@ -74,9 +76,33 @@ def arguments_model(
         options |= {} if text is None else {"description": text}
         fields[f"a{number}"] = (annotation, Field(alias=parameter.name, **options))
     try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        config = ConfigDict(extra="forbid", allow_inf_nan=False)
+        model = create_model(name, __config__=config, **fields)
+        if isinstance(model.__pydantic_core_schema__, dict):
+            # The validators that nested models already have do not use the configuration of here.
+            new: Any = SchemaValidator
+            schema = _strict(model.__pydantic_core_schema__)
+            model.__pydantic_validator__ = new(schema, _use_prebuilt=False)
+        return model
     except (PydanticUserError, TypeError, ValueError, NameError) as error:
         raise no_schema(where, error) from error
+
+
+def _strict(schema: Any) -> Any:
+    """Return a schema of pydantic's core; its classes refuse what they do not themselves allow."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_strict(each) for each in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    found = {
+        key: value if kind == "default" and key == "default" else _strict(value)
+        for key, value in schema.items()
+    }
+    if kind in ("model", "dataclass", "typed-dict"):
+        rules = {"extra_fields_behavior": "forbid", "allow_inf_nan": False}
+        found["config"] = rules | found.get("config", {})
+    return found
 
 
 def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from actors.environment.function_tools import BadArguments, BadTool, load_tools
 
@@ -37,6 +38,39 @@ def fill(
     more.append(query)
     basket.items.append(query)
     return [n, unit, tags, more, most, basket.items]
+
+
+class Jar(BaseModel):
+    default: float = 1.0
+    inner: list[Jar] = []
+
+
+class LooseJar(Jar):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=True)
+
+
+class Lid(TypedDict, total=False):
+    size: float
+
+
+@dataclass
+class Shelf:
+    jar: Jar = field(default_factory=Jar)
+    size: float = 1.0
+
+
+def store(
+    jar: Jar = Jar(),  # noqa: B008
+    loose: LooseJar = LooseJar(),  # noqa: B008
+    lid: Lid = {},  # noqa: B006
+    shelf: Shelf = Shelf(),  # noqa: B008
+    either: Jar | Basket | None = None,
+    jars: dict[str, Jar] = {},  # noqa: B006
+    size: float = 1.0,
+    any_size: Annotated[float, Field(allow_inf_nan=True)] = 1.0,
+) -> str:
+    """Store jars."""
+    return "stored"
 
 
 def counted(function: Any) -> Any:
@@ -193,6 +227,58 @@ async def test_none_as_default_makes_an_argument_optional() -> None:
     assert await tool.call({"count": None, "size": 2}, limit_s=5) == '[null, 2, null, 0, "up", 1]'
     with pytest.raises(BadArguments, match="Argument size"):
         await tool.call({"size": 0}, limit_s=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({"jar": {"aa": 2}}, "jar.aa"),
+        ({"jar": {"inner": [{"inner": [{"aa": 2}]}]}}, "jar.inner.0.inner.0.aa"),
+        ({"loose": {"inner": [{"aa": 2}]}}, "loose.inner.0.aa"),
+        ({"lid": {"aa": 2}}, "lid.aa"),
+        ({"shelf": {"aa": 2}}, "shelf.aa"),
+        ({"shelf": {"jar": {"aa": 2}}}, "shelf.jar.aa"),
+        ({"either": {"aa": 2}}, "either.Jar.aa"),
+        ({"jars": {"a": {"aa": 2}}}, "jars.a.aa"),
+        ({"jar": '{"aa": 2}'}, "jar.aa"),
+    ],
+)
+async def test_a_field_that_a_nested_type_does_not_have_is_refused(
+    arguments: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(BadArguments) as refused:
+        await loaded("store").call(arguments, limit_s=5)
+    said = str(refused.value)
+    assert said.removeprefix(f"Argument {where}: ") in (
+        "Extra inputs are not permitted.",
+        "Unexpected keyword argument.",
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"loose": {"aa": 2}}, {"jar": {"inner": [{"default": 2}]}, "lid": {}}]
+)
+async def test_a_nested_type_takes_its_own_fields_and_those_that_it_allows(
+    arguments: dict[str, Any],
+) -> None:
+    assert await loaded("store").call(arguments, limit_s=5) == "stored"
+
+
+@pytest.mark.parametrize("number", ["nan", "Infinity", "1e999", float("nan"), float("-inf")])
+async def test_a_number_that_is_not_finite_is_refused_unless_the_type_allows_it(
+    number: str | float,
+) -> None:
+    for arguments in (
+        {"size": number},
+        {"lid": {"size": number}},
+        {"jar": {"default": number}},
+        {"shelf": {"jar": {"inner": [{"default": number}]}}},
+        {"loose": {"inner": [{"default": number}]}},
+    ):
+        with pytest.raises(BadArguments, match=r"Input should be a finite number\.$"):
+            await loaded("store").call(arguments, limit_s=5)
+    for arguments in ({"any_size": number}, {"loose": {"default": number}}):
+        assert await loaded("store").call(arguments, limit_s=5) == "stored"
 
 
 @pytest.mark.parametrize(
