@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ class Order(enum.Enum):
 class Place:
     city: str
     zip: int = 0
+
+
+class Share(BaseModel):
+    part: float
+
+
+CYCLE: list[Any] = [1]
+CYCLE.append(CYCLE)
 
 
 def search(
@@ -562,7 +571,14 @@ async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
         ),
         ({"b", "a"}, '["a", "b"]'),
         (["a.txt", "\ud800.txt"], '["a.txt", "\ufffd.txt"]'),
+        # What JSON does not have.
+        ({"a": math.nan, "b": -math.inf}, '{"a": NaN, "b": -Infinity}'),
+        (Share(part=math.nan), '{"part":null}'),
         ({(1, 2): 3}, "{(1, 2): 3}"),
+        (CYCLE, "[1, [...]]"),
+        (b"text", "text"),
+        (b"\xff", "b'\\xff'"),
+        ([b"\xff"], "[b'\\xff']"),
     ],
 )
 def test_an_answer_that_is_no_text_is_shown_as_json(found: object, text: str) -> None:
