@@ -8,6 +8,7 @@ turn is sampled. An error within the first second is answered with its own HTTP 
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
@@ -87,6 +88,11 @@ SessionName = Annotated[
     Path(pattern=WHOLE_PATTERN, description="the session's id; an admin may name any TENANT~ID"),
 ]
 Answer = TypeVar("Answer")
+# An escape in JSON; the group is half of a surrogate pair without the other half.
+_ESCAPE = re.compile(
+    rb"\\(?:ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2}|(ud[89a-f][\da-f]{2})|.)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSettings) -> None:
@@ -520,7 +526,18 @@ async def _parsed(body: bytes) -> object:
 
 
 def _decoded(body: bytes) -> object:
-    found: object = msgspec.json.decode(body)
+    try:
+        found: object = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        for escape in _ESCAPE.finditer(body):
+            if escape[1]:
+                raise Refused(
+                    RefusalCode.INVALID_REQUEST,
+                    f"the body: got half of a surrogate pair, \\{escape[1].decode()} at byte "
+                    f"{escape.start()}, expected text that UTF-8 can encode; send both halves, or "
+                    "replace it",
+                ) from None
+        raise
     if (key := repeated_key(body)) is not None:
         raise Refused(RefusalCode.INVALID_REQUEST, f"the body: {repeated_text(key)}")
     return found

@@ -486,3 +486,32 @@ async def test_a_key_that_an_object_of_a_body_has_twice_is_refused_in_the_dialec
         asked = {"model": "m", "max_tokens": 5, "messages": [USER]}
         count = await client.post(f"{ROOT}/v1/messages/count_tokens?beta=true", json=asked)
         assert count.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "half"),
+    [
+        (r"\ud800", r"\ud800 at byte 57"),
+        (r"\uD83D\ude00 \uDE00!", r"\uDE00 at byte 70"),
+        (r"\\\ud83d\u0041", r"\ud83d at byte 59"),
+        (r"\uD83D\ude00 \\ud800", None),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_named_with_its_place(
+    tmp_path: Path, text: str, half: str | None
+) -> None:
+    body = f'{{"model": "m", "messages": [{{"role": "user", "content": "{text}"}}]}}'
+    async with asking(tmp_path, "4") as (_, client):
+        answer = await client.post(
+            f"{ROOT}/v1/chat/completions",
+            content=body,
+            headers={"content-type": "application/json"},
+        )
+    if half is None:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == (
+            f"the body: got half of a surrogate pair, {half}, expected text that UTF-8 can encode; "
+            "send both halves, or replace it"
+        )
