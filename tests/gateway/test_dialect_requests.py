@@ -424,6 +424,15 @@ def test_what_does_not_fit_is_refused_with_its_place(words: Words) -> None:
 
 
 @every_dialect
+def test_a_limit_that_is_no_whole_number_from_1_is_named(words: Words) -> None:
+    for value, got in ((0, "0"), (-2, "-2"), (1.5, "1.5"), (True, "true or false"), ("9", "text")):
+        with pytest.raises(Refused) as caught:
+            words.read({words.limit: value})
+        expected = f"{words.limit}: got {got}, expected a whole number, at least 1"
+        assert caught.value.message == expected
+
+
+@every_dialect
 def test_headers_name_retries_keys_and_calls_that_are_no_part_of_the_task(words: Words) -> None:
     def read(model: str = "m", **headers: str) -> tuple[bool, str, bool]:
         request = words.read({"model": model}, **headers)

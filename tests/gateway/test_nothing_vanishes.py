@@ -261,6 +261,23 @@ async def test_each_result_is_shown_at_its_call_or_refused(tmp_path: Path) -> No
 LOOK_UP = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
 
 
+async def test_after_a_last_message_of_the_assistant_the_policy_begins_its_own_turn(
+    tmp_path: Path,
+) -> None:
+    """Graphs of several agents send the last agent's reply as the last message."""
+    policy = Policy()
+    gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
+    first = (await gateway.ask(user("Hi"))).message
+    await gateway.ask(user("Hi"), first)
+    await gateway.ask(user("Hi"), says("So:"))
+    own, foreign = (
+        tokenizer("plain").decode(request.prompt_token_ids.tolist())
+        for request in policy.requests[1:]
+    )
+    begun = "<|im_end|>\n<|im_start|>assistant\n"
+    assert own.endswith(f"assistant\n0{begun}") and foreign.endswith(f"assistant\nSo:{begun}")
+
+
 NAMING = TEMPLATES["plain"].replace("m.role", "(m.name or m.role)")
 
 

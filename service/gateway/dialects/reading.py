@@ -221,10 +221,10 @@ def read_limit(value: object, where: str) -> int | None:
     """Read the maximum number of tokens to sample; None: the client sets no maximum."""
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise invalid(where, f"got {kind(value)}, expected a whole number, at least 1")
-    if value < 1:
-        raise invalid(where, "got a number below 1, expected at least 1")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isinstance(value, int) or value < 1:
+        got = printable(repr(value)) if is_number else kind(value)
+        raise invalid(where, f"got {got}, expected a whole number, at least 1")
     return value
 
 
