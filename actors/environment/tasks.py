@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from actors.environment.settings import MIXTURE_PERIOD
 from actors.environment.task_data import DataCheck, report_nulls
+from actors.file_targets import regular_target
 from actors.types import Task
 from actors.user_code import json_type_of
 
@@ -443,23 +444,22 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
         raise BadTaskFile(f"task file {path}: got duplicate task ids, expected unique ones")
     if not tasks:
         raise BadTaskFile(f"task file {path}: got no tasks to write, expected one or more")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    target = regular_target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             if path.suffix.lower() == ".parquet":
-                rows = [_row(task) for task in tasks]
-                cells = [row | {"data": _json(row["data"])} for row in rows]
+                cells = [row | {"data": _json(row["data"])} for row in map(_row, tasks)]
                 pq.write_table(pa.Table.from_pylist(cells, schema=_SCHEMA), file)
             else:
                 file.writelines((_json(_row(task)) + "\n").encode() for task in tasks)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        os.replace(aside, target)
     finally:
-        # The file exists only if the writing failed.
-        Path(aside).unlink(missing_ok=True)
+        Path(aside).unlink(missing_ok=True)  # It exists only if the writing failed.
 
 
 def _check_suffix(path: Path) -> None:

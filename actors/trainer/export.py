@@ -10,6 +10,7 @@ all, and nothing is ever overwritten. Called by the command line.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ def export_checkpoint(
         or of another base model, or has no adapters that could be written; OSError (transformers)
         if the base model is missing.
     """
-    if output.exists():
+    if os.path.lexists(output):
         raise FileExistsError(
             f"export: {output} exists, expected a new directory; choose another or remove it"
         )

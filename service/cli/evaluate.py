@@ -29,6 +29,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
 from actors.environment.evaluation import EvaluationSet, Played, plays_of
 from actors.environment.policy import PolicyUnavailable
+from actors.file_targets import regular_target
 from actors.trainer.publish import pack_weights
 from actors.trainer.settings import TrainerSettings
 from actors.weights.board import WeightError, WeightGroup
@@ -193,12 +194,12 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
         if named is None and run is not None:
             out = RunDir(path=run).evaluations / file
             out.parent.mkdir(exist_ok=True)
-        if out.is_dir() or not os.access(out.parent, os.W_OK):
+        if not os.access(regular_target(out).parent, os.W_OK):
             raise PermissionError(f"no file can be written in {out.parent}")
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: {error.strerror or error}; expected a file in a directory that exists "
-            "and can be written; name another"
+            f"--out {out}: {error.strerror or error}; expected a regular file in a directory that "
+            "exists and can be written; name another"
         ) from error
     return out
 

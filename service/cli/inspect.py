@@ -159,7 +159,7 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
     except OSError as error:
         raise ConfigError(
             f"--html {request.html}: cannot be written ({error.strerror or error}); expected a "
-            "file in a directory that exists; choose another"
+            "regular file in a directory that exists; choose another"
         ) from error
     say(f"{request.html}: {entry.trajectory.trajectory_id}, step {step.step}")
     return 0

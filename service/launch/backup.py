@@ -9,6 +9,7 @@ name ends in `.part`.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -143,7 +144,7 @@ def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
 
     It is removed instead if the block raises.
     """
-    if directory.exists():
+    if os.path.lexists(directory):
         raise ConfigError(
             f"{command}: {directory} exists, expected a new directory; choose another"
         )

@@ -29,6 +29,7 @@ from actors.deadline import ActorLost, race, wait_while_moving, within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import Played, plays_of
 from actors.environment.settings import EnvironmentActorSettings, Sampling
+from actors.file_targets import regular_target
 from actors.metrics import Part
 from actors.types import RolloutAssignment, Task, TokenIds, TrajectorySummary
 from actors.user_code import LostCalls
@@ -435,6 +436,7 @@ def write_lines(path: Path, played: Sequence[Played]) -> int:
     Returns: the number of lines.
     Raises: OSError; RayError if the actor that owns a line has died.
     """
+    path = regular_target(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     lines = [each.line for each in played if each.line is not None]
     try:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+from actors.file_targets import regular_target
 from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts, TokenCounts
 from actors.types import Outcome
@@ -259,8 +260,10 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 def write_aside(path: Path, text: str) -> None:
     """Replace the file `path` atomically: write and sync a temporary file, then rename it.
 
-    Raises: OSError, after removing the temporary file.
+    If `path` is a symbolic link, the file to which it points is replaced.
+    Raises: OSError, after removing the temporary file; also if `path` is not a regular file.
     """
+    path = regular_target(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:

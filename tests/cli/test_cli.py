@@ -136,6 +136,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
         ("--tasks", "9"): "--tasks 9: expected at most 4",
         ("--samples", "2"): "evaluation.samples is 2 with temperature 0",
         ("--out", str(tmp_path / "no" / "file")): "no file can be written in",
+        ("--out", "/dev/full"): "it is not a regular file; expected a regular file",
         ("--set", "tasks.evaluation_tasks=0"): "no task is held out",
         ("--set", "tasks.environment=session", "--set", "tasks.evaluation_tasks=0"): "is session",
     }

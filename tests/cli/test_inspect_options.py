@@ -99,6 +99,22 @@ def test_a_page_that_cannot_take_its_place_leaves_nothing_behind(run_dir: Path) 
     assert [path.name for path in run_dir.iterdir()] == ["journal"]
 
 
+def test_a_page_replaces_the_file_behind_a_link_and_nothing_but_a_file(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    target, link, pipe = tmp_path / "target.html", tmp_path / "link.html", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target.name)
+    os.mkfifo(pipe)
+    request = InspectRequest(target=ONE, run=run_dir, html=link)
+    assert run_inspect(request) == 0
+    assert link.is_symlink() and target.read_text().startswith("<!doctype html>")
+    for place in (pipe, Path("/dev/null")):
+        text = refused(ONE, run=run_dir, html=place)
+        assert f"--html {place}: cannot be written (it is not a regular file)" in text
+    assert pipe.is_fifo() and Path("/dev/null").is_char_device()
+
+
 def called(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "service.cli.main", "inspect", *map(str, arguments)]
     return subprocess.run(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -197,6 +198,17 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(BadTaskFile, match="duplicate"):
         write_tasks(path, _tasks(1) * 2)
+
+
+def test_tasks_replace_the_file_behind_a_link_and_nothing_but_a_file(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link.jsonl", tmp_path / "pipe.jsonl"
+    link.symlink_to("target")
+    write_tasks(link, _tasks(2))
+    assert link.is_symlink() and read_tasks(link) == _tasks(2)
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_tasks(pipe, _tasks(1))
+    assert pipe.is_fifo()
 
 
 def test_generated_reasoning_gym_tasks_are_the_same_each_time_and_survive_a_file(

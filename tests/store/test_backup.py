@@ -69,6 +69,9 @@ def test_a_backup_without_a_readable_checkpoint_and_an_existing_directory_are_re
     run_dir = unpack_run(tmp_path, BEFORE)
     with pytest.raises(ConfigError, match=r"backup: .* exists, expected a new directory"):
         back_up(run_dir, tmp_path)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"backup: .* exists, expected a new directory"):
+        back_up(run_dir, tmp_path / "dangling")
     with pytest.raises(ConfigError, match="which has no run"):
         back_up(RunDir(path=tmp_path), tmp_path / "backup")
     back_up(run_dir, tmp_path / "backup")
@@ -78,7 +81,7 @@ def test_a_backup_without_a_readable_checkpoint_and_an_existing_directory_are_re
         restore(RunDir(path=tmp_path / "backup"), RunDir(path=tmp_path / "new"), StoreOptions())
     with pytest.raises(ConfigError, match="expected a directory that `rayloom backup` wrote"):
         restore(RunDir(path=tmp_path / "no"), RunDir(path=tmp_path / "new"), StoreOptions())
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["backup", BEFORE]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["backup", "dangling", BEFORE]
 
 
 def test_a_directory_of_the_users_at_the_name_of_the_unfinished_one_is_kept(tmp_path: Path) -> None:

@@ -433,6 +433,9 @@ def test_an_export_gives_the_trainers_own_log_probabilities(
     assert ours.get_vocab() == base.get_vocab()
     with pytest.raises(FileExistsError, match="expected a new directory"):
         export_checkpoint(path, output)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="expected a new directory"):
+        export_checkpoint(path, tmp_path / "dangling")
     assert export_checkpoint(path, tmp_path / "half", dtype=torch.bfloat16).version == 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
