@@ -123,7 +123,7 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
         return run_dir.path
     try:
         with run_dir.looked_into(any_format=True) as store:
-            commits = _commits_in_any_format(store)
+            commits, fault = _commits_in_any_format(store)
         if commits is None:
             newest = newest_complete(run_dir.checkpoints)
         else:
@@ -135,9 +135,8 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
         ) from error
     if commits is None and newest is not None:
         say(
-            f"rayloom: the database of {source} is in another format than this Rayloom's "
-            f"{FORMAT}, and its table of checkpoints cannot be read; took {newest.name}, the "
-            "newest complete checkpoint, whose step the run may have undone",
+            f"rayloom: the database of {source} {fault}; took {newest.name}, the newest complete "
+            "checkpoint, whose step the run may have undone",
             err=True,
         )
     if newest is None:
@@ -148,15 +147,22 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
     return newest
 
 
-def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
-    """Return the run's checkpoints; None if the database has another format and cannot be read."""
+def _commits_in_any_format(store: ReadOnlyStore) -> tuple[list[Checkpoint] | None, str]:
+    """Return the run's checkpoints and "".
+
+    Return None and the reason if the database is empty, or of another format and cannot be read.
+    """
     number = store.format_number()
     try:
-        return store.checkpoints()
+        commits = store.checkpoints()
+        return (commits, "") if commits or store.newest_term() else (None, "is empty")
     except StoreError:
         if number == FORMAT:
             raise
-        return None
+        return None, (
+            f"is in another format than this Rayloom's {FORMAT}, and its table of checkpoints "
+            "cannot be read"
+        )
 
 
 def move(run: Path, options: StoreOptions) -> str:
