@@ -16,6 +16,7 @@ from service import units
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import LineDisplay, LiveDisplay, open_display
 from service.cli.outlet import Stages, say, warn
+from service.config.file import ConfigError
 from service.config.tree import Config
 from service.config.trial import Trial
 from service.inference.deployment import start_serve_for_engines
@@ -86,8 +87,7 @@ def run_training(
             if not takes_over:
                 check_lease_free(run_dir)
         except StoreError as error:
-            say(f"rayloom: --resume {run_dir.path}: {error}", err=True)
-            return EXIT_FAILED
+            raise ConfigError(f"--resume {run_dir.path}: {error}") from error
     elif new_run is not None:
         run_dir = RunDir(path=new_run)
     else:

@@ -24,7 +24,7 @@ from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import checkpoint_of, export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.outlet import Stages
-from service.cli.train import EXIT_FAILED, EXIT_OK, run_training
+from service.cli.train import EXIT_OK, run_training
 from service.config.file import ConfigError, load_config
 from service.config.trial import Trial
 from service.launch.resume import (
@@ -277,15 +277,14 @@ def test_a_checkpoint_from_before_a_collapse_stays_beside_the_newest(tmp_path: P
     assert kept(3) == [60, 55, 5]
 
 
-def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_where_no_checkpoint_is_left_the_run_is_refused_before_anything_starts(
+    tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run")
     for manifest in place.checkpoints.glob(f"*/{MANIFEST}"):
         manifest.unlink()
-    assert resume(place) == EXIT_FAILED
-    told = capsys.readouterr().err
-    assert "none of the run's 3 committed checkpoints" in told and "step-000003-t1" in told
+    with pytest.raises(ConfigError, match=r"none of the run's 3 committed .*step-000003-t1"):
+        resume(place)
     assert not place.log_file.exists()
     with pytest.raises(ConfigError, match="none of the run's 3 committed checkpoints"):
         export_checkpoint(place.path, tmp_path / "out")
@@ -443,6 +442,18 @@ def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "rayloom.db").write_bytes(b"\1" * 5000)
     with pytest.raises(ConfigError, match="cannot be read"):
         export_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_an_export_of_a_run_with_an_empty_database_takes_the_newest_complete_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_run(tmp_path / "run")
+    place.database_file.write_bytes(b"")
+    assert checkpoint_of(place.path, command="export").name == "step-000003-t1"
+    assert "is empty; took step-000003-t1, the newest complete" in capsys.readouterr().err
+    shutil.rmtree(place.checkpoints)
+    with pytest.raises(ConfigError, match="has no committed checkpoint yet"):
+        checkpoint_of(place.path, command="export")
 
 
 def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
