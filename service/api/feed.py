@@ -28,7 +28,7 @@ EVENT_SCHEMA = {
     "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
 }
 _GONE: dict[int | str, dict[str, Any]] = {
-    410: {"description": "entries after the cursor are no longer kept"}
+    410: {"description": "entries after the cursor are no longer kept, or it is above the newest"}
 }
 
 After = Annotated[Natural | None, Query(description="`next` of the previous page")]
@@ -102,6 +102,14 @@ async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedP
             f"the feed begins at entry {page.oldest}, got after={after}: the entries between are "
             "no longer kept; get the state of your tasks, and continue with "
             f"after={page.oldest - 1}, or raise service.keep_feed_entries",
+        )
+    if after > page.newest:
+        raise Problem(
+            410,
+            "feed-ahead",
+            f"the feed ends at entry {page.newest}, got after={after}: the number is from another "
+            "run, or the run was restored from a backup; get the state of your tasks, and continue "
+            f"with after={page.newest}",
         )
     return page
 

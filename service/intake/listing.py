@@ -153,3 +153,5 @@ class FeedPage:
     entries: tuple[FeedEntry, ...]
     oldest: int
     """The smallest number of a kept entry; 0 if the feed is empty."""
+    newest: int
+    """The largest number that an entry has got; 0 if there never was an entry."""

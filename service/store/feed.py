@@ -149,14 +149,16 @@ def read_feed(store: ReadOnlyStore, *, after: int, limit: int, sees: str | None 
         .order_by(number)
         .limit(limit)
     )
-    newest = select(tables.feed_numbers.c.newest).where(tables.feed_numbers.c.tenant == sees)
+    own_newest = select(tables.feed_numbers.c.newest).where(tables.feed_numbers.c.tenant == sees)
 
     def read(connection: Connection) -> FeedPage:
         oldest = connection.scalar(select(func.min(number)).where(is_shown))
-        if oldest is None and sees is not None and (last := connection.scalar(newest)):
+        entries = tuple(FeedEntry(**row) for row in connection.execute(query).mappings())
+        # Last, so that it is not below the number of an entry.
+        newest = newest_number(connection) if sees is None else connection.scalar(own_newest) or 0
+        if oldest is None and sees is not None and newest:
             # All entries of this tenant were pruned.
-            oldest = last + 1
-        entries = connection.execute(query).mappings()
-        return FeedPage(entries=tuple(FeedEntry(**row) for row in entries), oldest=oldest or 0)
+            oldest = newest + 1
+        return FeedPage(entries=entries, oldest=oldest or 0, newest=newest)
 
     return store.read(read)
