@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from actors.environment.task_data import ANY_DATA, DataCheck
-from actors.types import SESSION
+from actors.types import SESSION, UPLOADED
 from service.access.keys import own_id
 from service.api.ports import PREFIX
 from service.api.problems import MAX_ERRORS, Problem, shown
@@ -34,6 +34,21 @@ class EnvironmentAnswer(StrictBody):
 
 class EnvironmentsAnswer(StrictBody):
     environments: list[EnvironmentAnswer]
+
+
+def check_listed(environment: str | None, settings: HttpSettings) -> None:
+    """Check the environment by which a list is filtered. Raises: Problem if no task can have it.
+
+    A run's environments never change, so older tasks have no others.
+    """
+    known = (*settings.environments, SESSION, UPLOADED)
+    if environment is not None and environment not in known:
+        raise Problem(
+            422,
+            "unknown-environment",
+            f"query.environment: got {shown(environment)!r}, expected one of {', '.join(known)}; "
+            "correct it, or leave it out to list all tasks",
+        )
 
 
 def add_environments(app: FastAPI, settings: HttpSettings) -> None:

@@ -14,7 +14,7 @@ from actors.types import SESSION
 from service.access.keys import WHOLE_PATTERN, digest_of, own_id
 from service.api import problems
 from service.api.callers import caller_of
-from service.api.environments import TaskChecks
+from service.api.environments import TaskChecks, check_listed
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, shown
 from service.api.schemas import (
@@ -143,6 +143,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         """List tasks in the order of acceptance. A page may have fewer tasks than `limit`, or none,
         although more tasks follow: `next` is then not null.
         """
+        check_listed(environment, settings)
         caller = caller_of(request)
         wanted = TaskFilter(status=status, environment=environment, batch=batch, tenant=caller.sees)
         page = await run.tasks(wanted, after=cursor or 0, limit=limit)

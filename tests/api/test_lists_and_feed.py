@@ -135,6 +135,9 @@ async def test_tasks_are_listed_in_order_by_status_batch_and_environment(
     assert first["batch"] == "night" and first["num_samples"] == 2 and "samples" not in first
     for query in ({"status": "odd"}, {"limit": 0}, {"limit": 9999}, {"cursor": -1}):
         assert (await client.get(URL, params=query)).status_code == 422
+    assert await ids(environment="uploaded") == ([], None)
+    answer = await client.get(URL, params={"environment": "nope"})
+    assert answer.status_code == 422 and "expected one of guessing, session" in answer.text
     # A batch is a part of what was sent.
     answer = await client.post(URL, json=batch("a", batch="day"))
     assert answer.status_code == 409
@@ -300,6 +303,17 @@ async def test_a_cursor_that_lies_before_what_is_kept_is_410(tmp_path: Path) -> 
             assert answer.status_code == 410 and answer.json()["code"] == "feed-cut"
             assert "after=3" in answer.json()["detail"]
         assert len(await told(client, after=3)) == 3
+
+
+async def test_a_cursor_above_the_newest_entry_is_410(client: httpx.AsyncClient) -> None:
+    for newest in (0, 1):
+        for path in (f"{API}/feed?after=2", f"{API}/events?after=999999"):
+            answer = await client.get(path)
+            assert answer.status_code == 410 and answer.json()["code"] == "feed-ahead"
+            assert f"continue with after={newest}" in answer.json()["detail"]
+        assert await told(client, after=newest) == []
+        await client.post(URL, json=batch(f"a{newest}"))
+    assert len(await told(client, after=1)) == 1
 
 
 async def test_events_are_the_feed_and_go_on_behind_the_last_id(client: httpx.AsyncClient) -> None:
