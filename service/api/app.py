@@ -56,7 +56,7 @@ def create_app(
         title="Rayloom",
         description="Rollouts for a training run, over HTTP.",
         lifespan=lifespan,
-        dependencies=[Depends(check_query)],
+        dependencies=[Depends(check_query), Depends(check_no_body)],
     )
     metrics = metrics or ApiMetrics()
     # Used by the guards, and by the routes that check keys themselves.
@@ -111,6 +111,33 @@ async def check_query(request: Request) -> None:
                 f"query.{name}: got it {given.count(name)} times, expected it once; remove the "
                 "others",
             )
+
+
+async def check_no_body(request: Request) -> None:
+    """Refuse fields in the body of a request whose route has none. Raises: Problem.
+
+    FastAPI does not read such a body. The routes that parse their bodies themselves declare them in
+    `openapi_extra`.
+    """
+    route = request.scope["route"]
+    has_fields = route.body_field is not None or "requestBody" in (route.openapi_extra or {})
+    if has_fields or not request.url.path.startswith(f"{PREFIX}/"):
+        return
+    whole = await request.body()
+    try:
+        found = json.loads(whole) if whole else {}
+    except (ValueError, RecursionError) as error:
+        raise problems.malformed(problems.shown(str(error))) from None
+    if found != {}:
+        is_object = isinstance(found, dict)
+        where = f"body.{problems.shown(next(iter(found)))}" if is_object else "body"
+        got = "this route has no such field" if is_object else "got something else than an object"
+        raise problems.Problem(
+            422,
+            "invalid-request",
+            f"{where}: {got}, expected no body or {{}}; remove it; see /docs",
+            errors=[{"loc": where.split(".", 1), "message": got}],
+        )
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
@@ -275,7 +302,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
         common |= _KEYED
         if path.startswith(PREFIX) and not (is_for_clients(path) or has_own_keys(path)):
             common |= _OF_ADMINS
-    if "requestBody" in operation:
+    if "requestBody" in operation or path.startswith(f"{PREFIX}/"):
+        # Also for a route without a body: see `check_no_body`.
         common |= _READ | _WITH_BODY
     if operation.get("parameters"):
         common |= _READ

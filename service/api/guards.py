@@ -318,6 +318,13 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
             f"got {len(headers)} headers of {size} bytes, expected at most {MAX_HEADERS} of "
             f"{MAX_HEADER_BYTES} together; send fewer",
         )
+    keys = {value for name, value in headers if name == b"idempotency-key"}
+    if len(keys) > 1:
+        raise Problem(
+            400,
+            "repeated-header",
+            f"got {len(keys)} different Idempotency-Key headers, expected one; remove the others",
+        )
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:

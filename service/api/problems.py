@@ -112,7 +112,7 @@ def install(app: FastAPI) -> None:
 def _of_http(error: HTTPException, request: Request) -> Problem:
     status, path, headers = error.status_code, shown(request.url.path), error.headers
     if status == HTTPStatus.BAD_REQUEST:
-        return _malformed(shown(str(error.__cause__ or error.detail)))
+        return malformed(shown(str(error.__cause__ or error.detail)))
     if status == HTTPStatus.NOT_FOUND:
         routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
         near = difflib.get_close_matches(path, {each.path for each in routes}, n=NEAR_PATHS)
@@ -139,7 +139,8 @@ def _methods_at(request: Request) -> list[str]:
     return sorted(found)
 
 
-def _malformed(what: str) -> Problem:
+def malformed(what: str) -> Problem:
+    """Return the answer to a body that is not JSON. what: the parser's message."""
     return Problem(
         400,
         "malformed-body",
@@ -152,7 +153,7 @@ def _of_validation(error: RequestValidationError) -> Problem:
     found = error.errors()
     if any(item["type"] == "json_invalid" for item in found):
         position = found[0]["loc"][-1]
-        return _malformed(f"{found[0]['ctx']['error']} at character {position}")
+        return malformed(f"{found[0]['ctx']['error']} at character {position}")
     errors = [
         {"loc": [_shown_part(part) for part in item["loc"]], "message": _message_of(item)}
         for item in found[:MAX_ERRORS]

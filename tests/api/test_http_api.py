@@ -127,6 +127,8 @@ async def test_a_request_under_a_used_key_is_the_same_request_or_refused(
         answer = await client.post(URL, json=batch("b"), headers=named)
         problem(answer, 422, "idempotency-key-reused")
         other = {"Idempotency-Key": "nightly 18"}
+        both = [*named.items(), *other.items()]
+        problem(await client.post(URL, json=batch("c"), headers=both), 400, "repeated-header")
         assert (await client.post(URL, json=batch("a", "b"), headers=other)).json()["accepted"] == 1
         for bad in ("", " ", "x" * 256, "tab\tbed"):
             answer = await client.post(URL, json=batch("c"), headers={"Idempotency-Key": bad})
