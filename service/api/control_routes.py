@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import Body, FastAPI, Path, Request, Response
 from pydantic import Field, model_validator
 
 from actors.environment.settings import KeptTokens, Sampling, StructuredOutputs
@@ -111,8 +111,9 @@ class EvaluationBody(StrictBody):
     )
     tasks: list[str] = Field(
         default_factory=list,
+        min_length=1,
         max_length=MAX_TASK_IDS,
-        description="ids of the held-out tasks to play",
+        description="ids of the held-out tasks to play; leave it out to play all",
     )
     pass_reward: float = Field(
         1.0,
@@ -188,7 +189,11 @@ def _add_pauses(app: FastAPI, run: RunPort) -> None:
         return await _asked(run.control.view())
 
     @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
-    async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
+    async def pause(
+        part: Pausable,
+        request: Request,
+        body: Annotated[PauseBody, Body(default_factory=PauseBody)],
+    ) -> ControlAnswer:
         """Pause a part of the run until it is resumed, even if the run is restarted. The request
         may be repeated. docs/control.md lists the work that continues meanwhile."""
         return await _noted(run, request, _asked(run.control.pause(part, body.reason)))
@@ -228,7 +233,9 @@ def _add_checkpoints(app: FastAPI, run: RunPort) -> None:
 def _add_evaluations(app: FastAPI, run: RunPort) -> None:
     @app.post(f"{PREFIX}/evaluations", status_code=202, responses=_NOT_NOW)
     async def evaluate(
-        body: EvaluationBody, request: Request, response: Response
+        body: Annotated[EvaluationBody, Body(default_factory=EvaluationBody)],
+        request: Request,
+        response: Response,
     ) -> OperationAnswer:
         """Play held-out tasks now, during training."""
         evaluating = run.control.evaluate(
@@ -257,7 +264,9 @@ def _add_policies(app: FastAPI, run: RunPort) -> None:
 
 def _add_stop(app: FastAPI, run: RunPort) -> None:
     @app.post(f"{PREFIX}/stop", status_code=202)
-    async def stop(body: StopBody, request: Request) -> StopAnswer:
+    async def stop(
+        body: Annotated[StopBody, Body(default_factory=StopBody)], request: Request
+    ) -> StopAnswer:
         """End the run after the current step, with a checkpoint. The request may be repeated. Tasks
         that wait or are played stay accepted until the run is resumed.
         """

@@ -174,3 +174,35 @@ async def test_calls_that_change_something_are_written_down_with_their_answers(
     assert calls[1]["body"] == '{"reason":"look"}' and '"phase": "paused"' in calls[1]["answer"]
     assert "has no checkpoint" in calls[0]["answer"] and calls[0]["at"] > 0
     assert len((await client.get("/control/calls", params={"limit": 1})).json()["calls"]) == 1
+
+
+async def test_a_body_may_be_left_out_where_no_field_is_needed(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    [paused] = (await client.post("/control/training/pause")).json()["paused"]
+    assert (paused["part"], paused["reason"]) == ("training", "")
+    assert (await client.post("/control/training/resume")).status_code == 200
+    assert (await client.post("/evaluations")).status_code == 202
+    assert (await client.post("/stop")).status_code == 202
+    assert run.stops == [None]
+
+
+async def test_an_evaluation_of_no_tasks_is_refused(tmp_path: Path) -> None:
+    _, client = await served(tmp_path)
+    answer = await client.post("/evaluations", json={"tasks": []})
+    assert answer.status_code == 422 and "body.tasks: got a list, expected it to" in answer.text
+
+
+async def test_a_field_for_a_route_without_fields_is_refused(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    commit = run.world.commit(2)
+    paths = ("/checkpoints", f"/checkpoints/{commit}/return", "/control/training/resume")
+    for path in (*paths, "/rollouts/a/cancel"):
+        for body, where in (({"step": 3}, "body.step: this route has no such field"), ([], "body")):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 422 and answer.json()["detail"].startswith(where), path
+    answer = await client.post(
+        "/checkpoints", content=b"{", headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400 and answer.json()["code"] == "malformed-body"
+    assert (await client.get("/control/calls")).json()["calls"] == []
+    assert (await client.post("/control/training/resume", json={})).status_code == 200
