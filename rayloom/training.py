@@ -3,16 +3,11 @@
 The run has a separate process, which is not affected by a running event loop, by a Ray that the
 caller has initialised or by an earlier run. The process's memory is freed when the run ends.
 
-Functions are passed by name if their module can be imported. A function from a notebook or from the
-script itself is passed by value: it is stored in the run's directory with its source, and a resumed
-run uses the stored function.
+The functions that the run calls are passed as `rayloom.functions` describes.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import inspect
 import json
 import os
 import shutil
@@ -22,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -31,9 +26,9 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-import cloudpickle
 import yaml
 
+from rayloom.functions import Named, name_of
 from rayloom.rows import without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
@@ -46,9 +41,6 @@ RUNS = Path("runs")
 _MAX_REASON_LINES = 20
 # What `rayloom serve` prints before the address.
 _LISTENS = "the API listens on "
-
-Named = str | Callable[..., Any]
-"""A function or a class, or its name: FILE.py:NAME, or package.module:NAME."""
 
 
 class TrainingFailed(Exception):
@@ -316,7 +308,7 @@ def _arguments(
                 arguments += ["--dataset", _dataset(dataset, store)]
             for option, each in functions.items():
                 for function in each:
-                    arguments += [f"--{option}", _name_of(function, store, what=option)]
+                    arguments += [f"--{option}", name_of(function, store, what=option)]
             yield directory, arguments
 
 
@@ -385,54 +377,6 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
     if isinstance(dataset, str | os.PathLike):
         return os.fspath(dataset)
     return os.path.relpath(write_rows(dataset, store))
-
-
-def _name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which a run imports a function.
-
-    A function that cannot be imported by name is first stored in `store`. what: name of the
-    argument that contains the function, for errors.
-    """
-    if isinstance(function, str):
-        return function
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    # A method needs its instance, which is passed by value. A nested function's name has "<".
-    has_name = name and "<" not in name and not inspect.ismethod(function)
-    if has_name and module != "__main__" and getattr(sys.modules.get(module), "__spec__", None):
-        return f"{module}:{name}"
-    return _stored(function, store, what=what)
-
-
-def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
-    """Store a function by value in a new module in `store`, and return its MODULE:NAME.
-
-    Raises: ConfigError if the function refers to an object that cannot be pickled.
-    """
-    name = getattr(function, "__name__", "")
-    name = name if name.isidentifier() else "function"
-    try:
-        value = cloudpickle.dumps(function)
-    except Exception as error:  # the values that it refers to may raise any error
-        raise ConfigError(
-            f"{what}: {name} cannot be stored by value ({type(error).__name__}: {error}); expected "
-            "a function that refers only to values that can be pickled; define it in a file and "
-            "pass FILE.py:NAME"
-        ) from error
-    digest = hashlib.sha256(value).hexdigest()
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):
-        source = "its source is not known\n"
-    commented = "".join(f"# {line}".rstrip() + "\n" for line in source.splitlines())
-    store.mkdir(parents=True, exist_ok=True)
-    module = f"given_{digest[:16]}"
-    (store / f"{module}.py").write_text(
-        f'"""{name}, as it was when the run began: by value, SHA-256 {digest}."""\n\n'
-        f"{commented}\nfrom base64 import b64decode\n\nimport cloudpickle\n\n"
-        f'{name} = cloudpickle.loads(b64decode("{base64.b64encode(value).decode()}"))\n',
-        encoding="utf-8",
-    )
-    return f"{module}:{name}"
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:

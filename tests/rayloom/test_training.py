@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rayloom
+from rayloom.functions import name_of
 from service.launch.run_dir import RunDir, check_new
 
 ROWS = [{"prompt": "Which number comes after 3?", "answer": "4"}]
@@ -36,8 +37,6 @@ def test_the_import_loads_nothing_heavy() -> None:
 def test_a_function_without_an_importable_module_is_stored_with_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rayloom import training
-
     bonus = 0.5
 
     def score(completion: str, answer: str) -> float:
@@ -45,20 +44,18 @@ def test_a_function_without_an_importable_module_is_stored_with_its_source(
 
     monkeypatch.chdir(tmp_path)
     store = RunDir(path=tmp_path / "run").functions
-    module, name = training._name_of(score, store, what="reward").split(":")
+    module, name = name_of(score, store, what="reward").split(":")
     assert "def score(completion: str, answer: str)" in (store / f"{module}.py").read_text()
     monkeypatch.syspath_prepend(str(store))
     found = getattr(importlib.import_module(module), name)
     assert (found("4", "4"), found("5", "4")) == (1.5, 0.5)
     # The same function has the same name, and a start may use the directory.
-    assert training._name_of(score, store, what="reward") == f"{module}:{name}"
+    assert name_of(score, store, what="reward") == f"{module}:{name}"
     check_new(RunDir(path=tmp_path / "run"))
 
 
 def test_a_function_of_a_module_is_taken_by_its_name(tmp_path: Path) -> None:
-    from rayloom import training
-
-    assert training._name_of(check_new, tmp_path / "functions", what="reward") == (
+    assert name_of(check_new, tmp_path / "functions", what="reward") == (
         "service.launch.run_dir:check_new"
     )
     assert not (tmp_path / "functions").exists()
@@ -99,13 +96,9 @@ def test_a_directory_that_holds_a_run_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_method_is_stored_with_its_instance(tmp_path: Path) -> None:
-    from rayloom import training
-
     store = RunDir(path=tmp_path / "run").functions
-    assert training._name_of("4".__eq__, store, what="reward").startswith("given_")
-    assert training._name_of(RunDir(path=tmp_path).has_run, store, what="reward").startswith(
-        "given_"
-    )
+    assert name_of("4".__eq__, store, what="reward").startswith("given_")
+    assert name_of(RunDir(path=tmp_path).has_run, store, what="reward").startswith("given_")
 
 
 def test_serve_and_evaluate_are_refused_as_the_commands_are(

@@ -1,0 +1,87 @@
+"""Pass functions and classes of the caller to the process of a run.
+
+An object is passed by its name, MODULE:NAME, if this name gives the same object in an importable
+module. Any other object is passed by value: a function from a notebook or from the script itself, a
+wrapper that has its inner function's name, a bound method. It is stored in the run's directory with
+its source, and a resumed run uses the stored object.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from service.config.file import ConfigError
+
+Named = str | Callable[..., Any]
+"""A function or a class, or its name: FILE.py:NAME, or package.module:NAME."""
+
+
+def name_of(function: Named, store: Path, *, what: str) -> str:
+    """Return the name by which a run imports a function or a class.
+
+    What cannot be imported by name is first stored in `store`. what: name of the argument that
+    contains the function, for errors. Raises: ConfigError if it cannot be stored.
+    """
+    if isinstance(function, str):
+        return function
+    return _own_name(function) or _stored(function, store, what=what)
+
+
+def _own_name(function: Callable[..., Any]) -> str:
+    """Return an object's MODULE:NAME; empty if the object cannot be imported by it.
+
+    `functools.wraps` and `update_wrapper` copy the name of the inner function to the wrapper, and a
+    module's attribute may have been replaced. So the name must give this very object.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    found = sys.modules.get(module or "")
+    if not name or module == "__main__" or getattr(found, "__spec__", None) is None:
+        return ""
+    try:
+        is_same = attrgetter(name)(found) is function
+    except AttributeError:  # such as a nested function, whose name has "<locals>"
+        is_same = False
+    return f"{module}:{name}" if is_same else ""
+
+
+def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
+    """Store a function by value in a new module in `store`, and return its MODULE:NAME.
+
+    Raises: ConfigError if the function refers to an object that cannot be pickled.
+    """
+    name = getattr(function, "__name__", "")
+    name = name if name.isidentifier() else "function"
+    try:
+        value = cloudpickle.dumps(function)
+    except Exception as error:  # the values that it refers to may raise any error
+        raise ConfigError(
+            f"{what}: {name} cannot be stored by value ({type(error).__name__}: {error}); expected "
+            "a function that refers only to values that can be pickled; define it in a file and "
+            "pass FILE.py:NAME"
+        ) from error
+    digest = hashlib.sha256(value).hexdigest()
+    # Of a function the code, because getsource would show the inner function of a wrapper.
+    shown: Any = function if isinstance(function, type) else getattr(function, "__code__", None)
+    try:
+        source = inspect.getsource(shown)
+    except (OSError, TypeError):
+        source = "its source is not known\n"
+    commented = "".join(f"# {line}".rstrip() + "\n" for line in source.splitlines())
+    store.mkdir(parents=True, exist_ok=True)
+    module = f"given_{digest[:16]}"
+    (store / f"{module}.py").write_text(
+        f'"""{name}, as it was when the run began: by value, SHA-256 {digest}."""\n\n'
+        f"{commented}\nfrom base64 import b64decode\n\nimport cloudpickle\n\n"
+        f'{name} = cloudpickle.loads(b64decode("{base64.b64encode(value).decode()}"))\n',
+        encoding="utf-8",
+    )
+    return f"{module}:{name}"

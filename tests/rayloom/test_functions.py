@@ -1,0 +1,99 @@
+"""Functions and classes that `rayloom.train` is given: the run calls these and no others."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial, update_wrapper, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rayloom.functions import name_of
+from service.launch.run_dir import RunDir
+
+SCORE = """\
+class Scale:
+    factor = 10.0
+
+    @classmethod
+    def scaled(cls, completion):
+        return cls.factor
+
+    @staticmethod
+    def plain(completion):
+        return 7.0
+
+
+def score(completion, scale=1.0):
+    return scale
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A user's module, which the run can import too."""
+    (tmp_path / "own_score.py").write_text(SCORE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_score", raising=False)
+    return importlib.import_module("own_score")
+
+
+@pytest.fixture
+def as_found_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    store = RunDir(path=tmp_path / "run").functions
+    store.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(store))
+
+    def found(given: Any, *, what: str = "reward") -> Any:
+        module, _, name = name_of(given, store, what=what).partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    return found
+
+
+@pytest.mark.parametrize("what", ["reward", "group-reward", "tools"])
+def test_a_wrapper_with_the_name_of_its_inner_function_is_called_and_not_the_inner_one(
+    own: ModuleType, as_found_by_a_run: Callable[..., Any], what: str
+) -> None:
+    @wraps(own.score)
+    def half(completion: str) -> float:
+        return 0.5 * float(own.score(completion))
+
+    scaled = update_wrapper(partial(own.score, scale=0.1), own.score)
+    assert half.__module__ == scaled.__module__ == "own_score"
+    assert as_found_by_a_run(half, what=what)("4") == 0.5
+    assert as_found_by_a_run(scaled, what=what)("4") == 0.1
+
+
+def test_an_attribute_that_was_replaced_does_not_replace_the_given_object(
+    own: ModuleType, as_found_by_a_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, kind = own.score, own.Scale
+    monkeypatch.setattr(own, "score", lambda completion: 99.0)
+    monkeypatch.setattr(own, "Scale", type("Scale", (), {"factor": 99.0}))
+    assert as_found_by_a_run(before)("4") == 1.0
+    assert as_found_by_a_run(kind, what="tools").factor == 10.0
+
+
+def test_a_bound_method_of_a_class_is_called_with_its_class(
+    own: ModuleType, as_found_by_a_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Twice(own.Scale):  # type: ignore[misc, name-defined]
+        factor = 20.0
+
+    assert as_found_by_a_run(Twice.scaled)("4") == 20.0
+    assert name_of(own.Scale.plain, tmp_path, what="reward") == "own_score:Scale.plain"
+
+
+def test_a_stored_wrapper_is_shown_by_its_own_source(own: ModuleType, tmp_path: Path) -> None:
+    @wraps(own.score)
+    def half(completion: str) -> float:
+        return 0.5
+
+    module, _, _ = name_of(half, tmp_path, what="reward").partition(":")
+    assert "# def half" in (tmp_path / f"{module}.py").read_text().replace("#     ", "# ")
