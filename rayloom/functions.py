@@ -11,10 +11,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
+import os
+import pickletools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -29,11 +33,64 @@ def name_of(function: Named, store: Path, *, what: str) -> str:
     """Return the name by which a run imports a function or a class.
 
     What cannot be imported by name is first stored in `store`. what: name of the argument that
-    contains the function, for errors. Raises: ConfigError if it cannot be stored.
+    contains the function, for errors. Raises: ConfigError if it cannot be stored, or if the run
+    would import another file for one of its modules.
     """
     if isinstance(function, str):
         return function
-    return _own_name(function) or _stored(function, store, what=what)
+    if name := _own_name(function):
+        module = sys.modules[name.partition(":")[0]]
+        _check_files([module.__name__, *_modules_in(module)], what=what)
+    return name or _stored(function, store, what=what)
+
+
+def own_paths() -> list[str]:
+    """Return the caller's import paths, except those of installed packages."""
+    places = [Path(each).resolve() for each in sys.path if each]
+    return [str(each) for each in places if each.exists() and not _is_installed(each)]
+
+
+def _is_installed(place: Path) -> bool:
+    return any(place.is_relative_to(Path(each).resolve()) for each in (sys.prefix, sys.base_prefix))
+
+
+def _modules_in(module: ModuleType) -> set[str]:
+    """Return the names of the modules that a module uses, or from which it has imported names."""
+    values = list(vars(module).values())
+    used = {each.__name__ for each in values if isinstance(each, ModuleType)}
+    return used | {each.__module__ for each in values if isinstance(each, type | FunctionType)}
+
+
+def _check_files(modules: Iterable[str], *, what: str) -> None:
+    """Check that the run would import the caller's own modules from the caller's files.
+
+    The run looks in the working directory first, as each command does; the caller may have another
+    order. Raises: ConfigError.
+    """
+    path = [os.getcwd(), *own_paths(), *sys.path]
+    for name in dict.fromkeys(modules):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name == "__main__" or not file or _is_installed(Path(file).resolve()):
+            continue
+        found = _found_by_run(name, path)
+        if found is not None and Path(found).resolve() != Path(file).resolve():
+            raise ConfigError(
+                f"{what}: the module {name} is {file} here, but the run would import {found}, "
+                "because it looks in the working directory first; expected the same file: rename "
+                "one of them, or start in another directory"
+            )
+
+
+def _found_by_run(module: str, path: list[str]) -> str | None:
+    """Return the file from which an import path gives a module; None if it is not found."""
+    spec, name = None, ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def _own_name(function: Callable[..., Any]) -> str:
@@ -68,6 +125,9 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
             "a function that refers only to values that can be pickled; define it in a file and "
             "pass FILE.py:NAME"
         ) from error
+    # The pickle names the modules that the function uses.
+    texts = {each for _, each, _ in pickletools.genops(value) if isinstance(each, str)}
+    _check_files(sorted(texts & sys.modules.keys()), what=what)
     digest = hashlib.sha256(value).hexdigest()
     # Of a function the code, because getsource would show the inner function of a wrapper.
     shown: Any = function if isinstance(function, type) else getattr(function, "__code__", None)

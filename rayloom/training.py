@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from rayloom.functions import Named, name_of
+from rayloom.functions import Named, name_of, own_paths
 from rayloom.rows import without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
@@ -396,7 +396,7 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
         errors="replace",
         # The terminal's interrupt goes to the caller, which passes it on.
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths()), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(own_paths()), "PYTHONUNBUFFERED": "1"},
     )
 
 
@@ -438,15 +438,3 @@ def _check(code: int, last: Iterable[str]) -> None:
         raise ConfigError(reason.removeprefix("rayloom: "))
     if code != EXIT_OK:
         raise TrainingFailed(f"exit code {code}: {reason}")
-
-
-def _own_paths() -> list[str]:
-    """Return the caller's import paths, except those of installed packages."""
-    installed = Path(sys.prefix).resolve()
-    base = Path(sys.base_prefix).resolve()
-    places = [Path(each).resolve() for each in sys.path if each]
-    return [
-        str(each)
-        for each in places
-        if each.exists() and not each.is_relative_to(installed) and not each.is_relative_to(base)
-    ]

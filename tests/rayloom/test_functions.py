@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import rayloom
 from rayloom.functions import name_of
 from service.launch.run_dir import RunDir
 
@@ -97,3 +98,34 @@ def test_a_stored_wrapper_is_shown_by_its_own_source(own: ModuleType, tmp_path: 
 
     module, _, _ = name_of(half, tmp_path, what="reward").partition(":")
     assert "# def half" in (tmp_path / f"{module}.py").read_text().replace("#     ", "# ")
+
+
+def test_another_file_of_the_same_module_name_in_the_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib, here = tmp_path / "lib", tmp_path / "here"
+    for place, number in ((lib, 1.0), (here, 2.0)):
+        (place / "given_pack").mkdir(parents=True)
+        (place / "given_pack" / "__init__.py").touch()
+        text = f"def score(completion):\n    return {number}\n"
+        (place / "given_pack" / "inner.py").write_text(text)
+        (place / "given_lib.py").write_text(text)
+    (lib / "uses_lib.py").write_text("from given_lib import score as inner\ndef score(c): ...\n")
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(str(lib))
+    flat, deep = importlib.import_module("given_lib"), importlib.import_module("given_pack.inner")
+    given = {
+        "by name": flat.score,
+        "in a package": deep.score,
+        "in a pickle": partial(flat.score),
+        "a global of a pickle": lambda completion: flat.score(completion),
+        "imported by its module": importlib.import_module("uses_lib").score,
+    }
+    for case, function in given.items():
+        with pytest.raises(rayloom.ConfigError, match=r"lib/given_\S+ here, .* import \S+here/"):
+            name_of(function, tmp_path / "store", what="reward")
+            pytest.fail(case)
+    # Without the other files the same functions are taken.
+    monkeypatch.chdir(tmp_path)
+    for function in given.values():
+        assert name_of(function, tmp_path / "store", what="reward")
