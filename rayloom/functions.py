@@ -14,7 +14,7 @@ import inspect
 import os
 import pickletools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
@@ -23,10 +23,37 @@ from typing import Any
 
 import cloudpickle
 
+from actors.user_code import type_of
 from service.config.file import ConfigError
 
 Named = str | Callable[..., Any]
 """A function or a class, or its name: FILE.py:NAME, or package.module:NAME."""
+Given = Named | Iterable[Named] | Mapping[Named, float]
+"""One function, several, or functions with their weights."""
+WEIGHTED = ("reward", "group_reward")
+"""The arguments whose functions may have weights."""
+
+
+def listed(given: Given, *, what: str) -> list[Named]:
+    """Return the given functions as a list; of functions with weights, the functions.
+
+    what: name of the argument, for errors. Raises: ConfigError for anything else.
+    """
+    if isinstance(given, str) or callable(given):
+        return [given]
+    refused = Set | bytes if what in WEIGHTED else Set | bytes | Mapping
+    if not isinstance(given, Iterable) or isinstance(given, refused):
+        raise ConfigError(f"{what}: got {type_of(given)}, {_expected(what)}")
+    functions = list(given)
+    for each in functions:
+        if not isinstance(each, str) and not callable(each):
+            raise ConfigError(f"{what}: got {type_of(each)}, {_expected(what)}")
+    return functions
+
+
+def _expected(what: str) -> str:
+    or_weights = ", or a mapping from functions to weights" if what in WEIGHTED else ""
+    return f"expected a function, its name FILE.py:NAME, or a list of them{or_weights}; pass that"
 
 
 def name_of(function: Named, store: Path, *, what: str) -> str:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from rayloom.functions import Named, name_of, own_paths
+from rayloom.functions import Given, Named, listed, name_of, own_paths
 from rayloom.rows import without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
@@ -78,9 +78,9 @@ def train(
     *,
     model: str | os.PathLike[str] | None = None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
-    reward: Named | Sequence[Named] = (),
-    group_reward: Named | Sequence[Named] = (),
-    tools: Named | Sequence[Named] = (),
+    reward: Given = (),
+    group_reward: Given = (),
+    tools: Given = (),
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     **settings: Any,
@@ -93,8 +93,9 @@ def train(
         model: Directory or hub name of the model. Defaults to the configuration's model, or to the
             tiny model if it has none.
         dataset: A file, a data set of a hub, or rows, such as a list of dicts.
-        reward: Functions that score one rollout. The scores of several functions are added.
-        group_reward: Functions that score the rollouts of a group together.
+        reward: Functions that score one rollout. The scores of several functions are added; a
+            mapping {function: weight} weights them.
+        group_reward: Functions that score the rollouts of a group together, or such a mapping.
         tools: Functions that the policy may call, or classes of tools.
         run_dir: Directory of a new run. Defaults to runs/NAME-TIME.
         resume: Directory of a run to continue with its own data and functions. Cannot be combined
@@ -275,19 +276,16 @@ def _arguments(
     *,
     model: str | os.PathLike[str] | None = None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
-    reward: Named | Sequence[Named] = (),
-    group_reward: Named | Sequence[Named] = (),
-    tools: Named | Sequence[Named] = (),
+    reward: Given = (),
+    group_reward: Given = (),
+    tools: Given = (),
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[Path, list[str]]]:
     """Yield a run's directory and the arguments of its command. Raises: ConfigError."""
-    functions = {
-        "reward": _listed(reward),
-        "group-reward": _listed(group_reward),
-        "tools": _listed(tools),
-    }
+    given = {"reward": reward, "group_reward": group_reward, "tools": tools}
+    functions = {what: listed(each, what=what) for what, each in given.items()}
     if resume is not None and (dataset is not None or any(functions.values()) or run_dir):
         raise ConfigError(
             "train: got resume together with a dataset, functions or a run_dir, expected resume "
@@ -302,22 +300,28 @@ def _arguments(
         arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
         if model is not None:
             arguments += ["--model", os.fspath(model)]
-        arguments += _set(settings)
         with _removed_if_refused(directory) as store:
             if dataset is not None:
                 arguments += ["--dataset", _dataset(dataset, store)]
-            for option, each in functions.items():
-                for function in each:
-                    arguments += [f"--{option}", name_of(function, store, what=option)]
-            yield directory, arguments
+            for what, each in functions.items():
+                names = [name_of(function, store, what=what) for function in each]
+                option = f"--{what.replace('_', '-')}"
+                arguments += [part for name in names for part in (option, name)]
+                if isinstance(weights := given[what], Mapping):
+                    arguments.append(_weighted(what, names, weights.values()))
+            # Last, because they override what the functions set.
+            yield directory, arguments + _set(settings)
 
 
 def _set(settings: Mapping[str, Any]) -> list[str]:
     return [f"--set={path}={json.dumps(value)}" for path, value in _leaves(settings)]
 
 
-def _listed(given: Named | Sequence[Named]) -> list[Named]:
-    return [given] if isinstance(given, str) or callable(given) else list(given)
+def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
+    """Return the argument that gives functions their weights. Raises: ConfigError."""
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{what}: got {', '.join(names)}, expected each function once")
+    return f"--set=tasks.options.{what}={json.dumps(dict(zip(names, weights, strict=True)))}"
 
 
 def _new_directory(

@@ -6,12 +6,15 @@ import importlib
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rayloom
 from rayloom.functions import name_of
+from service.cli.commands.configuration import run_configuration
 from service.launch.run_dir import RunDir, check_new
 
 ROWS = [{"prompt": "Which number comes after 3?", "answer": "4"}]
@@ -99,6 +102,73 @@ def test_a_method_is_stored_with_its_instance(tmp_path: Path) -> None:
     store = RunDir(path=tmp_path / "run").functions
     assert name_of("4".__eq__, store, what="reward").startswith("given_")
     assert name_of(RunDir(path=tmp_path).has_run, store, what="reward").startswith("given_")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments of the command that `rayloom.train` would start."""
+    from rayloom import training
+
+    found: list[str] = []
+
+    def refuse(_: str, *arguments: str) -> None:
+        found[:] = arguments
+        raise rayloom.ConfigError("not started")
+
+    monkeypatch.setattr(training, "_run", refuse)
+    return found
+
+
+def config_of(arguments: list[str]) -> rayloom.Config:
+    """Return the configuration that the command would use."""
+    values: dict[str, list[str]] = {}
+    for option, value in pairwise(arguments):
+        values.setdefault(option, []).append(value)
+    overrides = [each.removeprefix("--set=") for each in arguments if each.startswith("--set=")]
+    return run_configuration(
+        None if arguments[0].startswith("-") else Path(arguments[0]),
+        dataset=values.get("--dataset", [None])[0],
+        rewards=values.get("--reward", []),
+        group_rewards=values.get("--group-reward", []),
+        tools=values.get("--tools", []),
+        model=values.get("--model", [None])[0],
+        overrides=overrides,
+    )
+
+
+def test_weights_of_functions_reach_the_run(tmp_path: Path, started: list[str]) -> None:
+    weights = {"orig.py:score": 0.1, check_new: 0.2}
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(
+            dataset=ROWS,
+            reward=weights,
+            group_reward={"orig.py:rank": 2},
+            tools="tools.py:add",
+            run_dir=tmp_path / "run",
+        )
+    tasks = config_of(started).tasks
+    assert tasks.environment == "tools" and tasks.options == {
+        "reward": {"orig.py:score": 0.1, "service.launch.run_dir:check_new": 0.2},
+        "group_reward": {"orig.py:rank": 2},
+        "tools": ["tools.py:add"],
+    }
+
+
+@pytest.mark.parametrize("what", ["reward", "group_reward", "tools"])
+@pytest.mark.parametrize("given", [3, object(), rayloom, b"my.py:score", {check_new}, [3], None])
+def test_what_is_no_function_is_refused(tmp_path: Path, what: str, given: Any) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(rayloom.ConfigError, match=f"^{what}: got an? .*, expected a function, "):
+        rayloom.train(dataset=ROWS, run_dir=run_dir, **{what: given})
+    assert not run_dir.exists()
+
+
+def test_tools_have_no_weights_and_no_function_has_two(tmp_path: Path) -> None:
+    with pytest.raises(rayloom.ConfigError, match="tools: got a dict, expected a function"):
+        rayloom.train(dataset=ROWS, tools={"t.py:add": 1.0}, run_dir=tmp_path / "run")  # type: ignore[arg-type]
+    twice = {check_new: 1.0, "service.launch.run_dir:check_new": 2.0}
+    with pytest.raises(rayloom.ConfigError, match="expected each function once"):
+        rayloom.train(dataset=ROWS, reward=twice, run_dir=tmp_path / "run")
 
 
 def test_serve_and_evaluate_are_refused_as_the_commands_are(
