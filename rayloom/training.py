@@ -32,7 +32,9 @@ from rayloom.functions import Given, Named, listed, name_of, own_paths
 from rayloom.rows import without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
-from service.config.file import ConfigError
+from service.config.file import ConfigError, dump_config, path_text, plain_values
+from service.config.sft import SftConfig
+from service.config.tree import Config
 from service.launch.run_dir import RunDir, check_new
 from service.launch.signals import EXIT_INTERRUPTED
 
@@ -41,6 +43,9 @@ RUNS = Path("runs")
 _MAX_REASON_LINES = 20
 # What `rayloom serve` prints before the address.
 _LISTENS = "the API listens on "
+
+ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Config | SftConfig
+"""A YAML file, its content as a mapping, or a configuration that `load_config` has read."""
 
 
 class TrainingFailed(Exception):
@@ -74,7 +79,7 @@ class Result:
 
 
 def train(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    config: ConfigLike | None = None,
     *,
     model: str | os.PathLike[str] | None = None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
@@ -88,8 +93,8 @@ def train(
     """Train until the last step, show the progress, and return the result.
 
     Args:
-        config: A YAML file, or its content as a mapping. Without a configuration, dataset and a
-            reward are required.
+        config: A YAML file, its content as a mapping, or a Config. Without it, dataset and a reward
+            are required.
         model: Directory or hub name of the model. Defaults to the configuration's model, or to the
             tiny model if it has none.
         dataset: A file, a data set of a hub, or rows, such as a list of dicts.
@@ -129,7 +134,7 @@ def train(
 def sft(
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
     *,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    config: ConfigLike | None = None,
     model: str | os.PathLike[str] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -140,7 +145,7 @@ def sft(
     Args:
         dataset: Chats with a column messages: a file, a data set of a hub, or rows. Needed unless
             config or resume is given.
-        config: A YAML file, or its content as a mapping.
+        config: A YAML file, its content as a mapping, or what `load_config` has read.
         model: Directory or hub name of the model. Defaults to the configuration's model, or to the
             tiny model if it has none.
         run_dir: Directory of a new training. Defaults to runs/NAME-TIME.
@@ -169,9 +174,7 @@ def sft(
 
 
 @contextmanager
-def serve(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Any
-) -> Iterator[Client]:
+def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
     """Train on submitted tasks, as a context manager that returns a client of the API.
 
     At the end of the block the run finishes the current step and writes a checkpoint.
@@ -260,19 +263,20 @@ def evaluate(
         print(numbers["reward_mean"], numbers["pass_at"]["8"])
         ```
     """
-    options = {
-        "checkpoint": checkpoint, "model": model, "on": on, "samples": samples,
-        "temperature": temperature, "tasks": tasks, "out": out,
+    paths = {"checkpoint": checkpoint, "model": model, "out": out}
+    options: dict[str, Any] = {
+        **{what: path and path_text(path, what=what) for what, path in paths.items()},
+        "on": on, "samples": samples, "temperature": temperature, "tasks": tasks,
     }  # fmt: skip
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    lines = _run("evaluate", os.fspath(source), *given, *_set(settings))
+    lines = _run("evaluate", path_text(source, what="source"), *given, *_set(settings))
     result: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
     return result
 
 
 @contextmanager
 def _arguments(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    config: ConfigLike | None,
     *,
     model: str | os.PathLike[str] | None = None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
@@ -291,7 +295,9 @@ def _arguments(
             "train: got resume together with a dataset, functions or a run_dir, expected resume "
             "without them: a continued run uses its own; leave them out"
         )
-    directory = Path(resume or run_dir or _new_directory(config, dataset))
+    named = {"resume": resume, "run_dir": run_dir}
+    paths = [path_text(path, what=what) for what, path in named.items() if path is not None]
+    directory = Path(paths[0]) if any(paths) else _new_directory(config, dataset)
     if resume is None:
         # First, because the directory may have a run, whose rows and functions would change.
         check_new(RunDir(path=directory))
@@ -299,7 +305,7 @@ def _arguments(
         arguments = _config_arguments(config, Path(scratch))
         arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
         if model is not None:
-            arguments += ["--model", os.fspath(model)]
+            arguments += ["--model", path_text(model, what="model", expected="a path or a name")]
         with _removed_if_refused(directory) as store:
             if dataset is not None:
                 arguments += ["--dataset", _dataset(dataset, store)]
@@ -314,18 +320,32 @@ def _arguments(
 
 
 def _set(settings: Mapping[str, Any]) -> list[str]:
-    return [f"--set={path}={json.dumps(value)}" for path, value in _leaves(settings)]
+    """Return settings as arguments of a command. Raises: ConfigError."""
+    leaves = _leaves(plain_values(settings))
+    return [f"--set={path}={_flow(value)}" for path, value in leaves]
+
+
+def _flow(value: Any) -> str:
+    """Return a plain value as one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize, sort_keys=False)
+    # After a scalar, YAML writes the end of the document.
+    return str(text).removesuffix("\n").removesuffix("\n...")
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and not set(key) & set(".=")
 
 
 def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
     """Return the argument that gives functions their weights. Raises: ConfigError."""
     if len(set(names)) < len(names):
         raise ConfigError(f"{what}: got {', '.join(names)}, expected each function once")
-    return f"--set=tasks.options.{what}={json.dumps(dict(zip(names, weights, strict=True)))}"
+    weighted = dict(zip(names, plain_values(list(weights), where=what), strict=True))
+    return f"--set=tasks.options.{what}={_flow(weighted)}"
 
 
 def _new_directory(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    config: ConfigLike | None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
 ) -> Path:
     named = next((each for each in (config, dataset) if isinstance(each, str | os.PathLike)), "run")
@@ -354,23 +374,28 @@ def _removed_if_refused(directory: Path) -> Iterator[Path]:
         raise ConfigError(without_file(str(error), store)) from error.__cause__
 
 
-def _config_arguments(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None, scratch: Path
-) -> list[str]:
+def _config_arguments(config: ConfigLike | None, scratch: Path) -> list[str]:
     if config is None:
         return []
+    file = scratch / "config.yaml"
     if isinstance(config, Mapping):
-        file = scratch / "config.yaml"
-        file.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+        file.write_text(_flow(plain_values(config)), encoding="utf-8")
         return [str(file)]
-    return [os.fspath(config)]
+    if isinstance(config, Config | SftConfig):
+        file.write_text(dump_config(config), encoding="utf-8")
+        return [str(file)]
+    what = "the path of a YAML file, its content as a mapping, or a Config"
+    return [path_text(config, what="config", expected=what)]
 
 
 def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each setting: {"run": {"steps": 2}} -> ("run.steps", 2)."""
+    """Yield the path and the value of each setting: {"run": {"steps": 2}} -> ("run.steps", 2).
+
+    A mapping is one value if a key cannot be part of such a path, as in {"my.py:score": 0.2}.
+    """
     for name, value in settings.items():
         inner = f"{path}.{name}" if path else name
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and all(map(_is_name, value)):
             yield from _leaves(value, inner)
         else:
             yield inner, value

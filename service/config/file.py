@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,9 +43,12 @@ _SIGN = "{{"
 _KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> Config:
     """Return the configuration in the file `path`, with the overrides applied.
 
+    Args: path: a YAML file, or its content as a mapping. overrides: settings, as KEY=VALUE.
     Raises: ConfigError that names every problem.
 
     Example:
@@ -52,7 +57,54 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         print(config.run.steps, config.algorithm.group_size)
         ```
     """
-    return parse_config(_read_yaml(Path(path)), source=str(path), overrides=overrides)
+    if isinstance(path, Mapping):
+        return parse_config(plain_values(path), source="(a mapping)", overrides=overrides)
+    file = path_text(
+        path, what="config", expected="a YAML file's path, or its content as a mapping"
+    )
+    return parse_config(_read_yaml(Path(file)), source=file, overrides=overrides)
+
+
+def path_text(given: object, *, what: str, expected: str = "a path") -> str:
+    """Return a path, given as a text or a Path, as a text with ~ expanded. Raises: ConfigError.
+
+    what: name of the argument, for errors.
+    """
+    if isinstance(given, str | os.PathLike) and isinstance(text := os.fspath(given), str):
+        return os.path.expanduser(text)
+    raise ConfigError(f"{what}: got {type_of(given)}, expected {expected}; pass that")
+
+
+def plain_values(value: Any, *, where: str = "") -> Any:
+    """Return a setting that Python code gives as values that YAML can express.
+
+    Numbers and arrays of numpy become numbers and lists, and paths become texts.
+    where: path of the setting, for errors. Raises: ConfigError for any other value.
+    """
+    if isinstance(value, Mapping):
+        return {
+            plain_values(key, where=f"a key of {where}"): plain_values(
+                each, where=f"{where}.{key}".lstrip(".")
+            )
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [plain_values(each, where=where) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    # The plain value of a subclass, such as a member of an Enum.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    if value is None or isinstance(value, bool | float | date):
+        return value
+    raise ConfigError(
+        f"{where}: got {type_of(value)}, expected a text, a number, true, false, null, a list or a "
+        "mapping; convert it, or pass a function as FILE.py:NAME"
+    )
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rayloom
@@ -152,6 +153,77 @@ def test_weights_of_functions_reach_the_run(tmp_path: Path, started: list[str]) 
         "group_reward": {"orig.py:rank": 2},
         "tools": ["tools.py:add"],
     }
+
+
+def test_settings_reach_the_run_with_their_keys_and_values(
+    tmp_path: Path, started: list[str]
+) -> None:
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(
+            dataset="after.jsonl",
+            reward="my.py:score",
+            run_dir=tmp_path / "run",
+            run={"steps": np.int64(3), "name": "yes"},
+            trainer={"learning_rate": np.float32(1e-5), "betas": np.array([0.5, 0.25])},
+            tasks={"options": {"reward": {"my.py:score": 0.2, "a=b.c:f": 1}, "system": "a: [b]"}},
+            evaluation={"sets": {"held": {"file": Path("held.jsonl")}}},
+            rollouts={"max_turns": 1},
+            model=Path("models/own"),
+        )
+    config = config_of(started)
+    assert (config.run.steps, config.run.name) == (3, "yes")
+    assert config.trainer.learning_rate == pytest.approx(1e-5)
+    assert config.trainer.betas == (0.5, 0.25)
+    reward = {"my.py:score": 0.2, "a=b.c:f": 1}
+    assert config.tasks.options == {"reward": reward, "system": "a: [b]"}
+    assert config.evaluation.sets["held"].file == Path("held.jsonl")
+    assert config.model.path == "models/own"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"audit": {"shadow": check_new}},
+        {"config": {"audit": {"shadow": check_new}}},
+        {"run": {"name": b"text"}},
+        {"run": {"steps": {3}}},
+        {"tasks": {"options": {check_new: 1.0}}},
+        {"config": ["run"]},
+        {"config": b"run.yaml"},
+        {"resume": b"run"},
+        {"model": 3},
+    ],
+)
+def test_what_is_no_setting_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(rayloom.ConfigError, match=r"got an? .*, expected "):
+        rayloom.train(**settings, **({} if "resume" in settings else {"run_dir": tmp_path / "run"}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_is_given_as_a_mapping_or_as_read(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree: dict[str, Any] = {"model": {"path": Path("own")}, "run": {"steps": np.int64(7)}}
+    tree["tasks"] = {"environment": "guessing"}
+    read = rayloom.load_config(tree, ["run.name=one"])
+    assert (read.model.path, read.run.steps, read.run.name) == ("own", 7, "one")
+    configs: list[rayloom.Config] = []
+
+    def keep(_: str, *arguments: str) -> None:
+        # The file of a mapping is removed when `train` returns.
+        configs.append(config_of(list(arguments)))
+        raise rayloom.ConfigError("not started")
+
+    monkeypatch.setattr("rayloom.training._run", keep)
+    for given in (tree, read):
+        with pytest.raises(rayloom.ConfigError, match="not started"):
+            rayloom.train(given, run_dir=tmp_path / "run", run={"name": "one"})
+    assert configs == [read, read]
+    for wrong in (None, b"config.yaml", read, 3):
+        with pytest.raises(
+            rayloom.ConfigError, match=r"config: got an? .*, expected a YAML file's"
+        ):
+            rayloom.load_config(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["reward", "group_reward", "tools"])
