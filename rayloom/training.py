@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from rayloom.functions import Given, Named, listed, name_of, own_paths
+from rayloom.functions import Given, listed, name_of, own_paths
 from rayloom.rows import without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client

@@ -36,6 +36,8 @@ _logger = logging.getLogger(__name__)
 # Maximum number of values in a file or an override. The longest configuration of this repository
 # has a hundred.
 MAX_VALUES = 100_000
+FUNCTIONS = "functions"
+"""Name of the directory, in a run's directory, of what `rayloom.train` stores."""
 _Root = TypeVar("_Root", Config, SftConfig)
 # Distinguishes the text of a template from a path.
 _SIGN = "{{"
@@ -62,7 +64,23 @@ def load_config(
     file = path_text(
         path, what="config", expected="a YAML file's path, or its content as a mapping"
     )
-    return parse_config(_read_yaml(Path(file)), source=file, overrides=overrides)
+    tree = _with_own_rows(_read_yaml(Path(file)), Path(file).parent)
+    return parse_config(tree, source=file, overrides=overrides)
+
+
+def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Name the rows that `rayloom.train` stored in a run's directory by their path there.
+
+    The run's configuration has their path at its start; the directory may have moved since.
+    """
+    tasks = tree.get("tasks")
+    given = tasks.get("dataset") if isinstance(tasks, dict) else None
+    if tasks is None or not isinstance(given, str) or Path(given).parent.name != FUNCTIONS:
+        return tree
+    stored = run_dir / FUNCTIONS / Path(given).name
+    if not stored.is_file():
+        return tree
+    return {**tree, "tasks": {**tasks, "dataset": os.path.relpath(stored)}}
 
 
 def path_text(given: object, *, what: str, expected: str = "a path") -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from actors.trainer.checkpoint import CLAIM
 from actors.trainer.tiny.built import MARKER
 from service.config.algorithm_checks import schedule_warnings
-from service.config.file import ConfigError, dump_config, load_config
+from service.config.file import FUNCTIONS, ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes, refused_temperature
 from service.config.tree import Config
@@ -144,7 +144,7 @@ class RunDir:
     @property
     def functions(self) -> Path:
         """Directory of the user's functions and data rows that `rayloom.train` stores."""
-        return self.path / "functions"
+        return self.path / FUNCTIONS
 
     @property
     def checkpoints(self) -> Path:

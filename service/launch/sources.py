@@ -17,7 +17,7 @@ from actors.environment.builtin.tools import TOOLS
 from actors.environment.tasks import FileTasks, MixedTasks
 from actors.environment.user_names import module_of
 from actors.options import data_paths
-from service.config.file import ConfigError
+from service.config.file import FUNCTIONS, ConfigError
 from service.config.sections import TasksSettings
 from service.config.tasks import open_tasks, options_read, own_names
 from service.config.tree import Config
@@ -149,7 +149,9 @@ def check_sources(file: Path, sources: Sources) -> None:
     ):
         for name, origin in now.items():
             began = then.get(name, origin)
-            if origin != began:
+            # What the run itself stores moves with its directory.
+            is_stored = Path(origin).is_relative_to(file.parent / FUNCTIONS)
+            if origin != began and not is_stored:
                 raise ConfigError(
                     f"the {what} {name} is {origin or 'missing'}, the run began with {began}; "
                     f"start where the run was started; if the file was moved, correct {file}"

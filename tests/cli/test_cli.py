@@ -153,9 +153,10 @@ def test_the_functions_that_a_run_stored_are_found_by_the_commands_that_read_it(
     run = tmp_path / "run"
     (run / "functions").mkdir(parents=True)
     (run / "functions" / "given_1.py").write_text("def score(completion): return 1.0\n")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
-    tasks = {"dataset": str(rows), "environment": "single_turn", "evaluation_tasks": 1}
+    (run / "functions" / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    # The run's directory was moved after its start.
+    rows = "runs/gone/functions/rows.jsonl"
+    tasks = {"dataset": rows, "environment": "single_turn", "evaluation_tasks": 1}
     tree = {**SMALL, "tasks": {**tasks, "options": {"reward": "given_1:score"}}}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     [evaluated] = rayloom(["evaluate", str(run), "--checkpoint", "step-000009-t1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.config.file import ConfigError, parse_config
+from service.config.file import ConfigError, dump_config, load_config, parse_config
 from service.config.tree import Config
 from service.launch.run_dir import RunDir, check_new
 from service.launch.sources import (
@@ -76,6 +77,35 @@ def test_other_data_and_other_modules_of_the_same_names_are_refused(
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         check_sources(file, other)
+
+
+def test_a_run_that_was_moved_goes_on_with_the_rows_and_functions_that_it_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(run: Path) -> tuple[Config, Sources]:
+        monkeypatch.chdir(run.parent)
+        monkeypatch.setattr(sys, "path", [str(run / "functions"), *sys.path])
+        sys.modules.pop("sources_rewards", None)
+        config = load_config(run / "config.yaml")
+        return config, sources_of(config)
+
+    began, moved = tmp_path / "began" / "run", tmp_path / "elsewhere" / "copy"
+    began.mkdir(parents=True)
+    write(began / "functions", ["1", "2"])
+    (began / "functions" / "data.jsonl").rename(began / "functions" / "rows.jsonl")
+    config = config_in(began.parent, monkeypatch, dataset="run/functions/rows.jsonl")
+    (began / "config.yaml").write_text(dump_config(config))
+    write_sources(began / "sources.json", read(began)[1])
+    moved.parent.mkdir()
+    shutil.copytree(began, moved)
+    for place in (began, moved):
+        config, sources = read(place)
+        check_sources(place / "sources.json", sources)
+        assert config.tasks.dataset == f"{place.name}/functions/rows.jsonl"
+        assert sources.modules["sources_rewards"].startswith(str(place))
+    # A data set of the user in a directory of this name is another file.
+    (moved / "functions" / "rows.jsonl").unlink()
+    assert load_config(moved / "config.yaml").tasks.dataset == "run/functions/rows.jsonl"
 
 
 @pytest.mark.parametrize(
