@@ -15,7 +15,7 @@ import pytest
 
 import rayloom
 from rayloom.functions import name_of
-from service.cli.commands.configuration import run_configuration
+from service.cli.commands.configuration import path_option, run_configuration
 from service.launch.run_dir import RunDir, check_new
 
 ROWS = [{"prompt": "Which number comes after 3?", "answer": "4"}]
@@ -224,6 +224,30 @@ def test_a_configuration_is_given_as_a_mapping_or_as_read(
             rayloom.ConfigError, match=r"config: got an? .*, expected a YAML file's"
         ):
             rayloom.load_config(wrong)  # type: ignore[arg-type]
+
+
+def test_paths_may_begin_with_the_home_directory(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(
+            "~/run.yaml", dataset="~/rows.jsonl", model="~/model", run_dir="~/run", reward="my.py:f"
+        )
+    home = str(tmp_path / "home")
+    assert started[:5] == [
+        f"{home}/run.yaml",
+        "--run-dir",
+        f"{home}/run",
+        "--model",
+        f"{home}/model",
+    ]
+    assert not list(tmp_path.glob("~"))
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.evaluate(Path("~/run"), checkpoint="~/step", out="~/out.jsonl")
+    assert started == [f"{home}/run", f"--checkpoint={home}/step", f"--out={home}/out.jsonl"]
+    assert path_option("--run-dir", "~/run") == tmp_path / "home" / "run"
 
 
 @pytest.mark.parametrize("what", ["reward", "group_reward", "tools"])

@@ -92,7 +92,8 @@ Temperature = Annotated[float | None, typer.Option(min=0, help="sampling tempera
 def path_option(option: str, text: str | None, *, what: str = "a directory") -> Path | None:
     if text is not None and not text.strip():
         raise ConfigError(f"{option}: got an empty text, expected {what}; name one")
-    return None if text is None else Path(text)
+    # A shell does not expand ~ in --run-dir=~/run.
+    return None if text is None else Path(text).expanduser()
 
 
 def run_configuration(
