@@ -1,7 +1,7 @@
-"""Record the tasks and the user's own modules with which a run was started.
+"""Record the tasks, the user's own modules and the model's files with which a run was started.
 
-A configuration has only names of tasks and modules. In another directory, or after a change, these
-names may refer to other files; therefore `sources.json` in the run's directory records the files.
+A configuration has only names of these. In another directory, or after a change, the names may
+refer to other files; therefore `sources.json` in the run's directory records the files.
 `service.launch.run_dir` calls this module before a start or resume.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,11 @@ from service.config.file import FUNCTIONS, ConfigError
 from service.config.sections import TasksSettings
 from service.config.tasks import open_tasks, options_read, own_names
 from service.config.tree import Config
+
+# Files of a model's directory that decide prompts and tokens, such as tokenizer.json.
+_PROMPT_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken"}
+_PROMPT_FILES = {"merges.txt", "vocab.txt"}
+_WEIGHTS_INDEX = ".index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,10 @@ class Sources:
     scripts: dict[str, str] = field(default_factory=dict)
     """Absolute path of each file that a command of an MCP server names, by the path in the command.
     """
+    model: dict[str, str] = field(default_factory=dict)
+    """Digest of each file that decides prompts and tokens, by its name in the model's directory;
+    empty for a model of a hub and for the tiny model.
+    """
 
 
 def sources_of(config: Config) -> Sources:
@@ -45,7 +55,30 @@ def sources_of(config: Config) -> Sources:
         modules[name] = str(spec.origin) if spec is not None else ""
     scripts = {str(path): str(path.resolve()) for path in user_scripts(config)}
     digest = tasks.digest if isinstance(tasks, FileTasks | MixedTasks) else ""
-    return Sources(tasks=digest, modules=modules, scripts=scripts)
+    model = _model_files(config.model.path)
+    return Sources(tasks=digest, modules=modules, scripts=scripts, model=model)
+
+
+def _model_files(model: str | None) -> dict[str, str]:
+    """Return the digests of a model directory's files of settings, tokenizer and chat template.
+
+    Files with weights are too large to be read at each start. Raises: ConfigError.
+    """
+    directory = Path(model or "").expanduser()
+    if model is None or not directory.is_dir():
+        return {}
+    try:
+        return {
+            file.name: blake2b(file.read_bytes(), digest_size=16).hexdigest()
+            for file in sorted(directory.iterdir())
+            if (file.suffix in _PROMPT_SUFFIXES or file.name in _PROMPT_FILES)
+            and not file.name.endswith(_WEIGHTS_INDEX)
+        }
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: {error.filename} cannot be read ({error.strerror}); expected a model's "
+            "directory with readable files; correct their permissions"
+        ) from error
 
 
 def user_modules(config: Config) -> list[str]:
@@ -143,6 +176,15 @@ def check_sources(file: Path, sources: Sources) -> None:
             "the same, because the order of the tasks depends on them; restore them, or start a "
             "new run"
         )
+    # Runs of older versions, and models of a hub, have no digests.
+    files = sources.model.keys() | before.model.keys() if sources.model and before.model else ()
+    for name in sorted(files):
+        if sources.model.get(name) != before.model.get(name):
+            raise ConfigError(
+                f"model.path: {name} in the model's directory is not as it was when the run began; "
+                "expected the same, because prompts and tokens depend on it; restore the file, or "
+                "start a new run"
+            )
     for what, now, then in (
         ("module", sources.modules, before.modules),
         ("script", sources.scripts, before.scripts),

@@ -150,6 +150,34 @@ def test_the_scripts_of_mcp_servers_are_the_runs_too(
         check_sources(file, replace(asked(tmp_path / "other"), modules=began.modules))
 
 
+def test_a_model_whose_chat_template_or_tokenizer_changed_is_refused(
+    tmp_path: Path, small_model: str
+) -> None:
+    def asked(model: Path) -> Sources:
+        tree = {"model": {"path": str(model)}, "tasks": {"environment": "guessing"}}
+        return sources_of(parse_config(tree, source="test"))
+
+    model, file = tmp_path / "model", tmp_path / "sources.json"
+    shutil.copytree(small_model, model)
+    began = asked(model)
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= began.model.keys()
+    write_sources(file, began)
+    # The weights are not compared.
+    (model / "model.safetensors").write_bytes(b"")
+    check_sources(file, asked(model))
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    with pytest.raises(ConfigError, match=r"model.path: tokenizer_config.json .* restore the file"):
+        check_sources(file, asked(model))
+    shutil.copy(Path(small_model) / "tokenizer_config.json", model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ConfigError, match=r"model\.path: (chat_template|generation_config)"):
+        check_sources(file, asked(model))
+    # A run of an older version has no digests.
+    write_sources(file, replace(began, model={}))
+    check_sources(file, asked(model))
+
+
 def test_tasks_that_a_seed_makes_have_no_digest() -> None:
     tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
     config = parse_config(tree, source="test")
