@@ -3,7 +3,7 @@
 The run has a separate process, which is not affected by a running event loop, by a Ray that the
 caller has initialised or by an earlier run. The process's memory is freed when the run ends.
 
-The functions that the run calls are passed as `rayloom.functions` describes.
+The functions that the run calls are passed as `rayloom.given` describes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from typing import Any
 
 import yaml
 
-from rayloom.functions import Given, listed, name_of, own_paths
-from rayloom.rows import without_file, write_rows
+from rayloom.given import Given, listed, name_of, own_paths, without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
 from service.config.file import ConfigError, dump_config, path_text, plain_values

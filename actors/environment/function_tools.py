@@ -39,8 +39,7 @@ from actors.environment import workers
 from actors.environment.fork_server import preload
 from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
-from actors.environment.tool_arguments import NOT_TAKEN, BadTool, arguments_model, no_schema
-from actors.environment.tool_schema import tidy
+from actors.environment.tool_arguments import NOT_TAKEN, BadTool, arguments_model, no_schema, tidy
 from actors.environment.tool_turns import BadArguments
 from actors.environment.user_names import BadName, find
 from actors.user_code import bounded, in_thread, type_of

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from actors.environment import server_keeper
 from actors.environment.protocol import ToolSchema
-from actors.environment.tool_schema import tidy
+from actors.environment.tool_arguments import tidy
 from actors.environment.tool_turns import ToolFailed
 from actors.limits import STRICT
 from actors.options import expanded

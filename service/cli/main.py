@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from service import VERSION
-from service.cli.commands import artifacts, checks, cluster, keys, runs, training
+from service.cli.commands import before_run, cluster, keys, runs, training
 from service.cli.outlet import bound_ending, escape_unencodable, say
 from service.config.file import ConfigError
 
@@ -49,16 +49,16 @@ class _Command(TyperCommand):
 
 
 # The commands of these apps become commands of `rayloom` itself, in the order of its help.
-for commands in (training, cluster, checks, runs):
+for commands in (training, cluster, before_run, runs):
     app.add_typer(commands.app)
-app.add_typer(artifacts.model_app, name="model")
-app.add_typer(artifacts.tasks_app, name="tasks")
+app.add_typer(before_run.model_app, name="model")
+app.add_typer(before_run.tasks_app, name="tasks")
 app.add_typer(keys.app, name="keys")
 # typer would print the lines of a docstring as they are; join those of each paragraph.
 for group in (
-    *(each.app for each in (training, cluster, checks, runs, keys)),
-    artifacts.model_app,
-    artifacts.tasks_app,
+    *(each.app for each in (training, cluster, before_run, runs, keys)),
+    before_run.model_app,
+    before_run.tasks_app,
 ):
     for command in group.registered_commands:
         command.cls = _Command

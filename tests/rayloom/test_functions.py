@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import rayloom
-from rayloom.functions import name_of
+from rayloom.given import name_of
 from service.launch.run_dir import RunDir
 
 SCORE = """\

@@ -13,7 +13,7 @@ import pytest
 
 import rayloom
 from actors.environment.data_sets import read_data_set
-from rayloom.rows import write_rows
+from rayloom.given import write_rows
 
 ROWS = [{"prompt": f"Which number comes after {n}?", "answer": n + 1} for n in range(3)]
 DATASET = datasets.Dataset.from_list(ROWS)

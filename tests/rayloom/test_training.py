@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rayloom
-from rayloom.functions import name_of
+from rayloom.given import name_of
 from service.cli.commands.configuration import path_option, run_configuration
 from service.launch.run_dir import RunDir, check_new
 

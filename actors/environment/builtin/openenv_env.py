@@ -37,8 +37,8 @@ from actors.environment.protocol import (
     ToolSchema,
 )
 from actors.environment.settings import rollout_settings
+from actors.environment.tool_arguments import tidy
 from actors.environment.tool_calls import visible_text
-from actors.environment.tool_schema import tidy
 from actors.environment.tool_turns import ERROR, MalformedTurns, TurnOptions
 from actors.limits import STRICT, NotNegative
 from actors.options import JsonObject, expanded, holding
