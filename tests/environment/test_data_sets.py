@@ -331,6 +331,7 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
     splits = saved(tmp_path / "splits", train=ROWS, test=ROWS)
     (tmp_path / "empty").mkdir()
     (tmp_path / "rows.txt").write_text("a,b")
+    long_id = jsonl(tmp_path / "long.jsonl", [{"task_id": "a" * 600}])
     odd = parquet(tmp_path / "odd.parquet", [{"query": b"\xff"}])
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1")
@@ -348,11 +349,7 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         ("nofile.jsonl", {}, "not found"),
         (file, {"columns": {"task_id": "long"}}, "column long is missing"),
         (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "printable"),
-        (
-            jsonl(tmp_path / "ids2.jsonl", [{"task_id": "a" * 600}]),
-            {"columns": {}},
-            r"task_id: got 'a{79}… of 600 characters, expected at most 512 printable",
-        ),
+        (long_id, {"columns": {}}, r"task_id: got 'a{79}… of 600 characters, expected at most 512"),
         *(
             (
                 jsonl(tmp_path / f"seed{seed}.jsonl", [{"seed": seed}]),
@@ -390,22 +387,17 @@ def test_a_configuration_maps_columns_for_any_environment(tmp_path: Path) -> Non
     tree = {**tree, "tasks": {**tasks, "columns": {"question": "quest"}}}
     with pytest.raises(ConfigError, match=r"tasks\.dataset: .* column quest is missing, got gold"):
         open_tasks(parse_config(tree, source="test"))
-    tree = {**tree, "tasks": {"environment": "guessing", "columns": COLUMNS}}
+    tree["tasks"] = {"environment": "guessing", "columns": COLUMNS}
     with pytest.raises(ConfigError, match=r"tasks\.columns is set without tasks\.dataset"):
         parse_config(tree, source="test")
 
 
-@pytest.mark.parametrize(
-    "asked", [{"split": "test"}, {"evaluation_split": "test"}, {"subset": "main"}]
-)
-def test_a_split_or_a_subset_of_a_single_file_is_refused(
-    tmp_path: Path, asked: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("name", ["split", "evaluation_split", "subset"])
+def test_a_split_or_a_subset_of_a_single_file_is_refused(tmp_path: Path, name: str) -> None:
     file = jsonl(tmp_path / "rows.jsonl", ROWS)
     tasks = {"environment": "code_search", "options": {"root": str(tmp_path)}, "columns": COLUMNS}
-    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "dataset": str(file), **asked}}
-    [value] = asked.values()
-    with pytest.raises(ConfigError, match=rf"{value}', and a single file has none; expected a dir"):
+    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "dataset": str(file), name: "main"}}
+    with pytest.raises(ConfigError, match=r"main', and a single file has none; expected a dir"):
         open_tasks(parse_config(tree, source="test"))
 
 
@@ -446,11 +438,8 @@ def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
         open_tasks(parse_config(tree, source="test"))
     without = {key: value for key, value in tasks.items() if key != "evaluation_tasks"}
     tree = {"model": {"tiny": {}}, "tasks": {**without, "evaluation_split": None}}
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks: data set .*/splits: got 64 held-out tasks of 4 tasks; expected at least one "
-        r".* set tasks\.evaluation_tasks \(default: 64\) to a smaller number, or to 0",
-    ):
+    words = r"data set .*/splits: got 64 held-out tasks of 4 .* \(default: 64\) .* or to 0"
+    with pytest.raises(ConfigError, match=words):
         open_tasks(parse_config(tree, source="test"))
 
 
