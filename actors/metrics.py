@@ -168,10 +168,11 @@ class RolloutMetrics:
 
 
 class LedgerMetrics:
-    """The admitted rollouts by their state, and the stored rollouts.
+    """Metrics of the ledger and the queue.
 
-    If the run returns to a checkpoint, the gauges return to their values at that checkpoint. The
-    counter of stored rows never decreases: it still includes the rows after the checkpoint.
+    They count admitted rollouts by their state, stored rows of the ledger, and what waits in the
+    queue. If the run returns to a checkpoint, the gauges return to their values at that checkpoint.
+    The counter of rows never decreases: rows that the return has undone still count.
     """
 
     def __init__(self, registry: AtomicRegistry) -> None:

@@ -63,7 +63,7 @@ def name_of(function: Named, store: Path, *, what: str) -> str:
 
     What cannot be imported by name is first stored in `store`. what: name of the argument that
     contains the function, for errors. Raises: ConfigError if it cannot be stored, or if the run
-    would import another file for one of its modules.
+    would import a module that the function uses from another file than the caller did.
     """
     if isinstance(function, str):
         return function

@@ -217,7 +217,11 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> _CallForm:
-        """The first format in which the template shows tool calls; the usual one if none does."""
+        """The format in which the template gets tool calls.
+
+        It is the first format in which the template shows a call's arguments; otherwise the first
+        that the template accepts; otherwise the usual one.
+        """
         rendered = {form: self._try_form(form) for form in _CALL_FORMS}
         # A template that expects text shows a mapping in Python's own spelling.
         taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
@@ -285,7 +289,8 @@ class ChatTemplate:
                 f"{self._place}, line {error.lineno}: {error.message}, expected a Jinja template; "
                 "correct it"
             )
-        is_plain = isinstance(error, jinja2.TemplateError | ValueError | TypeError)
+        # A template's own raise_exception gives a TemplateError, whose text is for readers.
+        is_plain = isinstance(error, jinja2.TemplateError | ValueError)
         return str(error) if is_plain else f"{type(error).__name__}: {error}"
 
     @property

@@ -324,7 +324,7 @@ class ChatRenderer:
             raise RenderError(f"chat template: it does not show {each}; {remedy}")
 
     def _switches(self, said: Said, text: str) -> Iterator[str]:
-        """Yield the advice for each word that the template reads as a switch and does not show."""
+        """Yield a remedy for each word, such as `/no_think`, that the template obeys and hides."""
         for part in said.texts:
             for word in _SWITCH.findall(part):
                 if word in self.template.source and holds(text, part.replace(word, " ")):

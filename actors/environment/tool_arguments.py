@@ -1,8 +1,9 @@
 """The arguments of tools: pydantic models of a user's functions, and JSON schemas.
 
-The types and the defaults of a function's signature become fields of a model, which gives their
-schema and reads a call. Every tool's schema is put into the form that templates show and that
-vLLM's parsers read. `function_tools`, `mcp_servers` and OpenEnv's environment use this module.
+A pydantic model is made from the types and the defaults of a function's signature. The model gives
+the JSON schema of the arguments, and checks the arguments of each call. Every tool's schema is put
+into the form that templates show and that vLLM's parsers read. `function_tools`, `mcp_servers` and
+OpenEnv's environment use this module.
 """
 
 from __future__ import annotations

@@ -69,10 +69,10 @@ class TrajectoryQueue:
         """Start from `snapshot`, or empty if `snapshot` is None. All other calls wait for this
         call.
 
-        Args: opening: how often the term has opened a queue before. keeps_taken: as for
+        Args: opening: number of queues that the term opened before this one. keeps_taken: as for
             `QueueState`.
-        Returns: True if the queue is now open with this number; False if it was opened before with
-            another number.
+        Returns: True if this call, or an earlier call with the same `opening`, opened the queue;
+            False if a call with another `opening` did.
         """
         if self._opening is None:
             self._state = QueueState(self._settings, snapshot=snapshot, keeps_taken=keeps_taken)

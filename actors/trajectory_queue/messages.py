@@ -21,7 +21,7 @@ class ActorReleased(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSlot:
-    """A group number that has no task."""
+    """A group number to which a task can be admitted now."""
 
     group_number: int
     replacement: int

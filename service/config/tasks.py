@@ -187,7 +187,7 @@ def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
 
 @contextmanager
 def _named_refusals(name: str) -> Iterator[None]:
-    """Name a part of the mixture in the text of each ConfigError that the block raises."""
+    """Put the mixture part's name before the text of each ConfigError of the `with` block."""
     try:
         yield
     except ConfigError as error:

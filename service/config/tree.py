@@ -106,7 +106,7 @@ class Config:
 
     @property
     def environments(self) -> dict[str, EnvironmentSettings]:
-        """Environments that actors play, by the environment's name in its tasks."""
+        """Settings of each environment that actors play, by `Task.environment`."""
         return {
             name: EnvironmentSettings(
                 environment=each.tasks.environment,

@@ -178,7 +178,8 @@ class _SupervisorClient(_Calls):
         found = await self._ask("gateway")
         if found is None:
             raise RunUnavailable(
-                "the run has no gateway for sessions now: it is starting, or recovering"
+                "the run cannot serve sessions now, because it is starting or recovering; try "
+                "again in a few seconds"
             )
         return found
 

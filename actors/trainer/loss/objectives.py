@@ -1,8 +1,9 @@
 """The policy objectives, which compute a loss for each token from its ratio and advantage.
 
 All objectives raise a token's probability if its advantage is positive and lower it if the
-advantage is negative; they differ in how they limit the change. At ratio 1, each has the gradient
--A of the plain policy gradient for the token's log-probability. `token_losses` applies the
+advantage is negative; they differ in how they limit the change. At ratio 1, the
+derivative of each loss with respect to the token's log-probability is -A, as in the plain policy
+gradient. `token_losses` applies the
 objective that the settings name, and marks the *clipped* tokens. The objectives cispo and reinforce
 multiply a token by a weight without gradient, and clip a token if they bound its weight. The other
 objectives clip a token if they remove its gradient. A token is clipped high at a high ratio, and
