@@ -262,9 +262,9 @@ def _fitting(
 
     Return all tasks if the environment does not build prompts from data.
     """
-    first_messages, room = _first_messages(config), room_for_prompt(config)
-    if first_messages is None or room is None:
+    if (first_messages := _first_messages(config)) is None:
         return tasks
+    room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
     tools = getattr(maker(config)(), "tools", ())
     renderer = renderer_of(config, model_path)
     _check_tools(config, renderer, (), tools)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,11 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
     own, more = open_sets(config, tasks, model_path=small_model, tell=told.append)
     assert (len(own.tasks), len(more.tasks)) == (1, 3)
     assert told[1] == f"evaluation.sets.more: {told[0]}"
+    # Its prompts are measured too if the tasks of the training are generated.
+    made = replace(config, tasks=replace(config.tasks, dataset=None, evaluation_tasks=0))
+    (measured,) = open_sets(made, open_tasks(made), model_path=small_model, tell=told.append)
+    assert len(measured.tasks) == 3
+    assert told.pop() == told[1]
     checked: list[str] = []
     check_prompt(config, small_model, first_observation(config), tell=checked.append)
     assert checked == told
