@@ -134,20 +134,27 @@ def helpers_from_elsewhere(text: str) -> Iterator[str]:
     would look beside FILE.py first. Python's own modules are left out.
     text: name of a function or class whose module is imported.
     """
-    module = sys.modules[module_of(text, what="function")]
+    module = sys.modules.get(module_of(text, what="function"))
     file = Path(getattr(module, "__file__", None) or "")
     for name in _imported_by(file):
         loaded = getattr(sys.modules.get(name), "__file__", None)
         if loaded is None or name in sys.stdlib_module_names:
             continue
         for beside in (file.parent / f"{name}.py", file.parent / name / "__init__.py"):
-            if beside.is_file() and not beside.samefile(loaded):
+            if beside.is_file() and not _is_same(beside, Path(loaded)):
                 yield (
-                    f"{file} imports {name}, which is {loaded}, and {beside} is not used: modules "
-                    f"are looked up from {Path.cwd()}, where the command is started; to use the "
-                    f"file beside it, start the command in {file.parent}, or import the file by "
-                    "its name from here; to keep this choice, rename one of the two"
+                    f"{file} imports {name}, which is {loaded}, and {beside} is not used, because "
+                    f"modules are looked up from {Path.cwd()}, where the command is started. To "
+                    f"use {beside}, start the command in {file.parent}, or import the file by its "
+                    "name from here; otherwise rename one of the two"
                 )
+
+
+def _is_same(file: Path, loaded: Path) -> bool:
+    """Return whether the two are one file; False if `loaded` was removed or is in a zip archive."""
+    with suppress(OSError):
+        return file.samefile(loaded)
+    return False
 
 
 def _imported_by(file: Path) -> list[str]:
