@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +24,20 @@ from service.config.sections import TasksSettings
 from service.config.tasks import open_tasks, options_read, own_names
 from service.config.tree import Config
 
-# Files of a model's directory that decide prompts and tokens, such as tokenizer.json.
-_PROMPT_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken"}
-_PROMPT_FILES = {"merges.txt", "vocab.txt"}
-_WEIGHTS_INDEX = ".index.json"
+# Files of a model's directory that decide prompts and tokens. Others may be added during a run,
+# such as the results of an evaluation.
+_PROMPT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +82,7 @@ def _model_files(model: str | None) -> dict[str, str]:
         return {
             file.name: blake2b(file.read_bytes(), digest_size=16).hexdigest()
             for file in sorted(directory.iterdir())
-            if (file.suffix in _PROMPT_SUFFIXES or file.name in _PROMPT_FILES)
-            and not file.name.endswith(_WEIGHTS_INDEX)
+            if any(fnmatchcase(file.name, pattern) for pattern in _PROMPT_FILES) and file.is_file()
         }
     except OSError as error:
         raise ConfigError(
