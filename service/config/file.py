@@ -64,21 +64,22 @@ def load_config(
     file = path_text(
         path, what="config", expected="a YAML file's path, or its content as a mapping"
     )
-    tree = _with_own_rows(_read_yaml(Path(file)), Path(file).parent)
+    tree = _with_own_rows(read_yaml(Path(file)), Path(file).parent)
     return parse_config(tree, source=file, overrides=overrides)
 
 
 def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """Name the rows that `rayloom.train` stored in a run's directory by their path there.
 
-    The run's configuration has their path at its start; the directory may have moved since.
+    The run's configuration has their path at its start; the directory may have moved since. If
+    this path is still that of a file, return the tree unchanged.
     """
     tasks = tree.get("tasks")
     given = tasks.get("dataset") if isinstance(tasks, dict) else None
     if tasks is None or not isinstance(given, str) or Path(given).parent.name != FUNCTIONS:
         return tree
     stored = run_dir / FUNCTIONS / Path(given).name
-    if not stored.is_file():
+    if os.path.isfile(os.path.expanduser(given)) or not stored.is_file():
         return tree
     return {**tree, "tasks": {**tasks, "dataset": os.path.relpath(stored)}}
 
@@ -101,9 +102,7 @@ def plain_values(value: Any, *, where: str = "") -> Any:
     """
     if isinstance(value, Mapping):
         return {
-            plain_values(key, where=f"a key of {where}"): plain_values(
-                each, where=f"{where}.{key}".lstrip(".")
-            )
+            _plain_key(key, where=where): plain_values(each, where=f"{where}.{key}".lstrip("."))
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
@@ -117,11 +116,24 @@ def plain_values(value: Any, *, where: str = "") -> Any:
         return str.__str__(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
-    if value is None or isinstance(value, bool | float | date):
+    if isinstance(value, float):
+        return float(value)
+    if value is None or isinstance(value, bool | date):
         return value
     raise ConfigError(
         f"{where}: got {type_of(value)}, expected a text, a number, true, false, null, a list or a "
         "mapping; convert it, or pass a function as FILE.py:NAME"
+    )
+
+
+def _plain_key(key: object, *, where: str) -> str | float | None:
+    """Return a mapping's key as `plain_values` does. Raises: ConfigError."""
+    place = f"a key of {where or 'the configuration'}"
+    plain = plain_values(key, where=place)
+    if plain is None or isinstance(plain, str | int | float):
+        return plain
+    raise ConfigError(
+        f"{place}: got {type_of(key)}, expected a text, a number, true, false or null; convert it"
     )
 
 
@@ -141,7 +153,7 @@ def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
 
     Raises: ConfigError that names the problems.
     """
-    return parse_sft(_read_yaml(path), source=str(path), overrides=overrides)
+    return parse_sft(read_yaml(path), source=str(path), overrides=overrides)
 
 
 def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
@@ -376,7 +388,8 @@ def _load_yaml(text: str) -> Any:
 _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings in a YAML file, as they are written there. Raises: ConfigError."""
     try:
         if path.is_dir():
             raise ConfigError(f"configuration {path} is a directory; give the path of a YAML file")

@@ -20,7 +20,14 @@ from pathlib import Path
 from actors.trainer.checkpoint import CLAIM
 from actors.trainer.tiny.built import MARKER
 from service.config.algorithm_checks import schedule_warnings
-from service.config.file import FUNCTIONS, ConfigError, dump_config, load_config
+from service.config.file import (
+    FUNCTIONS,
+    ConfigError,
+    dump_config,
+    load_config,
+    parse_config,
+    read_yaml,
+)
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes, refused_temperature
 from service.config.tree import Config
@@ -368,7 +375,8 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     if path != run_dir.config_file:
         return False
     try:
-        return path.read_text() == dump_config(load_config(path))
+        # Not `load_config`, which changes the path of stored rows if the directory was moved.
+        return path.read_text() == dump_config(parse_config(read_yaml(path), source=str(path)))
     except (ConfigError, UnicodeDecodeError):
         return False
 

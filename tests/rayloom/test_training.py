@@ -155,6 +155,10 @@ def test_weights_of_functions_reach_the_run(tmp_path: Path, started: list[str]) 
     }
 
 
+class Temperature(float):
+    """A number of a user's own class, which YAML cannot express."""
+
+
 def test_settings_reach_the_run_with_their_keys_and_values(
     tmp_path: Path, started: list[str]
 ) -> None:
@@ -167,12 +171,13 @@ def test_settings_reach_the_run_with_their_keys_and_values(
             trainer={"learning_rate": np.float32(1e-5), "betas": np.array([0.5, 0.25])},
             tasks={"options": {"reward": {"my.py:score": 0.2, "a=b.c:f": 1}, "system": "a: [b]"}},
             evaluation={"sets": {"held": {"file": Path("held.jsonl")}}},
-            rollouts={"max_turns": 1},
+            rollouts={"max_turns": 1, "temperature": Temperature(0.5)},
             model=Path("models/own"),
         )
     config = config_of(started)
     assert (config.run.steps, config.run.name) == (3, "yes")
     assert config.trainer.learning_rate == pytest.approx(1e-5)
+    assert config.rollouts.temperature == 0.5
     assert config.trainer.betas == (0.5, 0.25)
     reward = {"my.py:score": 0.2, "a=b.c:f": 1}
     assert config.tasks.options == {"reward": reward, "system": "a: [b]"}
@@ -188,6 +193,7 @@ def test_settings_reach_the_run_with_their_keys_and_values(
         {"run": {"name": b"text"}},
         {"run": {"steps": {3}}},
         {"tasks": {"options": {check_new: 1.0}}},
+        {"tasks": {"options": {(1, 2): 1.0}}},
         {"config": ["run"]},
         {"config": b"run.yaml"},
         {"resume": b"run"},

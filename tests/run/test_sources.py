@@ -103,6 +103,17 @@ def test_a_run_that_was_moved_goes_on_with_the_rows_and_functions_that_it_stores
         check_sources(place / "sources.json", sources)
         assert config.tasks.dataset == f"{place.name}/functions/rows.jsonl"
         assert sources.modules["sources_rewards"].startswith(str(place))
+    # The path at the start counts as long as it is that of a file.
+    (moved.parent / "run" / "functions").mkdir(parents=True)
+    write(moved.parent / "run" / "functions", ["3"])
+    mine = moved.parent / "run" / "functions" / "rows.jsonl"
+    mine.with_name("data.jsonl").rename(mine)
+    assert load_config(moved / "config.yaml").tasks.dataset == "run/functions/rows.jsonl"
+    mine.unlink()
+    # An interrupted start is recognised from any directory.
+    monkeypatch.chdir(tmp_path)
+    check_new(RunDir(path=moved))
+    monkeypatch.chdir(moved.parent)
     # A data set of the user in a directory of this name is another file.
     (moved / "functions" / "rows.jsonl").unlink()
     assert load_config(moved / "config.yaml").tasks.dataset == "run/functions/rows.jsonl"
@@ -164,6 +175,8 @@ def test_a_model_whose_chat_template_or_tokenizer_changed_is_refused(
     write_sources(file, began)
     # The weights are not compared.
     (model / "model.safetensors").write_bytes(b"")
+    # Nor are files that decide no prompt and no token.
+    (model / "eval_results.json").write_text("{}")
     check_sources(file, asked(model))
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     with pytest.raises(ConfigError, match=r"model.path: tokenizer_config.json .* restore the file"):
