@@ -212,7 +212,10 @@ def check_schedules(config: Config) -> Iterator[str]:
 
 
 def schedule_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each constant learning rate that a run ends before it is reached."""
+    """Yield a warning for each constant learning rate that the run never reaches.
+
+    The reason is that its warm-up is longer than the run.
+    """
     trainer, critic = config.trainer, config.algorithm.critic
     planned = [("trainer", trainer.warmup_updates, config.policy_schedule)]
     if config.algorithm.has_critic:

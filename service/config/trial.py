@@ -288,8 +288,11 @@ class _Trials:
             case "refused":
                 raise ConfigError(value)
             case "raised":
+                text, frames = value
+                # For the report that the error asks for.
+                sys.stderr.write(frames)
                 raise ConfigError(
-                    f"{self._what}: got {value} from the attempt to {self._doing}, expected no "
+                    f"{self._what}: got {text} from the attempt to {self._doing}, expected no "
                     "exception; correct the code or the data; if the place is in Rayloom or in a "
                     "library that it uses, report it"
                 )

@@ -82,7 +82,8 @@ def main() -> None:
         said.send(("refused", str(error)))
     except Exception as error:  # noqa: BLE001  # a defect of ours, or of a library that reads data
         root = root_cause(error)
-        said.send(("raised", f"{describe(root)} ({location(root)})"))
+        text = f"{describe(root)} ({location(root)})"
+        said.send(("raised", (text, traceback.format_exc())))
     except BaseException:  # noqa: BLE001  # os._exit ends the process, not the interpreter
         traceback.print_exc()
         os._exit(1)

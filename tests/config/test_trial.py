@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from actors.environment.task_data import reference_of
+from actors.environment.user_names import helpers_from_elsewhere
 from actors.types import Task
 from service.config import trial
 from service.config.file import ConfigError, parse_config
@@ -240,6 +243,22 @@ def test_a_helper_that_is_taken_from_another_directory_is_a_warning(
     (place / "own" / "scores.py").write_text(SCORES.replace("helper,", "own.helper as helper,"))
     tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=told.append)
     assert told == [warning]
+
+
+def test_a_helper_whose_file_is_not_there_and_a_module_that_is_not_loaded_raise_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "own").mkdir()
+    for name in ("own/imports_archive.py", "own/of_archive.py"):
+        (place / name).write_text("import of_archive\n")
+    own, helper = ModuleType("own.imports_archive"), ModuleType("of_archive")
+    own.__file__ = f"{place}/own/imports_archive.py"
+    helper.__file__ = f"{place}/archive.zip/of_archive.py"
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    monkeypatch.setitem(sys.modules, helper.__name__, helper)
+    (warning,) = helpers_from_elsewhere("own/imports_archive.py:score")
+    assert f"which is {helper.__file__}, and {place}/own/of_archive.py is not used" in warning
+    assert list(helpers_from_elsewhere("not_loaded:score")) == []
 
 
 def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path) -> None:
