@@ -92,9 +92,10 @@ def arguments_model(
 
 def _strict(schema: Any) -> Any:
     """Return a schema of pydantic's core; its classes refuse what they do not themselves allow."""
-    if isinstance(schema, list | tuple):
+    # Members of an enum may be lists, tuples or dicts of a class of their own.
+    if type(schema) in (list, tuple):
         return type(schema)(_strict(each) for each in schema)
-    if not isinstance(schema, dict):
+    if type(schema) is not dict:
         return schema
     kind = schema.get("type")
     found = {

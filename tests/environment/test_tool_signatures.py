@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 from dataclasses import dataclass, field
@@ -57,6 +58,19 @@ class Lid(TypedDict, total=False):
 class Shelf:
     jar: Jar = field(default_factory=Jar)
     size: float = 1.0
+
+
+class Size(tuple[int, int], enum.Enum):
+    SMALL = (1, 2)
+
+
+class Box(BaseModel):
+    size: Size = Size.SMALL
+
+
+def pack(box: Box, size: Size = Size.SMALL) -> str:
+    """Pack a box."""
+    return f"{box.size} {size}"
 
 
 def store(
@@ -262,6 +276,10 @@ async def test_a_nested_type_takes_its_own_fields_and_those_that_it_allows(
     arguments: dict[str, Any],
 ) -> None:
     assert await loaded("store").call(arguments, limit_s=5) == "stored"
+
+
+async def test_the_members_of_an_enum_may_be_tuples() -> None:
+    assert await loaded("pack").call({"box": {}}, limit_s=5) == "Size.SMALL Size.SMALL"
 
 
 @pytest.mark.parametrize("number", ["nan", "Infinity", "1e999", float("nan"), float("-inf")])
