@@ -31,9 +31,11 @@ from actors.environment.shown_text import (
     Said,
     holds,
     marked,
+    marked_system,
     marked_tools,
     marks_in,
     only_moves,
+    only_moves_wrapped,
     said,
     tool_mark,
     unshown,
@@ -245,6 +247,7 @@ class ChatRenderer:
         which may be cut off. history: every message so far, the reply last. If it is empty, the
         reply is taken to be plain text, and the delta is not compared with the real chat.
         new_messages: the messages after the reply; may be empty.
+        The real chat is rendered at each turn, as text, so that the time grows with its length.
         Raises: RenderError if the history has to be rendered and the template refuses it.
         """
         if self._history == "as_rendered":
@@ -458,15 +461,23 @@ class ChatRenderer:
         """
         reply = history[-1]
 
-        def rendered(reply: Message) -> str:
-            chat = in_call_order((*history[:-1], reply, *new_messages))
+        def rendered(reply: Message, before: Sequence[Message] = history[:-1]) -> str:
+            chat = in_call_order((*before, reply, *new_messages))
             return self.template.text(chat, tools, add_generation_prompt=True)
 
         try:
             text = rendered(reply)
             if not text.endswith(tail):
                 systems = (each.content for each in history if each.role is Role.SYSTEM)
-                return any(only_moves(text, tail, system.strip()) for system in systems)
+                if any(only_moves(text, tail, system.strip()) for system in systems):
+                    return True
+                try:
+                    others = [each for each in history[:-1] if each.role is not Role.SYSTEM]
+                    bare = rendered(reply, others)
+                    marks = rendered(reply, marked_system(history[:-1]))
+                except RenderError:
+                    return False
+                return only_moves_wrapped(text, tail, history, bare=bare, with_marks=marks)
             said = without_thought(reply.content).strip()
             if reply.call_texts or (said and text.removesuffix(tail).rstrip().endswith(said)):
                 return True

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
@@ -181,6 +182,36 @@ def only_moves(text: str, tail: str, system: str) -> bool:
     return any(_dense(end[:start] + end[stop:]).endswith(expected) for start, stop in places)
 
 
+def marked_system(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the chat with a unique mark in place of each system text."""
+    return tuple(
+        replace(each, content=_content_mark(number)) if each.role is Role.SYSTEM else each
+        for number, each in enumerate(messages)
+    )
+
+
+def only_moves_wrapped(
+    text: str, tail: str, history: Sequence[Message], *, bare: str, with_marks: str
+) -> bool:
+    """Return whether the template inserted system texts into a tail, with fixed text around them.
+
+    Two things tell this apart from a system text that chooses a mode: with a mark in its place the
+    rest of the rendering is the same, and without it only one part of the rendering is missing.
+    White space is not compared.
+    Args: text: the rendering of a chat. bare: its rendering without system texts. with_marks: its
+    rendering with the marks of `marked_system`. history: the chat up to the reply.
+    """
+    text, tail, bare, with_marks = map(_dense, (text, tail, bare, with_marks))
+    if text.endswith(tail) or not bare.endswith(tail):
+        return False
+    num_before = _num_shared(bare, with_marks)
+    num_after = _num_shared(bare[::-1], with_marks[::-1])
+    for number, each in enumerate(history):
+        if each.role is Role.SYSTEM:
+            with_marks = with_marks.replace(_content_mark(number), _dense(each.content))
+    return num_before + num_after >= len(bare) and with_marks == text
+
+
 def _visible(message: Message) -> str:
     is_reply = message.role is Role.ASSISTANT
     return without_thought(message.content) if is_reply else message.content
@@ -266,6 +297,11 @@ def _in_order(text: str, units: Sequence[str]) -> bool:
             return False
         position += len(unit)
     return True
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Return how many of their first characters two texts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _dense(text: str) -> str:

@@ -382,6 +382,54 @@ def test_a_system_text_that_moves_to_the_newest_message_stays_where_it_was() -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("shown", "systems", "reason"),
+    [
+        ("'<<SYS>>' ~ texts | join(' ') ~ '<</SYS>>'", ["Be terse."], None),
+        ("texts | join(' ') | replace('\n', ' ')", ["Be\nterse."], None),
+        ("'<<SYS>>' ~ texts | join(' ') ~ '<</SYS>>'", ["Be terse.", "Be kind."], None),
+        # Here the system texts also choose the mode of the next reply.
+        (
+            "'<<SYS>>' ~ texts | join(' ') ~ '<</SYS>>'",
+            ["Be terse. /no_think"],
+            BreakReason.TEMPLATE_LOOKS_BACK,
+        ),
+        (
+            "texts | join(' ')",
+            ["Be terse.", "Be kind.", "Be quiet."],
+            BreakReason.TEMPLATE_LOOKS_BACK,
+        ),
+    ],
+)
+def test_a_system_text_that_moves_in_a_wrapper_stays_where_it_was(
+    shown: str, systems: list[str], reason: BreakReason | None
+) -> None:
+    moves = MOVES_SYSTEM_TEXT.replace("messages[0].content }}\n\n", f"{shown} }}}}")
+    texts = (
+        "{% set texts = messages | selectattr('role', 'eq', 'system') "
+        "| map(attribute='content') | list %}"
+    )
+    mode = (
+        "{% if '/no_think' in messages[0].content or texts | length > 2 %}<think></think>"
+        "{% endif %}{% endif %}"
+    )
+    tokenizer = _tokenizer(texts + moves.removesuffix("{% endif %}") + mode)
+    renderer = ChatRenderer(tokenizer)
+    history = [*(Message(role=Role.SYSTEM, content=each) for each in systems), _user("a")]
+    prompt = renderer.first_prompt(history, ())
+    extension = renderer.extend(
+        prompt,
+        _ids("1<|im_end|>", tokenizer),
+        history=[*history, _reply("1")],
+        new_messages=[_user("b")],
+        tools=(),
+    )
+    assert extension.break_reason is reason
+    delta = "1<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    text = tokenizer.decode(extension.prompt_token_ids.tolist())
+    assert text.endswith(delta if reason is None else "assistant\n<think></think>")
+
+
 def test_a_real_chat_that_the_template_refuses_is_continued() -> None:
     """The policy wrote a reply that the template does not accept; no rendering can show it."""
     refuses = "{% if 'bad' in m.content %}{{ raise_exception('bad') }}{% endif %}<|im_start|>{{"
