@@ -227,8 +227,8 @@ class Sampler:
                 raise Refused(
                     RefusalCode.UNSUPPORTED_PARAMETER,
                     f"{where}: got {shown(name)!r}, but the model's chat template does not show "
-                    f"the name of a message of role {role}; write the name into the text, or "
-                    "remove it",
+                    f"the name of a message of role {role}; write the name into the text, "
+                    "remove it, or set sessions.unsupported: ignore",
                     param=where,
                 )
             ignored = (*request.ignored, "messages.name")

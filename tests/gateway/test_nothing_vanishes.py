@@ -325,7 +325,8 @@ async def test_the_name_of_a_speaker_is_in_the_prompt_or_the_request_is_refused(
     assert refused.value.code is RefusalCode.UNSUPPORTED_PARAMETER
     assert str(refused.value) == (
         "messages[1].name: got 'Alice', but the model's chat template does not show the name of a "
-        f"message of role {role}; write the name into the text, or remove it"
+        f"message of role {role}; write the name into the text, remove it, or set "
+        "sessions.unsupported: ignore"
     )
     # A name that repeats the role says no more than the role.
     await gateway.ask(replace(message, name=role.value), user("b"))

@@ -86,7 +86,10 @@ PARAMETERS: Parameters = {
 MESSAGE_PARAMETERS: Parameters = {
     "role": taken("system, developer (which is system), user, assistant or tool"),
     "content": taken("text or parts of text, which are joined by newlines"),
-    "name": taken("name of the speaker; refused or ignored if the prompt would not show it"),
+    "name": taken(
+        "name of the speaker; if the prompt would not show it, an assistant's is dropped, and "
+        "another is refused or ignored"
+    ),
     "tool_calls": taken("an assistant's calls"),
     "tool_call_id": taken("in a tool's answer"),
     "reasoning_content": taken("an assistant's reasoning"),
