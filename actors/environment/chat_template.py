@@ -158,7 +158,7 @@ class ChatTemplate:
         """Check that the policy can see which call each result answers.
 
         If the template shows no ids, the policy takes the first result as the answer to the first
-        call, and so on.
+        call, and so on. A single result for a single call may have any id.
         Args: calls: id and name of each call in the message before the given messages.
         Raises: RenderError if the policy would take a result as the answer to a call that has none.
         """
@@ -169,17 +169,23 @@ class ChatTemplate:
             later = [n for n in sorted(results) if missing and n > missing[0]]
             if not missing or not (later or strays) or self._tells_apart(known):
                 continue
+            if len(known) == len(strays) == 1:
+                continue
             name = known[missing[0]][1]
             misread = (
                 f"call {later[0] + 1 - num_earlier} ({known[later[0]][1]})"
                 if later
                 else f"id {(strays[0] or '')[:_SHOWN_ID]!r}, which no open call of the reply has"
             )
+            reading = (
+                "would read this result as the missing one"
+                if len(known) > 1
+                else "could not see which result answers the call"
+            )
             raise RenderError(
                 f"got no result for call {missing[0] + 1 - num_earlier} ({name}) of the reply, but "
-                f"one for {misread}; the chat template shows no ids of calls, so the policy would "
-                "read this result as the missing one; send one result for each call of the reply, "
-                "with the call's id"
+                f"one for {misread}; the chat template shows no ids of calls, so the policy "
+                f"{reading}; send one result for each call of the reply, with the call's id"
             )
 
     def _tells_apart(self, calls: _Calls) -> bool:

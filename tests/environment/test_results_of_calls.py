@@ -77,6 +77,8 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
     ):
         check([user("hi"), said, *kept, user("and?")])
         check(kept, [(call.id, call.name) for call in CALLS[:2]])
+    # A single result of a single call may have an id of the sender's own.
+    check([user("hi"), reply("", CALLS[0]), stray])
     # What no call precedes is a rest of a history that the client cut.
     check([stray, user("hi")])
     for misread, name in (
@@ -89,6 +91,9 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
                 check([user("hi"), said, *misread])
         else:
             check([user("hi"), said, *misread])
+    if family.name == "qwen3":
+        with pytest.raises(RenderError, match="so the policy could not see which result answers"):
+            check([user("hi"), reply("", CALLS[0]), stray, stray])
     # A name does not tell two calls of one tool apart; an id does.
     alike = reply("", CALLS[0], replace(CALLS[1], name="calculator"))
     if family.name == "mistral":
@@ -124,3 +129,17 @@ async def test_an_environments_results_are_never_read_as_those_of_other_calls(se
         method = "reset" if sent == "first chat" else "step"
         assert trajectory.detail.startswith(f"{method}: RenderError: got no result for call 1 ")
         assert len(policy.requests) == (method == "step")
+
+
+async def test_a_single_result_of_a_single_call_may_have_an_id_of_the_environments_own() -> None:
+    own = Message(role=Role.TOOL, content="seven", name="calculator", tool_call_id="calc-1")
+    environment = FakeEnvironment(
+        StepResult(messages=(own,)),
+        DONE,
+        on_reset=returning(Observation(messages=HELLO.messages, tools=(CALCULATOR,))),
+    )
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
+    policy = FakePolicy(sampled(f"{call}<|im_end|>"), sampled())
+    trajectory = await play(environment, policy, max_context_tokens=4000)
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert "seven" in renderer().decode(policy.requests[-1].prompt_token_ids)
