@@ -125,10 +125,10 @@ async def check_no_body(request: Request) -> None:
         return
     whole = await request.body()
     try:
-        found = json.loads(whole) if whole else {}
+        found = json.loads(whole) if whole.strip() else None
     except (ValueError, RecursionError) as error:
         raise problems.malformed(problems.shown(str(error))) from None
-    if found != {}:
+    if found not in (None, {}):
         is_object = isinstance(found, dict)
         where = f"body.{problems.shown(next(iter(found)))}" if is_object else "body"
         got = "this route has no such field" if is_object else "got something else than an object"

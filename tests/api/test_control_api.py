@@ -184,6 +184,9 @@ async def test_a_body_may_be_left_out_where_no_field_is_needed(tmp_path: Path) -
     assert (await client.post("/evaluations")).status_code == 202
     assert (await client.post("/stop")).status_code == 202
     assert run.stops == [None]
+    headers = {"content-type": "application/json"}
+    answer = await client.post("/control/training/pause", content=b"null", headers=headers)
+    assert answer.status_code == 200
 
 
 async def test_an_evaluation_of_no_tasks_is_refused(tmp_path: Path) -> None:
@@ -205,4 +208,10 @@ async def test_a_field_for_a_route_without_fields_is_refused(tmp_path: Path) -> 
     )
     assert answer.status_code == 400 and answer.json()["code"] == "malformed-body"
     assert (await client.get("/control/calls")).json()["calls"] == []
-    assert (await client.post("/control/training/resume", json={})).status_code == 200
+    for content in (b"{}", b"null", b" \r\n", b""):
+        answer = await client.post(
+            "/control/training/resume",
+            content=content,
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == 200, content
