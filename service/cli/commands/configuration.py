@@ -93,7 +93,7 @@ def path_option(option: str, text: str | None, *, what: str = "a directory") -> 
     if text is not None and not text.strip():
         raise ConfigError(f"{option}: got an empty text, expected {what}; name one")
     # A shell does not expand ~ in --run-dir=~/run.
-    return None if text is None else Path(text).expanduser()
+    return None if text is None else Path(os.path.expanduser(text))
 
 
 def run_configuration(
