@@ -11,12 +11,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
+import io
 import json
 import os
-import pickletools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
@@ -85,9 +86,18 @@ def _is_installed(place: Path) -> bool:
 
 def _modules_in(module: ModuleType) -> set[str]:
     """Return the names of the modules that a module uses, or from which it has imported names."""
-    values = list(vars(module).values())
-    used = {each.__name__ for each in values if isinstance(each, ModuleType)}
-    return used | {each.__module__ for each in values if isinstance(each, type | FunctionType)}
+    return {name for each in list(vars(module).values()) if (name := _module_of(each))}
+
+
+def _module_of(value: Any) -> str:
+    """Return a module's name; of a class or function its module's; empty for any other value."""
+    name = None
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    elif isinstance(value, type | FunctionType):
+        name = value.__module__
+    # A metaclass may have any value there.
+    return name if isinstance(name, str) else ""
 
 
 def _check_files(modules: Iterable[str], *, what: str) -> None:
@@ -102,7 +112,10 @@ def _check_files(modules: Iterable[str], *, what: str) -> None:
         if name == "__main__" or not file or _is_installed(Path(file).resolve()):
             continue
         found = _found_by_run(name, path)
-        if found is not None and Path(found).resolve() != Path(file).resolve():
+        is_same = found in (None, file)
+        with suppress(OSError):  # such as a file in an archive
+            is_same = is_same or os.path.samefile(found or "", file)
+        if not is_same:
             raise ConfigError(
                 f"{what}: the module {name} is {file} here, but the run would import {found}, "
                 "because it looks in the working directory first; expected the same file: rename "
@@ -115,10 +128,14 @@ def _found_by_run(module: str, path: list[str]) -> str | None:
     spec, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
-        spec = PathFinder.find_spec(name, path)
-        if spec is None:
+        try:
+            spec = PathFinder.find_spec(name, path)
+            if spec is None:
+                return None
+            # A namespace package looks for its parent in sys.modules.
+            path = list(spec.submodule_search_locations or ())
+        except (AttributeError, ImportError, KeyError):
             return None
-        path = list(spec.submodule_search_locations or ())
     return spec.origin if spec is not None and spec.has_location else None
 
 
@@ -129,7 +146,7 @@ def _own_name(function: Callable[..., Any]) -> str:
     module's attribute may have been replaced. So the name must give this very object.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    found = sys.modules.get(module or "")
+    found = sys.modules.get(module) if isinstance(module, str) else None
     if not name or module == "__main__" or getattr(found, "__spec__", None) is None:
         return ""
     try:
@@ -139,6 +156,21 @@ def _own_name(function: Callable[..., Any]) -> str:
     return f"{module}:{name}" if is_same else ""
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickle by value, and note the modules that the process which reads the pickle imports."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        # A function or a class with another result is pickled by value.
+        if reduced is NotImplemented:
+            self.modules.add(_module_of(obj))
+        return reduced
+
+
 def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
     """Store a function by value in a new module in `store`, and return its MODULE:NAME.
 
@@ -146,17 +178,18 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
     """
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
     try:
-        value = cloudpickle.dumps(function)
+        pickler.dump(function)
     except Exception as error:  # the values that it refers to may raise any error
         raise ConfigError(
             f"{what}: {name} cannot be stored by value ({type(error).__name__}: {error}); expected "
             "a function that refers only to values that can be pickled; define it in a file and "
             "pass FILE.py:NAME"
         ) from error
-    # The pickle names the modules that the function uses.
-    texts = {each for _, each, _ in pickletools.genops(value) if isinstance(each, str)}
-    _check_files(sorted(texts & sys.modules.keys()), what=what)
+    _check_files(sorted(pickler.modules), what=what)
+    value = buffer.getvalue()
     digest = hashlib.sha256(value).hexdigest()
     # Of a function the code, because getsource would show the inner function of a wrapper.
     shown: Any = function if isinstance(function, type) else getattr(function, "__code__", None)
@@ -192,7 +225,7 @@ def write_rows(dataset: Iterable[Mapping[str, Any]], directory: Path) -> Path:
         dataset = _in_memory(dataset)
     if _is_a(dataset, "datasets.Dataset"):
         return _write_parquet(dataset, directory)
-    if _is_a(dataset, "pandas.DataFrame"):
+    if _is_frame(dataset):
         dataset = _records(dataset)
     lines = [_line(row, f"dataset: row {number}") for number, row in enumerate(dataset, start=1)]
     directory.mkdir(parents=True, exist_ok=True)
@@ -224,8 +257,10 @@ def _check_form(dataset: Any) -> None:
         )
     if _is_a(dataset, "pandas.Series"):
         raise ConfigError(f'{got}, {_FORMS}; give data.to_frame("prompt") for a column of prompts')
-    if not isinstance(dataset, Iterable):
-        raise ConfigError(f"{got}, {_FORMS}; correct it")
+    try:
+        iter(dataset)  # a class may have only __getitem__ and __len__, as torch's Subset
+    except TypeError:
+        raise ConfigError(f"{got}, {_FORMS}; correct it") from None
 
 
 def _is_a(value: object, name: str) -> bool:
@@ -235,10 +270,29 @@ def _is_a(value: object, name: str) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
+def _is_frame(value: Any) -> bool:
+    """Return whether a value is a DataFrame of pandas, or of a library with the same interface."""
+    # Polars, which has `to_dicts`, has another `to_dict`.
+    is_named = type(value).__name__ == "DataFrame" and not hasattr(value, "to_dicts")
+    return _is_a(value, "pandas.DataFrame") or (is_named and hasattr(value, "to_dict"))
+
+
 def _in_memory(dataset: Any) -> Any:
     from datasets import Dataset
+    from pyarrow import ArrowException
 
-    return Dataset.from_list(list(dataset.with_format(None)), features=dataset.features)
+    rows = list(dataset.with_format(None))
+    if dataset.features is None:
+        # `from_list` would take the columns of the first row only.
+        return rows
+    try:
+        columns = {name: [row.get(name) for row in rows] for name in dataset.features}
+        return Dataset.from_dict(columns, features=dataset.features)
+    except (ArrowException, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"dataset: the rows do not have the types of its features ({error}), expected rows of "
+            "these types; correct the features, or give list(data)"
+        ) from error
 
 
 def _write_parquet(dataset: Any, directory: Path) -> Path:
@@ -268,13 +322,16 @@ def _records(frame: Any) -> Any:
 
 def _line(row: Any, where: str) -> str:
     """Return a row as JSON. where: the row's name in error texts. Raises: ConfigError."""
-    # Some rows are not of the class Mapping: those of sqlite3, for example.
-    if not hasattr(row, "keys"):
+    try:
+        # Some rows are not of the class Mapping: those of sqlite3 and pydantic, for example.
+        values = None if isinstance(row, str | bytes | list | tuple) else dict(row)
+    except (TypeError, ValueError):
+        values = None
+    if values is None:
         raise ConfigError(
             f'{where}: got {type_of(row)}, expected a dict, such as {{"prompt": "What is 1 + 1?"}};'
             " give each row as a dict of its columns"
         )
-    values = dict(row)
     if problem := _problem(values):
         column = next((name for name, value in values.items() if _problem({name: value})), "")
         value = values.get(column)

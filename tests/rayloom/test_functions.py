@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial, update_wrapper, wraps
@@ -125,7 +126,35 @@ def test_another_file_of_the_same_module_name_in_the_working_directory_is_refuse
         with pytest.raises(rayloom.ConfigError, match=r"lib/given_\S+ here, .* import \S+here/"):
             name_of(function, tmp_path / "store", what="reward")
             pytest.fail(case)
-    # Without the other files the same functions are taken.
+
+    # A text that equals a module's name is no use of the module.
+    def scored(completion: str, given_lib: str = "given_lib") -> float:
+        return {"given_lib": 1.0}[given_lib]
+
+    assert name_of(scored, tmp_path / "store", what="reward").endswith(":scored")
+    # Another path to the same file is no other file.
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "given_lib.py").hardlink_to(lib / "given_lib.py")
+    assert name_of(flat.score, tmp_path / "store", what="reward") == "given_lib:score"
+    (tmp_path / "given_lib.py").unlink()
+    # Without the other files the same functions are taken.
     for function in given.values():
         assert name_of(function, tmp_path / "store", what="reward")
+
+
+def test_modules_and_classes_that_cannot_be_found_are_not_checked(
+    own: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "odd" / "deep" / "inner.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def score(completion): ...\n")
+    spec = importlib.util.spec_from_file_location("odd.deep.inner", file)
+    assert spec is not None and spec.loader is not None
+    inner = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "odd.deep.inner", inner)
+    spec.loader.exec_module(inner)
+    assert name_of(inner.score, tmp_path, what="reward") == "odd.deep.inner:score"
+
+    odd = type("Odd", (), {"__module__": ["no", "text"]})
+    monkeypatch.setattr(own, "Odd", odd, raising=False)
+    assert name_of(own.score, tmp_path, what="reward") == "own_score:score"

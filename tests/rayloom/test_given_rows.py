@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pandas as pd
 import pytest
+from pydantic import BaseModel
+from torch.utils.data import Subset
 
 import rayloom
 from actors.environment.data_sets import read_data_set
@@ -18,6 +20,31 @@ from rayloom.given import write_rows
 ROWS = [{"prompt": f"Which number comes after {n}?", "answer": n + 1} for n in range(3)]
 DATASET = datasets.Dataset.from_list(ROWS)
 FRAME = pd.DataFrame(ROWS)
+
+
+class Row(BaseModel):
+    prompt: str
+    answer: int
+
+
+class Indexed:
+    """Rows by their numbers, without `__iter__`."""
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return ROWS[number]
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+
+class DataFrame:
+    """A frame with the interface of pandas, as in modin and cudf."""
+
+    columns = FRAME.columns
+    to_dict = staticmethod(FRAME.to_dict)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +71,25 @@ def read(dataset: Any, directory: Path) -> list[Mapping[str, Any]]:
         FRAME.set_index(pd.Index(["a", "b", "c"])),
         ROWS,
         tuple(ROWS),
+        Subset(ROWS, [0, 1, 2]),  # type: ignore[arg-type]
+        Indexed(),
+        [Row(**row) for row in ROWS],  # type: ignore[arg-type]
+        DataFrame(),
     ],
     ids=lambda each: type(each).__name__,
 )
 def test_each_form_of_the_same_rows_is_read_as_the_same_tasks(dataset: Any, tmp_path: Path) -> None:
     assert read(dataset, tmp_path / "run") == ROWS
+
+
+def test_a_stream_without_features_keeps_each_column_of_each_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "answer": 1}, {"prompt": "r", "answer": "two", "hint": "h"}]
+    assert read(datasets.IterableDataset.from_generator(lambda: iter(rows)), tmp_path) == rows
+    wrong = DATASET.to_iterable_dataset().map(
+        lambda row: {"answer": "x"}, features=datasets.Features(answer=datasets.Value("int64"))
+    )
+    with pytest.raises(rayloom.ConfigError, match=r"^dataset: .*expected rows of these types"):
+        write_rows(wrong, tmp_path)
 
 
 def test_a_selection_of_a_data_set_is_read_as_selected(tmp_path: Path) -> None:
