@@ -40,6 +40,8 @@ from service.launch.signals import EXIT_INTERRUPTED
 EXIT_OK, EXIT_REFUSED = 0, 2
 RUNS = Path("runs")
 _MAX_REASON_LINES = 20
+# Sections whose keys are names that the user chooses. Below `options` all keys are.
+_FREE = {"mixture", "sets", "columns"}
 # What `rayloom serve` prints before the address.
 _LISTENS = "the API listens on "
 
@@ -312,7 +314,7 @@ def _arguments(
                 names = [name_of(function, store, what=what) for function in each]
                 option = f"--{what.replace('_', '-')}"
                 arguments += [part for name in names for part in (option, name)]
-                if isinstance(weights := given[what], Mapping):
+                if names and isinstance(weights := given[what], Mapping):
                     arguments.append(_weighted(what, names, weights.values()))
             # Last, because they override what the functions set.
             yield directory, arguments + _set(settings)
@@ -325,14 +327,20 @@ def _set(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _flow(value: Any) -> str:
-    """Return a plain value as one line of YAML."""
+    """Return a plain value as YAML in flow style."""
     text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize, sort_keys=False)
     # After a scalar, YAML writes the end of the document.
     return str(text).removesuffix("\n").removesuffix("\n...")
 
 
-def _is_name(key: object) -> bool:
-    return isinstance(key, str) and not set(key) & set(".=")
+def _is_whole(settings: Mapping[Any, Any], path: str) -> bool:
+    """Return whether a key of a mapping at a path cannot be part of a longer path."""
+    if not all(isinstance(key, str) and "=" not in key for key in settings):
+        return True
+    keys = "".join(settings)
+    sections = path.split(".")
+    is_free = sections[-1] in _FREE or "options" in sections
+    return "." in keys and (is_free or bool(set(keys) & set(":/")))
 
 
 def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
@@ -364,13 +372,15 @@ def _removed_if_refused(directory: Path) -> Iterator[Path]:
     try:
         yield store
     except ConfigError as error:
+        text = str(error)
         if store in made:
             shutil.rmtree(store, ignore_errors=True)
+            text = without_file(text, store)
         for path in made[1:]:
             # A directory that is not empty stays.
             with suppress(OSError):
                 path.rmdir()
-        raise ConfigError(without_file(str(error), store)) from error.__cause__
+        raise ConfigError(text) from error.__cause__
 
 
 def _config_arguments(config: ConfigLike | None, scratch: Path) -> list[str]:
@@ -390,11 +400,12 @@ def _config_arguments(config: ConfigLike | None, scratch: Path) -> list[str]:
 def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each setting: {"run": {"steps": 2}} -> ("run.steps", 2).
 
-    A mapping is one value if a key cannot be part of such a path, as in {"my.py:score": 0.2}.
+    A mapping is one value if a key cannot be part of such a path, as in {"my.py:score": 0.2}. In
+    other mappings a key may be a path: {"trainer": {"lora.rank": 8}} -> ("trainer.lora.rank", 8).
     """
     for name, value in settings.items():
         inner = f"{path}.{name}" if path else name
-        if isinstance(value, Mapping) and value and all(map(_is_name, value)):
+        if isinstance(value, Mapping) and value and not _is_whole(value, inner):
             yield from _leaves(value, inner)
         else:
             yield inner, value

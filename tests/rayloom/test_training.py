@@ -185,6 +185,30 @@ def test_settings_reach_the_run_with_their_keys_and_values(
     assert config.model.path == "models/own"
 
 
+def test_no_functions_with_weights_are_no_functions(tmp_path: Path, started: list[str]) -> None:
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train("own.yaml", reward={}, group_reward={}, run_dir=tmp_path / "run")
+    assert started == ["own.yaml", "--run-dir", str(tmp_path / "run")]
+
+
+def test_dots_in_a_key_are_a_path_except_where_keys_are_free(
+    tmp_path: Path, started: list[str]
+) -> None:
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(
+            dataset="after.jsonl",
+            reward="my.py:score",
+            run_dir=tmp_path / "run",
+            trainer={"lora.rank": 8, "lora": {"alpha": 4}},
+            tasks={"options.system": "Add.", "options": {"names": {"b.c": 1}}},
+        )
+    config = config_of(started)
+    assert (config.trainer.lora.rank, config.trainer.lora.alpha) == (8, 4)
+    assert config.tasks.options == {
+        "reward": "my.py:score", "system": "Add.", "names": {"b.c": 1}
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -254,6 +278,7 @@ def test_paths_may_begin_with_the_home_directory(
         rayloom.evaluate(Path("~/run"), checkpoint="~/step", out="~/out.jsonl")
     assert started == [f"{home}/run", f"--checkpoint={home}/step", f"--out={home}/out.jsonl"]
     assert path_option("--run-dir", "~/run") == tmp_path / "home" / "run"
+    assert path_option("--run-dir", "~nouser/run") == Path("~nouser/run")
 
 
 @pytest.mark.parametrize("what", ["reward", "group_reward", "tools"])
