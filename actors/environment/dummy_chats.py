@@ -18,8 +18,8 @@ class Ending:
 
     has_content: bool = True
     has_reasoning: bool = False
-    calls: tuple[tuple[str, str], ...] = ()
-    """Id and name of each call."""
+    call_ids: tuple[str, ...] = ()
+    call_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,16 @@ class DummyChat:
 
         Args: called_before: ids of calls that are made and answered at the start of the chat.
         """
-        values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
-        calls = zip(ending.calls, [*values, self.argument], strict=False)
+        values = [f"{self.content} {index}" for index in range(len(ending.call_names) - 1)]
+        values.append(self.argument)
+        calls = zip(ending.call_ids, ending.call_names, values, strict=False)
         reply = Message(
             role=Role.ASSISTANT,
             content=self.content if ending.has_content else "",
             reasoning=self.reasoning if ending.has_reasoning else None,
             tool_calls=tuple(
                 ToolCall(id=call_id, name=name, arguments={"argument": value})
-                for (call_id, name), value in calls
+                for call_id, name, value in calls
             ),
         )
         return (*_answered_calls(called_before), *self.before, reply)
@@ -57,7 +58,7 @@ class DummyChat:
 
         The text occurs once in the chat. In a rendering, new messages begin after it.
         """
-        return self.argument if ending.calls else self.content
+        return self.argument if ending.call_names else self.content
 
 
 # They differ in length, in number of turns and in their last letters, so that their deltas differ
@@ -93,7 +94,8 @@ def ending_of(history: Sequence[Message]) -> Ending:
         # Without a call the delta begins after the content, even if the content is empty.
         has_content=bool(reply.content) or not reply.call_texts,
         has_reasoning=bool(reply.reasoning),
-        calls=tuple((call_id, name) for call_id, name, _ in reply.call_texts),
+        call_ids=tuple(call_id for call_id, _, _ in reply.call_texts),
+        call_names=tuple(name for _, name, _ in reply.call_texts),
     )
 
 

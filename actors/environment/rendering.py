@@ -261,14 +261,15 @@ class ChatRenderer:
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)
         ending = ending_of(history)
-        new = in_call_order(new_messages, ending.calls)
+        calls = zip(ending.call_ids, ending.call_names, strict=True)
+        new = in_call_order(new_messages, calls)
         if not self._knows_ids:
             # Ids differ in every chat, so that no cached delta would ever be found.
-            ending = replace(ending, calls=tuple(("", name) for _, name in ending.calls))
+            ending = replace(ending, call_ids=("",) * len(ending.call_ids))
             new = tuple(m if m.tool_call_id is None else replace(m, tool_call_id=None) for m in new)
         render = self._cached_delta if _may_repeat(new) else self._render_delta
         delta = render(new, tuple(tools), ending)
-        if isinstance(delta, tuple) and ending.calls and not self._is_ended(sampled, delta[1]):
+        if isinstance(delta, tuple) and ending.call_ids and not self._is_ended(sampled, delta[1]):
             delta = BreakReason.TEMPLATE_LOOKS_BACK
         if isinstance(delta, BreakReason):
             whole = self.first_prompt((*history, *new_messages), tools)
@@ -362,11 +363,11 @@ class ChatRenderer:
     def _render_delta(
         self, new_messages: _Messages, tools: _Tools, ending: Ending
     ) -> _Delta | BreakReason:
-        in_reply = {call_id for call_id, _ in ending.calls}
+        in_reply = set(ending.call_ids)
         answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
         # Only one dummy makes these calls, so that the deltas differ if a template looks for them.
         called_before = sorted(answered - in_reply)
-        if ending.calls or any(message.role is Role.TOOL for message in new_messages):
+        if ending.call_ids or any(message.role is Role.TOOL for message in new_messages):
             # Add one more call with its result, for a template that numbers calls.
             called_before.append(EXTRA_CALL)
         deltas = []
@@ -383,7 +384,9 @@ class ChatRenderer:
             if not new_messages and whole == closed:
                 # The template begins no turn after the assistant's.
                 return BreakReason.TEMPLATE_REFUSED
-            delta = self._delta_behind(mark, whole=whole, closed=closed, is_call=bool(ending.calls))
+            delta = self._delta_behind(
+                mark, whole=whole, closed=closed, is_call=bool(ending.call_ids)
+            )
             if isinstance(delta, BreakReason):
                 return delta
             question = dummy.before[-1].content

@@ -111,8 +111,8 @@ _SYSTEM, _LATER, _QUESTION, _REPLY, _RESULT, _THOUGHT, _TEXT, _ARGUMENT = (
     for name in ("system", "later", "question", "reply", "result", "thought", "text", "argument")
 )
 # A text with capital letters and white space, and a pattern of the same words in any spelling.
-_SPACED = "First Line  has\n\n\tTwo Spaces"
-_ANY_SPACED = re.compile(r"\s*".join(_SPACED.split()), re.IGNORECASE)
+SPACED = "First Line  has\n\n\tTwo Spaces"
+_ANY_SPACED = re.compile(r"\s*".join(SPACED.split()), re.IGNORECASE)
 _TOOL = ToolSchema(
     name="look_up",
     description="Look a title up.",
@@ -193,17 +193,17 @@ def missing_header(renderer: ChatRenderer) -> str:
     return header if header.strip() else ""
 
 
-def changed_text(renderer: ChatRenderer) -> tuple[str, str] | None:
-    """Return a user's text, and the text that a template shows in its place.
+def changed_text(renderer: ChatRenderer) -> str:
+    """Return the text that a template shows in place of the user's text SPACED.
 
-    The result is None if the template shows the text as it is or escaped, or does not show it.
+    The result is empty if the template shows the text as it is or escaped, or does not show it.
     """
     try:
-        rendered = renderer.template.text((_user(_SPACED),), add_generation_prompt=True)
+        rendered = renderer.template.text((_user(SPACED),), add_generation_prompt=True)
     except RenderError:
-        return None
+        return ""
     found = _ANY_SPACED.search(rendered)
-    return None if found is None or count_unchanged(rendered, _SPACED) else (_SPACED, found[0])
+    return "" if found is None or count_unchanged(rendered, SPACED) else found[0]
 
 
 def describe_traits(traits: Mapping[str, str]) -> str:

@@ -28,7 +28,12 @@ from typing import Any
 
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.rendering import ChatRenderer
-from actors.environment.template_traits import changed_text, end_of_reply, missing_header
+from actors.environment.template_traits import (
+    SPACED,
+    changed_text,
+    end_of_reply,
+    missing_header,
+)
 from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of
 from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED, LoraSettings
 from actors.types import Dtype, TokenIds
@@ -137,10 +142,9 @@ def template_warnings(config: Config, model_path: str) -> Iterator[str]:
             "add_generation_prompt; write the text at the end of the template too, inside "
             "{% if add_generation_prompt %}"
         )
-    if changed := changed_text(renderer):
-        given, shown = changed
+    if shown := changed_text(renderer):
         yield (
-            f"model: its chat template changes letters or white space: it shows {given!r} as "
+            f"model: its chat template changes letters or white space: it shows {SPACED!r} as "
             f"{shown!r}, so that the policy cannot read the difference in code or names; expected "
             "the text as it is; set model.chat_template to a corrected copy of the template"
         )

@@ -8,6 +8,7 @@ refer to other files; therefore `sources.json` in the run's directory records th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -75,7 +76,7 @@ def _model_files(model: str | None) -> dict[str, str]:
 
     Files with weights are too large to be read at each start. Raises: ConfigError.
     """
-    directory = Path(model or "").expanduser()
+    directory = Path(os.path.expanduser(model or ""))
     if model is None or not directory.is_dir():
         return {}
     try:
