@@ -128,7 +128,7 @@ def find(text: str, *, what: str) -> Any:
 
 
 def helpers_from_elsewhere(text: str) -> Iterator[str]:
-    """Yield a sentence for each module that is beside a user's module and is not the one it got.
+    """Yield a warning for each module that a user's module did not import from its own directory.
 
     Python looks up modules from the directory in which the command is started. `python FILE.py`
     would look beside FILE.py first. Python's own modules are left out.

@@ -346,7 +346,7 @@ def test_the_mode_stays_after_a_call_too(is_quiet: bool) -> None:
 
 
 def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None:
-    """As SmolLM3's: the marker is cut out of the system text."""
+    """SmolLM3's template removes the marker from the system text, and so does this one."""
     removes = "{{ m.content.replace('/no_think', '').rstrip() }}"
     renderer = ChatRenderer(_tokenizer(PLAIN.replace("{{ m.content }}", removes)))
     system = Message(role=Role.SYSTEM, content="You are a pirate. /no_think")

@@ -282,7 +282,7 @@ NAMING = TEMPLATES["plain"].replace("m.role", "(m.name or m.role)")
 
 
 def naming() -> ChatRenderer:
-    """Of a template that shows names in place of roles, as Kimi K2's does."""
+    """Kimi K2's template shows names in place of roles, and so does this one."""
     backend = tokenizer("plain").backend_tokenizer
     return ChatRenderer(
         PreTrainedTokenizerFast(
