@@ -35,7 +35,6 @@ from actors.environment.shown_text import (
     marked_tools,
     marks_in,
     only_moves,
-    only_moves_wrapped,
     said,
     tool_mark,
     unshown,
@@ -471,16 +470,13 @@ class ChatRenderer:
         try:
             text = rendered(reply)
             if not text.endswith(tail):
-                systems = (each.content for each in history if each.role is Role.SYSTEM)
-                if any(only_moves(text, tail, system.strip()) for system in systems):
-                    return True
                 try:
                     others = [each for each in history[:-1] if each.role is not Role.SYSTEM]
                     bare = rendered(reply, others)
                     marks = rendered(reply, marked_system(history[:-1]))
                 except RenderError:
                     return False
-                return only_moves_wrapped(text, tail, history, bare=bare, with_marks=marks)
+                return only_moves(text, tail, history, bare=bare, with_marks=marks)
             said = without_thought(reply.content).strip()
             if reply.call_texts or (said and text.removesuffix(tail).rstrip().endswith(said)):
                 return True

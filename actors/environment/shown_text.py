@@ -168,20 +168,6 @@ def unshown(
             yield each
 
 
-def only_moves(text: str, tail: str, system: str) -> bool:
-    """Return whether a rendering ends with a tail into which the template moved a system text.
-
-    Some templates (Mistral Nemo) show the system text in the newest user's message. A prompt that
-    was extended keeps the text where it was first, so the delta may be used. White space is not
-    compared.
-    """
-    end, expected = text[-2 * len(tail + system) :], _dense(tail)
-    if not system or _dense(end).endswith(expected):
-        return False
-    places = (found.span() for found in re.finditer(re.escape(system), end))
-    return any(_dense(end[:start] + end[stop:]).endswith(expected) for start, stop in places)
-
-
 def marked_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the chat with a unique mark in place of each system text."""
     return tuple(
@@ -190,14 +176,17 @@ def marked_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     )
 
 
-def only_moves_wrapped(
+def only_moves(
     text: str, tail: str, history: Sequence[Message], *, bare: str, with_marks: str
 ) -> bool:
     """Return whether the template inserted system texts into a tail, with fixed text around them.
 
-    Two things tell this apart from a system text that chooses a mode: with a mark in its place the
-    rest of the rendering is the same, and without it only one part of the rendering is missing.
-    White space is not compared.
+    Some templates (Mistral Nemo) show the system text in the newest user's message. A prompt that
+    was extended keeps the text where it was first, so the delta may be used. Two things tell this
+    apart from a system text that chooses a mode: with a mark in its place the rest of the rendering
+    is the same, and without it only one part of the rendering is missing. White space is not
+    compared.
+
     Args: text: the rendering of a chat. bare: its rendering without system texts. with_marks: its
     rendering with the marks of `marked_system`. history: the chat up to the reply.
     """
