@@ -13,7 +13,7 @@ from worlds.models.chatml import chatml_tokenizer
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import ChatTemplate, RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
-from actors.environment.rendering import BreakReason, ChatRenderer
+from actors.environment.rendering import BreakReason, ChatRenderer, Extension
 from actors.types import TokenIds
 
 PLAIN = (
@@ -363,18 +363,22 @@ def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None
         plain.first_prompt([system, _user("a")], ())
 
 
-def test_a_system_text_that_moves_to_the_newest_message_stays_where_it_was() -> None:
-    tokenizer = _tokenizer(MOVES_SYSTEM_TEXT)
+def _second_turn(tokenizer: PreTrainedTokenizerFast, systems: list[str]) -> Extension:
+    """Extend the prompt of a chat with system texts and the question "a" by "1" and "b"."""
     renderer = ChatRenderer(tokenizer)
-    history = [Message(role=Role.SYSTEM, content="Be terse."), _user("a")]
-    prompt = renderer.first_prompt(history, ())
-    extension = renderer.extend(
-        prompt,
+    history = [*(Message(role=Role.SYSTEM, content=each) for each in systems), _user("a")]
+    return renderer.extend(
+        renderer.first_prompt(history, ()),
         _ids("1<|im_end|>", tokenizer),
         history=[*history, _reply("1")],
         new_messages=[_user("b")],
         tools=(),
     )
+
+
+def test_a_system_text_that_moves_to_the_newest_message_stays_where_it_was() -> None:
+    tokenizer = _tokenizer(MOVES_SYSTEM_TEXT)
+    extension = _second_turn(tokenizer, ["Be terse."])
     assert extension.break_reason is None
     assert tokenizer.decode(extension.prompt_token_ids.tolist()) == (
         "<|im_start|>user\nBe terse.\n\na<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
@@ -414,16 +418,7 @@ def test_a_system_text_that_moves_in_a_wrapper_stays_where_it_was(
         "{% endif %}{% endif %}"
     )
     tokenizer = _tokenizer(texts + moves.removesuffix("{% endif %}") + mode)
-    renderer = ChatRenderer(tokenizer)
-    history = [*(Message(role=Role.SYSTEM, content=each) for each in systems), _user("a")]
-    prompt = renderer.first_prompt(history, ())
-    extension = renderer.extend(
-        prompt,
-        _ids("1<|im_end|>", tokenizer),
-        history=[*history, _reply("1")],
-        new_messages=[_user("b")],
-        tools=(),
-    )
+    extension = _second_turn(tokenizer, systems)
     assert extension.break_reason is reason
     delta = "1<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     text = tokenizer.decode(extension.prompt_token_ids.tolist())
