@@ -143,7 +143,7 @@ class CriticSettings:
 
     @property
     def truncation_rule(self) -> OutcomeRule:
-        """The outcome rule for truncated trajectories."""
+        """Whether truncated trajectories are trained, masked, penalised or dropped."""
         match self.truncation:
             case "bootstrap" | "terminal":
                 return OutcomeRule(disposition=Disposition.TRAIN)
@@ -432,15 +432,19 @@ class AlgorithmSettings:
 
     @property
     def window(self) -> int:
-        """The window W, which is `window_groups` or, if that is null, the default."""
+        """The number W of consecutive group numbers from which a step takes its groups.
+
+        If `window_groups` is null, W is P (`groups_per_step`), or 1 if training is synchronous.
+        """
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 
     @property
     def max_policy_age(self) -> int:
-        """The largest age of a trained token, S + ceil((W - 1) / P) versions.
+        """The largest age in versions that a token may have when it is trained.
 
-        See docs/semantics.md, Policy age. Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0,
-        W=1 -> 0 (synchronous).
+        It is S + ceil((W - 1) / P), with S = max_lag, W = window and P = groups_per_step.
+        Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0, W=1 -> 0 (synchronous). Proof:
+        docs/semantics.md, Policy age.
         """
         return self.max_lag + -(-(self.window - 1) // self.groups_per_step)
 

@@ -1,13 +1,16 @@
 """The values that merge actor and trainer exchange: packed rows, their scores, a critic's rows.
 
-In shapes, T is the number of a row's packed tokens, S the number of its segments, and M the number
-of its trained tokens. A row is a forest: a token attends to the earlier tokens of its segment and
-of the segment's ancestors; in a row without shared prefixes every segment is a root. Invariants:
-segment_lengths sums to T; segments are in preorder, so that a parent precedes its children and the
-segments of a subtree are adjacent; position_ids count along each path from a root; all samples of a
-trajectory are in one row. A loss position is the position of a token that predicts a trained token,
-its target. The target is the next token of the same segment or, at the segment's end, the first
-token of a child.
+A row packs several samples. A prefix that samples share is stored once: the row is a forest of
+segments, and a token attends to the earlier tokens of its segment and of the segment's ancestors.
+Without shared prefixes every segment is a root and holds one sample.
+
+In shapes, T is the number of a row's tokens, S of its segments, and M of its trained tokens. At a
+loss position, the row predicts a trained token, the target. The target is the next token of the
+segment or, at the segment's end, the first token of a child.
+
+Invariants: segment_lengths sums to T. Segments are in preorder: a parent precedes its children, and
+the segments of a subtree are adjacent. position_ids count along each path from a root. All samples
+of a trajectory are in one row.
 """
 
 from __future__ import annotations
@@ -146,7 +149,8 @@ micro-batches. Every rank has the same number of micro-batches.
 class ValueRow:
     """A row for the critic.
 
-    Token m was sampled in the state that consists of the tokens up to row.loss_positions[m].
+    Each of the row's M trained tokens was sampled in a state. The state of trained token m is the
+    sequence of tokens up to row.loss_positions[m], along the path of their segments.
     """
 
     row: MicroBatch

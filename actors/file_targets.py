@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def regular_target(path: Path) -> Path:
-    """Return the file that `path` names, which need not exist. Symbolic links are followed.
+    """Follow symbolic links, and return the file that `path` names. The file need not exist.
 
-    Without this function a rename replaces a link, or as root a device such as /dev/full.
+    A rename to the result replaces the file itself. A rename to `path` would replace a link or, as
+    root, a device such as /dev/full.
     Raises: OSError if the path names something other than a regular file, or a loop of links.
     """
     target = Path(os.path.realpath(path))

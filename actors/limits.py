@@ -38,11 +38,11 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return STRICT, and one more rule for the JSON schema of a class of task data.
+    """Return a `__pydantic_config__` for task data that may be empty: STRICT, and one more rule.
 
-    The class uses the result as `__pydantic_config__`. The rule does not apply to empty data.
-    rule: keywords of JSON schema.
-    Example: strict_unless_empty(required=["question"])
+    rule: keywords of JSON schema, which all data but empty data must satisfy.
+    Example: strict_unless_empty(required=["question"]) allows {} and {"question": "…"}, but not
+        {"answer": "…"}.
     """
     return {**STRICT, "json_schema_extra": {"if": {"minProperties": 1}, "then": rule}}
 

@@ -1,15 +1,16 @@
-"""The journal: a file for each step and term, of which the newest are kept.
+"""The journal: files that record the newest training steps, with all of their trajectories.
 
-A file holds a line with the format's number, then two sections, each with its length and a
-checksum: the index of the step's trajectories, and the step itself, compressed. A file is written
-under a temporary name and renamed. A step that is played again in a later term gets another file;
-`service.store.lineage` decides which of these files belongs to the run. Training and resuming do
-not read the journal. So a failure to write is reported once and never ends a run, and the oldest
-files may be removed at any time. The merge actor writes the journal; `rayloom inspect` and
-`rayloom explain` read it.
+A trajectory's samples are stored as they were packed for the trainer, with the log-probability and
+the version of every sampled token, and the advantages of the trained tokens. The merge actor writes
+the journal; `rayloom inspect` and `rayloom explain` read it. Training and resuming do not. So a
+failure to write is reported once and never ends a run, and old files may be removed at any time.
 
-A trajectory's samples are those that were packed for the trainer, with every sampled token's
-log-probability and version. The record also holds the advantages of the trained tokens.
+A term is the time from a start of the run to its end. A step that is played again in a later term
+gets another file; `service.store.lineage` decides which file belongs to the run.
+
+A file has a line with the format's number, then two sections, each with its length and a checksum:
+the index of the step's trajectories, and the step itself, compressed. A file is written under a
+temporary name and renamed.
 """
 
 from __future__ import annotations
