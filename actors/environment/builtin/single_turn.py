@@ -105,7 +105,10 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Return whether judges, or in a subclass other sources, give the answer a score."""
+        """Return whether an answer is scored even if no reward function is configured.
+
+        Here judges may score it; a subclass may have other sources of a reward.
+        """
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
@@ -295,10 +298,10 @@ _NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a prompt may have faults that only its conversion to messages shows.
+    """Return whether a check of a prompt must convert the prompt to messages to find its faults.
 
-    The result is True if a message of the prompt has a field, such as `tool_calls` or `images`, for
-    which `chat_message` may raise.
+    This is so if a message has a field, such as `tool_calls` or `images`, for which `chat_message`
+    may raise. The data's schema finds all other faults.
     """
     return not isinstance(prompt, str) and any(
         each.get(key) for each in prompt for key in (*_BOUND_TO_ROLES, *_NOT_TEXT)

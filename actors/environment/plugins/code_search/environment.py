@@ -5,17 +5,18 @@ option `root`) and `files`, the true paths within the repository; other keys are
 answers with a call of the tool `answer`, which has a list of paths and is the only call of its
 turn. The answer ends the task. Its reward is the F1 over the files (`grade_files`).
 
-A turn is malformed if it has no call or too many calls. It is also malformed if one of its calls
-cannot be read or has an argument that no repository could satisfy, such as a path that leads
-outside or a broken pattern. A call of `answer` makes its turn malformed if it has no list of paths,
-or if the turn has other calls too. A malformed turn costs `malformed_penalty` and is answered with
-one sentence for each fault. More than `max_malformed` such turns in a row end the task: the return
-is then negative or 0. A call beyond `max_calls` is not run, and its answer says that no calls are
-left.
+A turn is malformed if
 
-Components of the reward, by name. A turn that answers has `precision`, `recall`, `f1` and
-`num_calls` (the number of executed searches); only `f1` is added to the reward. A malformed turn
-has `malformed`.
+- it has no call or too many calls,
+- a call cannot be read, or has an argument that fits no repository, such as a broken pattern,
+- a call of `answer` has no list of paths, or is not the only call.
+
+A malformed turn costs `malformed_penalty` (component `malformed`) and is answered with one sentence
+for each fault. More than `max_malformed` such turns in a row end the task. A call beyond
+`max_calls` is not run, and its answer says so.
+
+The answer's turn has the components `precision`, `recall`, `f1` and `num_calls` (the number of
+executed searches). Only `f1` is added to the reward.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Locate the repository of a task: a directory or an archive below a root; unpack an archive once.
 
-Invariant: a repository that a task names is below the root, after links are resolved. Archives are
-unpacked into a scratch directory of this process, which removes the directory when it ends. A
-process that is killed leaves its scratch directory. The next process of the same user that makes a
-scratch directory removes every directory of a process that has ended: only a living process holds
-a lock on its directory. The unpacked repositories may take KEPT_REPOSITORIES times the size limit
-of one. If they take more, repositories that no episode uses are removed, the least recently used
-first. Called by `tools`.
+Invariant: a repository that a task names is below the root, after links are resolved.
+
+Archives are unpacked into a scratch directory of this process, which removes the directory when it
+ends. A living process holds a lock on its scratch directory. So the next process can remove the
+directories that killed processes have left. The unpacked repositories together may take
+KEPT_REPOSITORIES times the size limit of one; beyond that, those that no episode uses are removed,
+the least recently used first. Called by `tools`.
 """
 
 from __future__ import annotations

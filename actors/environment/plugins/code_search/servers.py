@@ -42,7 +42,7 @@ def start_program(
 ) -> subprocess.Popen[bytes]:
     """Start a program without environment variables or site packages, in its own process group.
 
-    Args: name: the program's module below the built-in environments, such as code_search.server.
+    Args: name: the program's module below `actors.environment.plugins`, such as code_search.server.
     """
     code = (
         f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "

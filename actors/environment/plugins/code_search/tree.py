@@ -84,7 +84,7 @@ class _Page:
 def list_files(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
     """List the entries of a directory.
 
-    If a glob is given, list instead all files below the directory whose path or name it matches.
+    If a glob is given, list instead the files at any depth whose path or name matches the glob.
     """
     directory = parts_of(arguments.get("directory", ""))
     wanted = _glob(arguments)

@@ -7,10 +7,10 @@ call is answered with documents or an error; or it gives the final answer: the t
 `<answer>…</answer>` or, without these tags, the whole visible text. The answer ends the task.
 
 The option `reward` chooses the reward of the answer, `f1` or `exact_match` (see `grade_answer`).
-The answer's turn has both as components, and `num_searches`. If `documents` are known, it also has
-`found_support`, the share of these documents that a tool has shown. A turn with a call that cannot
-be read is malformed and has the component `malformed`, which is minus `malformed_penalty`. More
-than `max_malformed` such turns in a row end the task.
+The answer's turn has the components `f1`, `exact_match` and `num_searches`. If `documents` are
+known, it also has `found_support`, the share of these documents that a tool has shown. A turn with
+a call that cannot be read is malformed and has the component `malformed`, which is minus
+`malformed_penalty`. More than `max_malformed` such turns in a row end the task.
 """
 
 from __future__ import annotations

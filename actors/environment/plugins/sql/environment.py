@@ -107,7 +107,7 @@ class QueryFailed(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of a query: the rows, perhaps cut."""
+    """The result of a query. Rows beyond the limits are left out."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
