@@ -160,7 +160,8 @@ class ChatTemplate:
         If the template shows no ids, the policy takes the first result as the answer to the first
         call, and so on. A single result for a single call may have any id.
         Args: calls: id and name of each call in the message before the given messages.
-        Raises: RenderError if the policy would take a result as the answer to a call that has none.
+        Raises: RenderError if a call has no result, and the policy could take the result of another
+            call as the missing one.
         """
         for known, answer, num_earlier in _answers(messages, calls):
             results, rest = _paired(known, answer)
@@ -204,9 +205,11 @@ class ChatTemplate:
 
     @cached_property
     def _two_results(self) -> tuple[str, str]:
-        """The texts before and after the first result, if two calls and their results are rendered.
+        """The rendering of two calls and their results, split at the first result.
 
-        If the template refuses two calls, both texts have the id and the name of the second call.
+        The two parts show whether the template writes ids and names beside calls and results. If
+        the template refuses two calls, so that no result can be mistaken for another, both parts
+        have the id and the name of the second call.
         """
         try:
             text = self.text(_TWO_RESULTS_PROBE)
@@ -252,11 +255,11 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template shows a content only if it is a list of parts.
+        """Whether the template needs a message's content as a list of parts, and not as a text.
 
-        Some templates of models that also read images need such a list. Other templates would print
-        the list itself, with its key `_UNREAD`; they get a text.
+        Some templates of models that also read images need such a list.
         """
+        # A template that prints the list itself shows the key _UNREAD; it does not read parts.
         part = {_UNREAD: "", "type": "text", "text": _CONTENT}
         for content, wants in ((_CONTENT, False), ([part], True)):
             try:
@@ -301,7 +304,7 @@ class ChatTemplate:
 
     @property
     def _place(self) -> str:
-        """The file that holds the template, if it is in the model's directory; else the setting."""
+        """The source of the template for error texts: the model's file with it, or the setting."""
         directory = Path(str(getattr(self._tokenizer, "name_or_path", "")))
         with suppress(OSError, ValueError, AttributeError):
             if (file := directory / "chat_template.jinja").read_text("utf-8") == self.source:
@@ -357,13 +360,13 @@ def in_call_order(
 def _answers(
     messages: Iterable[Message], calls: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
-    """Split messages into parts, each of which ends with a message of the assistant.
+    """Split a chat after each message of the assistant; find the calls that each part may answer.
 
-    Yield for each part the calls that its messages may answer, the messages, and how many of the
-    calls are older. The calls are those of the assistant's last message before the part. If that
-    message directly follows another message of the assistant, the calls of the other message are
-    still open: they come first, and are the older ones.
+    A part may answer the calls of the assistant's message before it. If several messages of the
+    assistant stand directly before the part, it may answer the calls of all of them.
     Args: calls: id and name of each call in the message before the given messages.
+    Yields: for each part: id and name of each call that it may answer, in order; its messages; and
+        how many of these calls are not from the last message before the part.
     """
     known, answer, num_earlier = tuple(calls), list[Message](), 0
     for message in messages:
@@ -379,9 +382,10 @@ def _answers(
 def _paired(
     calls: _Calls, answer: Iterable[Message]
 ) -> tuple[dict[int, Message], tuple[Message, ...]]:
-    """Return the result of each call, by the call's index, and all other messages of an answer.
+    """Find the result of each call among the messages that follow the calls.
 
     A result without an id answers the first call that has no result.
+    Returns: the result of each call, by the call's index; and all other messages, in order.
     """
     indices = {call_id: index for index, (call_id, _) in enumerate(calls) if call_id}
     results: dict[int, Message] = {}

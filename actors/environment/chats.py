@@ -1,14 +1,15 @@
 """Make training samples of the chats in a data set, for imitation of the assistant's replies.
 
 A row has `messages` in OpenAI's form, and `tools` if the chat has them. Each reply of the assistant
-becomes a turn. The turn's prompt is the chat before the reply, rendered with the generation prompt,
-as for an engine. To find the turn's sampled tokens, the chat is rendered with the reply as its last
-message: the sampled tokens are those after the prompt, up to the token at which an engine stops.
-Invariants: the tokens of a reply are found by comparing token ids, never by a search in the text; a
-reply is refused if the rendering with the reply does not begin with the prompt; each reply is
-trained exactly once. Turns are merged as in `sample_builder`, so a template that renders earlier
-replies differently (without their thoughts, for example) begins a new sample. The command `rayloom
-sft` uses this module.
+becomes a turn, as if an engine had sampled the reply: the prompt is the rendering of the chat
+before the reply, and the sampled tokens are those that the reply adds to this rendering, up to the
+token at which an engine stops.
+
+Invariants: a reply's tokens are found by comparing token ids, never by a search in the text. A
+reply is refused if the rendering with the reply does not begin with the prompt. Each reply is
+trained exactly once. `sample_builder` merges turns to samples: if the template renders an earlier
+reply differently, for example without its thought, a new sample begins. `rayloom sft` uses this
+module.
 """
 
 from __future__ import annotations
@@ -157,11 +158,12 @@ class ChatEncoder:
         before: tuple[Message, ...],
         tools: tuple[ToolSchema, ...],
     ) -> list[int]:
-        """Return the ids of a reply: those after the prompt in `whole`, the text of the chat.
+        """Return the token ids of a reply, and of the text that the template writes after it.
 
-        A token may join the end of the prompt and the beginning of the reply. Then the reply is
-        encoded separately, as an engine samples it. before: the messages before the reply.
+        If the tokenizer would join the prompt's end and the reply's beginning in one token, the
+        reply is encoded separately, because an engine cannot sample such a token.
 
+        Args: whole: the text of the chat with the reply. before: the messages before the reply.
         Raises: BadChat if `whole` does not begin with the text of the prompt.
         """
         ids = self._encode(whole)
@@ -186,11 +188,13 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return the token with which the template ends a reply if another message follows.
+        """Return the end token of a reply after which the template writes none.
 
-        The text `whole` ends with the reply, and lacks this token.
+        The template writes an end token only if another message follows. So the chat is rendered
+        with one more message, and the token after the reply is taken from this rendering.
 
-        Raises: BadChat if the engine does not stop at this token.
+        Args: whole: the text of the chat, which ends with the reply.
+        Raises: BadChat if an engine does not stop at the token that was found.
         """
         ids = self._encode(whole)
         longer = self._encode(self._renderer.template.text((*before, reply, _NEXT), tools))

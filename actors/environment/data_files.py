@@ -199,7 +199,11 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def note_of_object(path: Path) -> str:
-    """Return a note for an error about a row: its file is one JSON object; "" if it is not."""
+    """Return a note to add to an error about a row, if the row's file is a single JSON object.
+
+    Probably the user saved lists of columns instead of a list of rows. For any other file the note
+    is empty.
+    """
     if suffix_of(path) != ".json" or not path.is_file():
         return ""
     with open_text(path) as file:
@@ -213,7 +217,7 @@ def note_of_object(path: Path) -> str:
 
 
 def check_names(names: Sequence[str], *, what: str) -> None:
-    """Raise BadTaskFile if two columns have the same name, unless the name is empty."""
+    """Raise BadTaskFile if two columns have the same name. Columns without a name are ignored."""
     if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):
         raise BadTaskFile(
             f"{what}: the column {listed(twice)} occurs twice, expected unique names; rename one"

@@ -88,16 +88,22 @@ def read_data_set(
 ) -> PackedTasks:
     """Return tasks made of a data set's rows.
 
-    Args: source: a file, a directory or a name on the Hugging Face hub. columns: maps the name of
-    an entry of a task's data to the column with the entry's values. The value None leaves out the
-    column that has the entry's name. A column that `columns` does not mention becomes an entry of
-    the same name, if the environment accepts such an entry; `task_id` and `seed` also become the
-    task's id and seed. split: the split of a directory or a hub's data set; train for a single
-    file, which has no splits. subset: one of several configurations of a data set. check: the check
-    of every task's data. section: the section of the configuration that error texts refer to.
+    A column becomes an entry of the task's data with the column's name, if the environment accepts
+    such an entry. `columns` changes this. The entries `task_id` and `seed` also become the task's
+    id and seed.
+
+    Args:
+        source: A file, a directory or a name on the Hugging Face hub.
+        columns: Maps an entry to the column that has its values. An entry that is mapped to None
+            is left out, with the column of its name.
+        split: The split of a directory or of a data set on the hub; train for a single file.
+        subset: One of several configurations of a data set.
+        check: The check of every task's data.
+        section: The section of the configuration that error texts refer to.
+
     Raises: BadTaskFile if the data set cannot be used.
-    Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
-    with the data {"question": "Where?", "score": 3}.
+    Example: columns={"question": "query", "id": None} turns the row {"query": "Where?", "score": 3,
+        "id": 7} into a task with the data {"question": "Where?", "score": 3}.
     """
     what = f"data set {source}"
     left_out = {name for name, column in columns.items() if column is None}
@@ -156,12 +162,13 @@ def _values_of(
     environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield, for each row, its name in error texts, and the data of its task.
+    """Convert each row to the data of a task.
 
-    Log a warning for each column of bytes, which is left out, and for each kind of probable mistake
-    (`_doubts`). Log each warning only once. entries: maps each entry of the data to its column.
-    what: the data set's name for error texts.
+    Columns of bytes are left out with a warning. Probable mistakes (`_doubts`) are warned of too.
+    Each warning is logged only once.
 
+    Args: entries: maps each entry of the data to its column. what: the data set's name.
+    Yields: the row's place for error texts, such as "data set a.csv, row 3", and the data.
     Raises: BadTaskFile if a value has too many levels.
     """
     left_out: set[str] = set()
@@ -254,11 +261,12 @@ def _as_json(value: Any) -> Any:
 
 
 def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
-    """Remove the nulls that Arrow has added to a chat or to a part of it.
+    """Remove nulls from the arguments of calls and from the schemas of tools in a chat.
 
-    In a column of objects, Arrow adds to each object the keys of the others, with the value null.
-    is_free: whether `value` is inside the arguments of a call or the schema of a tool. Nulls are
-    removed only there.
+    Arrow gives all objects of a column the same keys: a key that an object lacks is added with the
+    value null.
+
+    is_free: whether `value` is a part of a call's arguments or of a tool's schema.
     """
     if isinstance(value, list):
         return [_without_nulls(each, is_free=is_free) for each in value]

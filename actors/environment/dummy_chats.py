@@ -1,7 +1,7 @@
-"""The dummy chats after which new messages are rendered to find the text that they add.
+"""Invented chats. `rendering` renders new messages after them, to find the new messages' tokens.
 
 A dummy chat ends as the real reply does: in text, after a thought, or in calls with the same names
-and ids, because a template may depend on them. `rendering` uses this module.
+and ids. A template may look at these parts of a reply when it renders the messages after the reply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DummyChat:
-    """An invented chat, after which new messages are rendered to find the text that they add.
+    """An invented chat, after which new messages are rendered to find their tokens.
 
     No text of the chat is contained in another, so each text can be found in the rendering.
     """
@@ -54,9 +54,10 @@ class DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: Ending) -> str:
-        """Return the last text in the chat's reply: an argument if it has calls, else the content.
+        """Return the chat's last text, which marks where new messages begin in a rendering.
 
-        The text occurs once in the chat. In a rendering, new messages begin after it.
+        The text is the last argument of the reply's calls or, without calls, the reply's content.
+        It occurs once in the chat.
         """
         return self.argument if ending.call_names else self.content
 

@@ -181,9 +181,14 @@ def _tool_of(target: str) -> FunctionTool:
 
 
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Return the arguments; parse each refused one that is the JSON text of an object or a list.
+    """Parse arguments that a parser of vLLM gave as JSON text, and return all arguments.
 
-    Return None if no refused argument is such a text, or if such a text cannot be parsed.
+    Only the arguments that `error` names are parsed, and only if they are the JSON text of an
+    object or a list.
+
+    Args: error: pydantic's refusal of the arguments.
+    Returns: None if there is no such text, or if a text cannot be parsed.
+    Example: if the text in {"n": 1, "at": "[2, 3]"} was refused, return {"n": 1, "at": [2, 3]}.
     """
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
@@ -253,7 +258,10 @@ class ToolClass:
         return method_as_reward(name, method, target=f"{self.target}.get_reward", instance=instance)
 
     def bound(self, instance: Any) -> tuple[FunctionTool, ...]:
-        """Return the tools bound to an instance, which is in this process or a `workers.Held`."""
+        """Return the class's tools, which then call the methods of the given instance.
+
+        instance: an instance in this process, or a reference to one in a worker (`workers.Held`).
+        """
         if isinstance(instance, workers.Held):
             return tuple(
                 dataclasses.replace(

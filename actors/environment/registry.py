@@ -152,16 +152,16 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return False for a TypedDict, whose values are plain dicts and not its instances."""
+    """Return whether a class of options has instances. A TypedDict has none, only plain dicts."""
     return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
-    """Return an environment's options as an instance of their class.
+    """Return an environment's options as an instance of the environment's class of options.
 
-    If `options` is empty and the factory's parameter `options` has a default, return the default.
-    Return None if the factory takes its options as keyword arguments, or if the default is not an
-    instance of an options class.
+    If no options are given, return the default of the factory's parameter `options`, if any.
+    Returns: None if the factory takes its options as keyword arguments, or if the default is of
+        another type, such as None.
     Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
@@ -183,8 +183,8 @@ def _options_parameter(
 
     The parameter's type is an options dataclass, or a union of options dataclasses.
 
-    Raises: BadOptions if the type is not known, if it contains an options dataclass in another
-    form, or if the factory has other parameters too.
+    Raises: BadOptions if the type is not known, if it only contains an options dataclass (such as
+    list[Options]), or if the factory has other parameters too.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -231,12 +231,12 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory. Annotations that are texts are replaced by their types.
+    """Return the signature of a factory, with types in place of annotations that are texts.
 
-    An annotation stays a text if it cannot be evaluated. If the factory has no signature, as some
-    classes written in C, return a signature that takes any arguments.
-    unknown: maps each undefined name in the annotations to a type variable to use in its place.
-    This function finds these names and calls itself with them.
+    If the texts cannot be evaluated, they stay. If the factory has no signature, like some classes
+    written in C, return a signature that takes any arguments.
+    unknown: only this function gives it when it calls itself: undefined names that it found in the
+    annotations, each with the type variable to use for it.
     """
     called: Any = get_origin(factory) or factory
     try:

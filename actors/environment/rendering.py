@@ -1,13 +1,14 @@
-"""Turn messages into token ids by appending, so that history is not rendered again.
+"""Make prompts by appending tokens, so that the tokens of earlier turns stay as they are.
 
-A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
-messages. To find the delta, the new messages are rendered after two different dummy chats. Each
-dummy chat ends as the real reply does: in text, after a thought, or in calls with the same names
-and ids. The delta is used only if its ids are the same after both dummy chats, if the new messages
-do not change how the dummy chats are rendered, and if the delta shows the text of every new
-message. The rendering of the real chat must end with the text of the delta too. Otherwise the whole
-chat is rendered, and the reason is counted. The whole rendering must show the text of every
-message, and the tools. The turn loop and the gateway use this module.
+A prompt is the last prompt + the sampled tokens + the delta, the tokens of the new messages. The
+delta is found by rendering the new messages after two dummy chats (`dummy_chats`). It is used if
+
+- both dummy chats give the same ids,
+- the new messages change nothing in the dummy chats before them (one part may disappear),
+- the delta shows the text of every new message, and the rendering of the real chat ends with it.
+
+Otherwise the whole chat is rendered, and the reason is counted. The rendering must show the text of
+every message, and the tools. The turn loop and the gateway use this module.
 """
 
 from __future__ import annotations
@@ -239,15 +240,15 @@ class ChatRenderer:
     ) -> Extension:
         """Return the prompt of the next turn.
 
-        The prompt is previous + sampled + (the closing tokens that were not sampled) +
-        delta(new_messages).
+        The prompt is previous + sampled + (the closing tokens that were not sampled) + the tokens
+        of the new messages. The real chat is rendered too, as text, to check these tokens. So the
+        time grows with the chat's length.
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, the reply to this prompt,
-        which may be cut off. history: every message so far, the reply last. If it is empty, the
-        reply is taken to be plain text, and the delta is not compared with the real chat.
+        which may be cut off. history: every message so far, the reply last. An empty history means
+        that the reply is plain text, and that the real chat is not rendered for the check.
         new_messages: the messages after the reply; may be empty.
-        The real chat is rendered at each turn, as text, so that the time grows with its length.
-        Raises: RenderError if the history has to be rendered and the template refuses it.
+        Raises: RenderError if the whole chat has to be rendered and the template refuses it.
         """
         if self._history == "as_rendered":
             whole = self.first_prompt((*history, *new_messages), tools)
@@ -348,10 +349,10 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Render a chat that has marks in place of texts, and return the marks that are shown.
+        """Return the marks that the template shows; None if it refuses the chat.
 
-        after: if not empty, only the rendering after the last occurrence of this text is searched.
-        Returns: None if the template refuses the chat.
+        messages: a chat in which unique words, the marks, replace texts (`marked`) or follow them
+        (`with_mark`). after: search only after the last occurrence of this text; "" for no limit.
         """
         try:
             text = self.template.text(messages, tools, add_generation_prompt=True)
@@ -495,8 +496,8 @@ class ChatRenderer:
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
         """Return how many of the tokens after a call's last argument belong to the call.
 
-        The policy samples these tokens itself. They end before the first token that stops the
-        engine; if no token stops it, all tokens belong to the call.
+        They are the tokens before the first end token, or all tokens if there is none. The policy
+        samples them itself.
 
         Args: closing_ids: the tokens after the last argument in a chat that ends with the call.
         """
@@ -504,21 +505,23 @@ class ChatRenderer:
         return next(ends, len(closing_ids))
 
     def _is_ended(self, sampled: TokenIds, num_closing: int) -> bool:
-        """Return whether the policy's last token or the first tokens of the delta end the reply.
+        """Return whether a reply with calls is ended, by its own last token or by the delta.
 
-        Otherwise the reply may be cut off in a call, and the delta would be read as its rest.
+        If nothing ends the reply, it may be cut off within a call. The policy would then read the
+        new messages as the rest of the call.
 
         Args: num_closing: number of tokens at the start of the delta that end the reply.
         """
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Return how many of the tokens after a reply end it; the rest belong to new messages.
+        """Return how many tokens at the start of `tail_ids` end the reply before them.
 
-        The common prefix of the two arguments ends the reply. If `closing_ids` is empty, only the
-        first of `tail_ids` can end the reply, and does so if it is an end token.
-        Args: tail_ids: the tokens after a reply that is followed by messages. closing_ids: the
-        tokens after the same reply if no message follows.
+        The other tokens belong to new messages. The reply is ended by the tokens with which both
+        arguments begin. If `closing_ids` is empty, it is ended by an end token at the start of
+        `tail_ids`.
+        Args: tail_ids: the tokens after a reply that new messages follow. closing_ids: the tokens
+        after a reply that is the last message.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -535,9 +538,10 @@ class ChatRenderer:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """Return the rendering of a dummy chat from its beginning to the end of its question.
+    """Return the part of a dummy chat's rendering that new messages must not change.
 
-    The text after the question may be rendered differently if a message follows the reply.
+    It ends with the question before the reply. Between the question and the reply's last text
+    `mark`, templates may change something, for example show the thought of the newest turn only.
     """
     before, _, _ = text.partition(mark)
     head, found, _ = before.rpartition(question)
@@ -547,8 +551,8 @@ def _head(text: str, question: str, mark: str) -> str:
 def _only_loses(before: str, after: str) -> bool:
     """Return whether `after` is `before` with at most one contiguous part removed.
 
-    The delta may be used if new messages only remove a part from the rendering of a dummy chat: the
-    real prompt keeps the corresponding part, because tokens are only appended to it.
+    before, after: a dummy chat's rendering without and with new messages. A removed part is no
+    fault: the real prompt keeps this part, because tokens are only appended to the prompt.
     """
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])

@@ -178,8 +178,8 @@ class RewardFunction:
     ) -> list[Score]:
         """Call the function once for all answers of a group, and return the answers' scores.
 
-        Each column is passed as a list, in which the row's value is repeated for each answer. The
-        list of the column `task` is also passed as `tasks`, as the library verifiers does.
+        Each column is passed as a list that repeats the row's value for each answer. The list has
+        two names, the column's and one with an s (`task`, `tasks`), as in the library verifiers.
 
         Raises: the same exceptions as `score`.
         """

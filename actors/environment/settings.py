@@ -118,10 +118,10 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """Limits on the tokens that may be sampled; training sets none.
+    """Limits on the tokens that may be sampled in an evaluation. Training samples without limits.
 
-    With limits, the engine normalises the log-probabilities over the tokens that it may sample. The
-    trainer normalises them over all tokens, so that the two would not match.
+    With limits, the engine normalises log-probabilities over the allowed tokens only. The trainer
+    normalises over all tokens, so the trainer could not use the engine's log-probabilities.
     """
 
     top_p: float = 1.0
@@ -132,7 +132,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The sampling of answers in an evaluation, and the lowest return of an answer that passes."""
+    """The sampling of an evaluation's answers, and the return that an answer needs to pass."""
 
     num_samples: int = 1
     """Number of samples of each task."""

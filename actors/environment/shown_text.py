@@ -146,12 +146,17 @@ def unshown(
     marks: frozenset[str] | None,
     in_place: Callable[[Said], bool],
 ) -> Iterator[Said]:
-    """Yield the texts that a rendering does not show.
+    """Yield the texts of a chat that the chat's rendering does not show.
 
-    text: the rendering. marks: the marks in another rendering, of the chat with a mark in place of
-    each text (`marked`); None if the marks are not known. in_place: a function that
-    appends a text's mark to the text (`with_mark`), and returns whether the template then shows the
-    mark. It is called only for texts whose mark is not in `marks`.
+    A shown text has its words in the rendering. Its mark is shown too, if the mark replaces the
+    text or is appended to it.
+
+    Args:
+        text: The rendering.
+        marks: The marks that the template shows if a mark replaces each text (`marked`); None if
+            they are not known.
+        in_place: Appends a text's mark to the text (`with_mark`), and returns whether the template
+            shows the mark. It is called only for texts whose mark is not in `marks`.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:
@@ -179,16 +184,18 @@ def marked_system(messages: Sequence[Message]) -> tuple[Message, ...]:
 def only_moves(
     text: str, tail: str, history: Sequence[Message], *, bare: str, with_marks: str
 ) -> bool:
-    """Return whether the template inserted system texts into a tail, with fixed text around them.
+    """Return whether a chat's rendering lacks an expected end only because system texts moved.
 
-    Some templates (Mistral Nemo) show the system text in the newest user's message. A prompt that
-    was extended keeps the text where it was first, so the delta may be used. Two things tell this
-    apart from a system text that chooses a mode: with a mark in its place the rest of the rendering
-    is the same, and without it only one part of the rendering is missing. White space is not
-    compared.
+    Some templates (Mistral Nemo) move the system text into the newest message of the user. Then the
+    rendering does not end with `tail`, the text of the new messages. Appending `tail` is right
+    nevertheless: the prompt keeps the system text at its first place.
 
-    Args: text: the rendering of a chat. bare: its rendering without system texts. with_marks: its
-    rendering with the marks of `marked_system`. history: the chat up to the reply.
+    A system text may also choose the template's mode; then `tail` may be wrong. The result is True
+    only if a mark in place of the system text leaves the rest of the rendering unchanged, and if
+    without system texts just one part is missing. White space is not compared.
+
+    Args: text: the rendering of the chat. bare: the rendering without system texts. with_marks: the
+    rendering of the chat after `marked_system`. history: the chat up to the reply.
     """
     text, tail, bare, with_marks = map(_dense, (text, tail, bare, with_marks))
     if text.endswith(tail) or not bare.endswith(tail):

@@ -209,8 +209,8 @@ class FileTasks:
     ) -> None:
         """Split the tasks into training and held-out tasks.
 
-        Args: held_out: a list from which to take the held-out tasks, by the same hash; None to take
-        them from `tasks`.
+        Args: held_out: other tasks, of which those with the lowest hashes are held out; None to
+        hold out some of `tasks`.
         Raises: ValueError if there are too few tasks.
         """
         if held_out is None and not 0 <= num_held_out < len(tasks):
@@ -355,13 +355,12 @@ def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
     Each entry is a name and the number of earlier entries of this name. Among the first j entries,
     a name of count c occurs j c / total times, give or take one.
-
-    The delay of a name at entry j is j c / total minus the number of its earlier entries. With n
-    names, let d = 1 / (2 n - 2). Entry j is chosen among the names whose delay is at least d: it is
-    the name whose delay would otherwise be the first to exceed 1 - d (R. Tijdeman, The chairman
-    assignment problem, Discrete Mathematics 32, 1980).
     Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
+    # R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980: the delay of a
+    # name at entry j is j c / total minus the number of its earlier entries. With n names, let
+    # d = 1 / (2 n - 2). Entry j is one of the names whose delay is at least d: the name whose delay
+    # would otherwise be the first to exceed 1 - d.
     total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)
     taken = dict.fromkeys(counts, 0)
     order = []

@@ -176,9 +176,10 @@ def end_of_reply(renderer: ChatRenderer) -> str:
 
 
 def missing_header(renderer: ChatRenderer) -> str:
-    """Return the text that a template writes before a reply, if no prompt ends with this text.
+    """Return the text that a template writes before a reply but not at the end of a prompt.
 
-    Such a template ignores add_generation_prompt. For any other template the result is empty.
+    Such a template ignores add_generation_prompt, so the policy would have to sample this text. The
+    result is empty for a template that writes the same text at the end of a prompt.
     """
     question = (_user(_QUESTION),)
     try:
@@ -194,9 +195,10 @@ def missing_header(renderer: ChatRenderer) -> str:
 
 
 def changed_text(renderer: ChatRenderer) -> str:
-    """Return the text that a template shows in place of the user's text SPACED.
+    """Return what a template makes of a user's text, if it changes spaces or the case of letters.
 
-    The result is empty if the template shows the text as it is or escaped, or does not show it.
+    The user's text is SPACED. The result is empty if the template shows SPACED as it is or escaped,
+    or does not show it.
     """
     try:
         rendered = renderer.template.text((_user(SPACED),), add_generation_prompt=True)

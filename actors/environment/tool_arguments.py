@@ -46,9 +46,9 @@ def arguments_model(
 ) -> type[BaseModel]:
     """Return a pydantic model of a function's arguments.
 
-    An argument's name is only the alias of its field, because pydantic reserves some names. Fields
-    that a nested model does not have are refused, and so are NaN and infinity, unless the model's
-    own configuration or the annotation allows them.
+    An argument's name is only the alias of its field, because pydantic reserves some names. The
+    model, and models within it, refuse unknown fields, NaN and infinity. An annotation, or the own
+    configuration of a model within it, may allow them.
     Raises: BadTool if a type cannot be described.
     """
     described = {each.arg_name: each.description for each in docs.params}
@@ -81,7 +81,7 @@ def arguments_model(
         config = ConfigDict(extra="forbid", allow_inf_nan=False)
         model = create_model(name, __config__=config, **fields)
         if isinstance(model.__pydantic_core_schema__, dict):
-            # The validators that nested models already have do not use the configuration of here.
+            # The validators that nested models already have do not use this configuration.
             new: Any = SchemaValidator
             schema = _strict(model.__pydantic_core_schema__)
             model.__pydantic_validator__ = new(schema, _use_prebuilt=False)
@@ -91,7 +91,10 @@ def arguments_model(
 
 
 def _strict(schema: Any) -> Any:
-    """Return a schema of pydantic's core; its classes refuse what they do not themselves allow."""
+    """Make the classes in a core schema of pydantic refuse unknown fields, NaN and infinity.
+
+    What the configuration of a class says about them is not changed.
+    """
     # Members of an enum may be lists, tuples or dicts of a class of their own.
     if type(schema) in (list, tuple):
         return type(schema)(_strict(each) for each in schema)

@@ -285,7 +285,7 @@ class _Episode:
     def _check_results(
         self, method: str, messages: Sequence[Message], *, reply: Message | None = None
     ) -> None:
-        """End the episode if the policy would read a result as that of another call."""
+        """End the episode if the policy would take the result of one call as another call's."""
         calls = reply.call_texts if reply else ()
         try:
             self._renderer.template.check_results(
@@ -325,7 +325,7 @@ class _Episode:
         return turn, parsed
 
     def _text_of(self, turn: Turn) -> str:
-        """Decode a reply up to its stop string; the last token may contain more text."""
+        """Return a reply's text before the first stop string. Its last token may contain more."""
         text = self._renderer.decode(turn.sampled_token_ids)
         return before_stop(text, self._settings.stop)[0]
 

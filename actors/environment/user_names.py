@@ -58,7 +58,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return the remedy for a name that is an absolute path."""
+    """Return the remedy for a name with an absolute path. directory: the working directory."""
     if Path(text).is_relative_to(directory):
         return f"; write {str(Path(text).relative_to(directory))!r}"
     return f"; start the command in a directory above the file instead of {directory}"
@@ -128,11 +128,12 @@ def find(text: str, *, what: str) -> Any:
 
 
 def helpers_from_elsewhere(text: str) -> Iterator[str]:
-    """Yield a warning for each module that a user's module did not import from its own directory.
+    """Yield a warning for each file beside a user's module that a module elsewhere hides.
 
-    Python looks up modules from the directory in which the command is started. `python FILE.py`
-    would look beside FILE.py first. Python's own modules are left out.
-    text: name of a function or class whose module is imported.
+    Python looks up modules from the directory in which the command is started. A user may expect
+    that it looks beside the importing file first, as `python FILE.py` does. Python's own modules
+    are left out.
+    text: name of a function or class in the user's module, which is imported already.
     """
     module = sys.modules.get(module_of(text, what="function"))
     file = Path(getattr(module, "__file__", None) or "")
@@ -227,7 +228,10 @@ def missing_module(error: ModuleNotFoundError, own: str) -> str:
 
 
 def _importing(error: BaseException) -> str:
-    """Return text for an error: the lines whose imports led to it, innermost first."""
+    """Return the lines at which an error arose during imports, innermost first, for its text.
+
+    Example: " (b.py:3, imported at a.py:1)"; empty if the error arose outside of imports.
+    """
     places = [f"{each.filename}:{each.lineno}" for each in reversed(_module_frames(error))]
     return f" ({', imported at '.join(places[:3])})" if places else ""
 
@@ -267,9 +271,13 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def renaming(names: Collection[str], *, takes_lists: bool) -> str:
-    """Return the remedy if one of a function's arguments has a name of the other form; else empty.
+    """Return a remedy if an argument has the singular or plural name where the other is expected.
 
-    takes_lists: whether the function takes lists, or scores one answer.
+    A function that takes lists has the arguments `completions` and `prompts`; a function of one
+    answer has `completion` and `prompt`. The result is empty if no name is wrong.
+
+    Example: renaming(["prompt"], takes_lists=True)
+        -> "in a function with lists the argument is prompts; rename prompt"
     """
     one, lists = ("completion", "prompt"), ("completions", "prompts")
     wrong, right, form = (

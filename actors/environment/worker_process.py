@@ -2,16 +2,17 @@
 
     python -P worker_process.py FD
 
-This code runs in the fork server and in the workers. The pool's process only imports its constants;
-the pool's handles of these processes are in `fork_server`.
+This code runs in the fork server and in the workers. The pool's process imports only constants from
+here; its handles of these processes are in `fork_server`.
 
-The fork server imports the modules of the functions once, and forks a worker on request. It has one
-thread and no event loop, and only starts, kills and reaps workers. A worker calls the functions in
-its main thread, so that signals work there, and leads a process group of its own. The fork server
-and the workers end with the process that started the fork server: each process ends with its parent
-(PR_SET_PDEATHSIG), and the fork server also ends when its socket FD closes. When a worker ends, the
-processes that it has started become children of the fork server, which kills them. The sockets have
-no names, so that no file remains. `workers` starts the fork server; it needs Linux.
+The fork server imports the modules of the users' functions once, and forks workers on request. It
+has one thread and no event loop, and only starts, kills and reaps workers. A worker calls functions
+in its main thread, so that signals work, and leads a process group of its own.
+
+No process remains: each ends with its parent (PR_SET_PDEATHSIG), and the fork server also ends when
+its socket FD closes. The processes that a worker has started become children of the fork server
+when the worker ends; the fork server kills them. No file remains: the sockets have no names. The
+code needs Linux.
 """
 
 from __future__ import annotations
@@ -245,10 +246,11 @@ class _Worker:
             tasks[number].add_done_callback(partial(_forget, tasks, number))
 
     def _begun(self, message: bytes) -> tuple[Any, ...] | None:
-        """Read a message; return its call, or None if there is nothing to call.
+        """Read a message from the pool, and return the call that it asks for.
 
-        A call is its number, the function's name, the arguments, and whether to keep the answer in
-        this process. Other messages ask to drop kept values or to cancel a call.
+        Returns: the call's number, the function's name, the arguments, and whether to keep the
+            answer in this process. None if the message only asks to drop kept values or to cancel a
+            call, or if its arguments cannot be read; the pool then gets the error.
         """
         number, _ = HEAD.unpack_from(message)
         try:
