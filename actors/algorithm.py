@@ -143,7 +143,7 @@ class CriticSettings:
 
     @property
     def truncation_rule(self) -> OutcomeRule:
-        """Whether truncated trajectories are trained, masked, penalised or dropped."""
+        """The rule for truncated trajectories: train, mask, penalise or drop them."""
         match self.truncation:
             case "bootstrap" | "terminal":
                 return OutcomeRule(disposition=Disposition.TRAIN)
@@ -443,8 +443,8 @@ class AlgorithmSettings:
         """The largest age in versions that a token may have when it is trained.
 
         It is S + ceil((W - 1) / P), with S = max_lag, W = window and P = groups_per_step.
-        Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0, W=1 -> 0 (synchronous). Proof:
-        docs/semantics.md, Policy age.
+        See docs/semantics.md, Policy age.
+        Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0, W=1 -> 0 (synchronous).
         """
         return self.max_lag + -(-(self.window - 1) // self.groups_per_step)
 

@@ -149,8 +149,8 @@ micro-batches. Every rank has the same number of micro-batches.
 class ValueRow:
     """A row for the critic.
 
-    Each of the row's M trained tokens was sampled in a state. The state of trained token m is the
-    sequence of tokens up to row.loss_positions[m], along the path of their segments.
+    Each of the row's M trained tokens was sampled in a state. The state of trained token m consists
+    of the tokens on the path from the root to row.loss_positions[m].
     """
 
     row: MicroBatch

@@ -1,19 +1,18 @@
 """Guess from token ids why a turn began a new sample instead of extending one.
 
-Ids show the position at which two histories begin to differ, but not the cause. The prompt is
-compared with the sample that has the longest common prefix with it. The guess assumes that only one
-span of tokens changed. The span begins at the first token that differs. To find its end, the module
-searches the rest of the prompt for the last few tokens of the sample. The reason is
+The turn's prompt is compared with the sample with which it shares the longest prefix. The guess
+assumes that a single span of tokens changed. The span begins at the first token that differs. It
+ends where the prompt has the last few tokens of the sample again. The reason is
 
-- history_rewritten, if these last tokens are not found, if the change only deletes tokens after the
-  first prompt (a stripped thought, a rolled-back or compacted history), or if it covers more than
-  one region, such as an action and the next observation (`regions`)
-- tools_changed, if the change is within the first prompt, which has system text and tool schemas
-- template, if the change is only an insertion, or is in an observation
-- retokenised, if the change is in sampled tokens, which were encoded differently
+- tools_changed, if the span is in the first prompt, which has system text and tool schemas
+- retokenised, if the span is in sampled tokens: the same text was encoded differently
+- template, if the span is in an observation, or if the prompt only has additional tokens
+- history_rewritten, if later tokens were only deleted (a stripped thought, a compacted history), if
+  the span covers more than one region, such as an action and the next observation (`regions`), or
+  if its end is not found
 
-A rewritten text that keeps its end looks like a re-tokenised text, and two small changes in one
-turn look like a rewritten history. So the counts of reasons are hints, not proofs. The sample
+The counts of reasons are hints, not proofs: a rewritten text that keeps its end looks like a
+re-tokenised text, and two small changes in one turn look like a rewritten history. The sample
 builder calls this module.
 """
 

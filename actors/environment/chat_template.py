@@ -304,7 +304,7 @@ class ChatTemplate:
 
     @property
     def _place(self) -> str:
-        """The source of the template for error texts: the model's file with it, or the setting."""
+        """The template's name in error texts: a file in the model's directory, or the setting."""
         directory = Path(str(getattr(self._tokenizer, "name_or_path", "")))
         with suppress(OSError, ValueError, AttributeError):
             if (file := directory / "chat_template.jinja").read_text("utf-8") == self.source:

@@ -7,7 +7,7 @@ token at which an engine stops.
 
 Invariants: a reply's tokens are found by comparing token ids, never by a search in the text. A
 reply is refused if the rendering with the reply does not begin with the prompt. Each reply is
-trained exactly once. `sample_builder` merges turns to samples: if the template renders an earlier
+trained exactly once. `sample_builder` joins turns to samples: if the template renders an earlier
 reply differently, for example without its thought, a new sample begins. `rayloom sft` uses this
 module.
 """
@@ -188,10 +188,10 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return the end token of a reply after which the template writes none.
+        """Return a reply's end token, if the template writes it only before another message.
 
-        The template writes an end token only if another message follows. So the chat is rendered
-        with one more message, and the token after the reply is taken from this rendering.
+        The chat is rendered with one more message. The token after the reply in this rendering is
+        the end token.
 
         Args: whole: the text of the chat, which ends with the reply.
         Raises: BadChat if an engine does not stop at the token that was found.

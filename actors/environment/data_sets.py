@@ -94,8 +94,8 @@ def read_data_set(
 
     Args:
         source: A file, a directory or a name on the Hugging Face hub.
-        columns: Maps an entry to the column that has its values. An entry that is mapped to None
-            is left out, with the column of its name.
+        columns: Maps an entry to the column that has the entry's values. If an entry is mapped to
+            None, the column with the entry's name is left out.
         split: The split of a directory or of a data set on the hub; train for a single file.
         subset: One of several configurations of a data set.
         check: The check of every task's data.
@@ -209,23 +209,23 @@ def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
     prompt = row.get("prompt")
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         yield (
-            "prompt is the text of a chat, which the model is shown as it is; expected a list of "
-            "messages; write the data set as JSONL or Parquet to keep the list"
+            "prompt is the text of a chat, and the model sees the text as it is; expected a list "
+            "of messages; write the data set as JSONL or Parquet to keep the list"
         )
     if environment not in _OF_PROMPTS:
         return
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     if isinstance(last, dict) and last.get("role") == "assistant":
         yield (
-            "prompt ends with a message of the assistant, which the model is shown before it "
-            "writes another one; expected a message of the user or a tool last; remove the "
-            "assistant's message if it is the answer"
+            "prompt ends with a message of the assistant, and the model writes another one after "
+            "it; expected a message of the user or a tool last; remove the assistant's message if "
+            "it is the answer"
         )
     for name in _BESIDE_PROMPT:
         if row.get(name):
             yield (
-                f"the column {name} is given to functions only, and the model is not shown it; "
-                f"expected everything that the model reads in prompt{_BESIDE_PROMPT[name]}"
+                f"the column {name} is given to functions only, and the model does not see it; "
+                f"expected all that the model must read in prompt{_BESIDE_PROMPT[name]}"
             )
 
 

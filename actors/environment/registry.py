@@ -152,7 +152,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether a class of options has instances. A TypedDict has none, only plain dicts."""
+    """Return whether a class of options has instances. A TypedDict's values are plain dicts."""
     return not issubclass(section, dict)
 
 

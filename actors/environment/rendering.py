@@ -515,13 +515,12 @@ class ChatRenderer:
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Return how many tokens at the start of `tail_ids` end the reply before them.
+        """Return how many tokens at the start of `tail_ids` close the reply.
 
-        The other tokens belong to new messages. The reply is ended by the tokens with which both
-        arguments begin. If `closing_ids` is empty, it is ended by an end token at the start of
-        `tail_ids`.
+        The other tokens belong to new messages. The tokens with which both arguments begin close
+        the reply. If `closing_ids` is empty, only an end token at the start of `tail_ids` does.
         Args: tail_ids: the tokens after a reply that new messages follow. closing_ids: the tokens
-        after a reply that is the last message.
+        after the same reply as the last message.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)

@@ -148,8 +148,8 @@ def unshown(
 ) -> Iterator[Said]:
     """Yield the texts of a chat that the chat's rendering does not show.
 
-    A shown text has its words in the rendering. Its mark is shown too, if the mark replaces the
-    text or is appended to it.
+    A text is shown if the rendering has its words, and if the template also shows a mark that
+    replaces the text or is appended to it.
 
     Args:
         text: The rendering.

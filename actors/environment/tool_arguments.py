@@ -47,8 +47,8 @@ def arguments_model(
     """Return a pydantic model of a function's arguments.
 
     An argument's name is only the alias of its field, because pydantic reserves some names. The
-    model, and models within it, refuse unknown fields, NaN and infinity. An annotation, or the own
-    configuration of a model within it, may allow them.
+    model, and models in its fields, refuse unknown fields, NaN and infinity. An annotation, or the
+    configuration of a model in a field, may allow them.
     Raises: BadTool if a type cannot be described.
     """
     described = {each.arg_name: each.description for each in docs.params}

@@ -325,7 +325,7 @@ class _Episode:
         return turn, parsed
 
     def _text_of(self, turn: Turn) -> str:
-        """Return a reply's text before the first stop string. Its last token may contain more."""
+        """Return a reply's text without its stop string and without any text after it."""
         text = self._renderer.decode(turn.sampled_token_ids)
         return before_stop(text, self._settings.stop)[0]
 

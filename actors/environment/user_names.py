@@ -228,7 +228,7 @@ def missing_module(error: ModuleNotFoundError, own: str) -> str:
 
 
 def _importing(error: BaseException) -> str:
-    """Return the lines at which an error arose during imports, innermost first, for its text.
+    """Return a note for an error's text: the lines at which an import failed, innermost first.
 
     Example: " (b.py:3, imported at a.py:1)"; empty if the error arose outside of imports.
     """
@@ -271,10 +271,10 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def renaming(names: Collection[str], *, takes_lists: bool) -> str:
-    """Return a remedy if an argument has the singular or plural name where the other is expected.
+    """Return a remedy if an argument's name should be plural or singular; else an empty text.
 
     A function that takes lists has the arguments `completions` and `prompts`; a function of one
-    answer has `completion` and `prompt`. The result is empty if no name is wrong.
+    answer has `completion` and `prompt`.
 
     Example: renaming(["prompt"], takes_lists=True)
         -> "in a function with lists the argument is prompts; rename prompt"

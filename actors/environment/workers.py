@@ -228,8 +228,8 @@ class Pool:
     ) -> Any:
         """Call a function in a worker, and return its answer.
 
-        End the worker's process if the call neither returns nor raises, or if it raises a
-        MemoryError.
+        End the worker's process if the call exceeds limit_s, if the caller is cancelled, or if the
+        function raises a MemoryError.
         """
         is_done = False
         try:
@@ -320,7 +320,7 @@ class Pool:
         return number if keeps else found
 
     async def _cancel(self, worker: WorkerHandle, number: int, asking: asyncio.Future[Any]) -> None:
-        """Cancel a coroutine in its worker. If it then runs for UNWIND_S, end the process."""
+        """Cancel a coroutine in its worker. End the process if it still runs after UNWIND_S."""
         if not worker.is_over:
             await worker.send(_message(number, (None, [], False)))
         await asyncio.wait((asking,), timeout=UNWIND_S)
@@ -363,7 +363,7 @@ class Pool:
         self._idle.append(worker)
 
     def _grow(self, *, is_late: bool = False) -> None:
-        """Start workers for waiting calls. is_late: whether they have waited for GROW_AFTER_S."""
+        """Start workers for waiting calls. is_late: whether the calls have waited GROW_AFTER_S."""
         if self._growing is not None:
             self._growing.cancel()
             self._growing = None

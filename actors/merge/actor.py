@@ -104,7 +104,7 @@ class MergeActor:
         scores: Sequence[Any] = (),
         republished: Sequence[int] = (),
     ) -> BuiltStep:
-        """Build the batch of a taken step.
+        """Build the batch of a step whose groups were taken from the queue.
 
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
             reference to the RowScores that the rank computed for its shard of `plan`; empty if

@@ -252,7 +252,7 @@ def _load(task: Task) -> tuple[Any, Item]:
 
 @lru_cache(maxsize=256)
 def _scorer(family: str, config_json: str) -> Any:
-    """Return a data set that can score answers to any item of the family, whatever its seed."""
+    """Return a data set whose scorer can score answers to any item of the family."""
     return _make_dataset(family, config=json.loads(config_json), seed=0, size=1)
 
 

@@ -158,7 +158,7 @@ class _Game:
         )
 
     def _num_refused(self) -> int:
-        """Return how many moves in a row of the current player were refused; 0 if not counted."""
+        """Return how many moves in a row were refused; 0 if the game does not count them."""
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> StepResult:
