@@ -261,7 +261,7 @@ class LossSettings:
 
     @property
     def needs_old(self) -> bool:
-        """Whether the trainer's log-probabilities at the step's start are needed."""
+        """Whether the loss needs the trainer's log-probabilities at the step's start."""
         return self.denominator == "old"
 
     @property

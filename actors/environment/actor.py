@@ -70,7 +70,7 @@ class EnvironmentActor:
         make_policy: PolicyFactory,
         queue: Any,
     ) -> None:
-        """Make the environments.
+        """Load the tokenizer, and find the environments. Episodes begin in `run`.
 
         Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
         Raises: UnknownEnvironment, BadEnvironmentOptions.

@@ -331,7 +331,7 @@ def _in_batches(found: Dataset, *, what: str, section: str) -> Iterator[Mapping[
 
 
 def _read_parquet(path: Path, *, what: str, section: str, left_out: Set[str]) -> Dataset:
-    """Read a single file. The library reads no column of `left_out`, whatever its type."""
+    """Read one Parquet file without the columns in `left_out`, whose types may be unreadable."""
     from datasets import Features, load_dataset
 
     remedy = f"{_LEAVE_OUT} {section}.columns"
@@ -503,7 +503,7 @@ def _task(
     where: str,
     section: str,
 ) -> Task:
-    """Make a row's task. `taken` are the entries that its data may have; None allows all."""
+    """Make a row's task. taken: the entries that the task's data may have; None allows all."""
     own, data = row, row
     if "task_id" in row or "seed" in row:
         own = {name: value for name, value in row.items() if name not in _OWN}

@@ -433,7 +433,7 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
 
 
 def _is_inner(function: Callable[..., Any]) -> bool:
-    """Return whether a function is defined in another one, as a decorator without `wraps` does."""
+    """Return whether a function is defined inside another one, such as a decorator's wrapper."""
     is_partial = getattr(function, "__module__", "") == functools.__name__
     return "<locals>" in getattr(function, "__qualname__", "") and not is_partial
 
@@ -477,7 +477,8 @@ def read_function(
     if not description:
         hint = "; if a decorator made it, use functools.wraps there" if _is_inner(function) else ""
         raise BadTool(
-            f"{where} has no docstring, expected one: the policy is shown it as description{hint}"
+            f"{where} has no docstring, expected one: the policy reads it as the tool's "
+            f"description{hint}"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise BadTool(f"{where} yields, expected a function that returns its answer; return it")

@@ -125,8 +125,8 @@ async def _with_retries(
 def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory:
     """Add a result of group scoring to a trajectory.
 
-    The last turn gets the result's reward and components, and the trajectory gets its metrics and
-    extra columns. If there is no result, the outcome becomes `reward_error`.
+    The last turn gets the result's reward and components, and the trajectory gets the result's
+    metrics and extra columns. If there is no result, the outcome becomes `reward_error`.
     """
     if result is None:
         return _unscored(trajectory, "none of the group functions gave a number for this answer")

@@ -83,7 +83,7 @@ def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
 def _release_pipes() -> None:
     """Replace this process's standard input and output by /dev/null.
 
-    Then only the server holds the pipes to its user.
+    Then only the server holds the pipes to the process that uses the server.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -287,8 +287,8 @@ _SILENT = frozenset({"title", "description", "default", "examples", "$schema", "
 def _acceptor(schema: object) -> _Accepts | None:
     """Return a quick check of data; None if the schema has a keyword that only jsonschema checks.
 
-    What the check accepts, the schema accepts too. What it refuses, such as a tuple, is left to
-    jsonschema.
+    Data that pass the check satisfy the schema. Data that fail, such as a tuple, may satisfy the
+    schema too: jsonschema then decides.
     """
     if not isinstance(schema, Mapping):
         return None

@@ -63,7 +63,7 @@ def arguments_model(
         if parameter.name not in types:
             raise BadTool(
                 f"{where}: the argument {parameter.name} has no type, expected one such as "
-                f"{parameter.name}: str, which the policy is shown"
+                f"{parameter.name}: str, because the policy is shown the types"
             )
         annotation = types[parameter.name]
         # Without a description in the docstring, use the one of Annotated.

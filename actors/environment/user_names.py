@@ -159,7 +159,10 @@ def _is_same(file: Path, loaded: Path) -> bool:
 
 
 def _imported_by(file: Path) -> list[str]:
-    """Return the first parts of the names that a file imports, without its relative imports."""
+    """Return the top-level modules that a file imports, such as a for `import a.b`.
+
+    Relative imports are left out.
+    """
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (OSError, SyntaxError, ValueError):

@@ -84,8 +84,8 @@ def is_contained(name: str) -> bool:
 class Pool:
     """Worker processes, which are started when calls need them.
 
-    Waiting calls start up to two workers for each core. More workers start only while calls wait
-    although cores are free. Instances (`Home`) have their own workers.
+    Waiting calls start up to two workers for each core. More workers start only if calls wait while
+    cores are free. Instances (`Home`) have their own workers.
     """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:

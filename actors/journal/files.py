@@ -35,7 +35,7 @@ from actors.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEntry:
-    """A trajectory of a step and its advantages, with the return that its group's baseline uses."""
+    """A step's trajectory, its advantages, and its return as it counts in the group's baseline."""
 
     trajectory: Trajectory
     reason: EvictionReason | None
@@ -67,7 +67,7 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalStep:
-    """A training step as it was played in one term."""
+    """A training step as it was played in one term (from a start of the run to its end)."""
 
     step: int
     """The step's number, counted from 1, as in the run's records and its ledger."""

@@ -67,7 +67,7 @@ class BuiltStep:
         return replace(self.report, tokens=own.plus(dropped))
 
     def outcomes_after(self, *, is_all_skipped: bool) -> RolloutOutcomes:
-        """Return the step's outcomes; none is trained if all updates of the step were skipped."""
+        """Return the step's outcomes. If all updates were skipped, none counts as trained."""
         if not is_all_skipped:
             return self.outcomes
         skipped = EvictionReason.NONFINITE_STEP
