@@ -208,8 +208,8 @@ class ChatTemplate:
         """The rendering of two calls and their results, split at the first result.
 
         The two parts show whether the template writes ids and names beside calls and results. If
-        the template refuses two calls, so that no result can be mistaken for another, both parts
-        have the id and the name of the second call.
+        the template refuses two calls, both parts have the id and the name of the second call, so
+        that ids and names count as written.
         """
         try:
             text = self.text(_TWO_RESULTS_PROBE)
