@@ -296,7 +296,7 @@ class Client:
         )
 
     def give_reward(self, session_id: str, body: RewardBody, *, reward_key: str) -> SessionAnswer:
-        """Give a finished session its pending reward, and return its state."""
+        """Give a reward to a session that was finished without one; return the session's state."""
         return self._ask(
             "PUT",
             f"{PREFIX}/sessions/{session_id}/reward",

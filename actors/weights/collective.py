@@ -1,14 +1,12 @@
-"""Broadcast a publication's buffers over `torch.distributed`: gloo on CPU, NCCL on CUDA.
+"""Broadcast new weights from the trainer to engines by `torch.distributed` (gloo or NCCL).
 
-Each broadcast has its own group with its own store prefix: the trainer has rank 0, and the workers
-of the engines that took a seat on the board have the other ranks. If a member dies or freezes, the
-group fails; the other members drop their buffers and take a seat in the next group, which is formed
-without the failed member. Invariant: a worker's model is changed only after the last byte has
-arrived.
+Each broadcast has its own process group. The trainer has rank 0, and the workers of those engines
+that asked the weight board for a place (`Seat`) have the other ranks. If a member dies or freezes,
+the group fails: the other members drop what they received, and ask for a place in the next group.
+Invariant: a worker's model is changed only after the last byte has arrived.
 
-`Sender` runs during a rank's training and serves every replica that lacks the current version,
-including engines that start later; `Reception` runs during an engine's sampling. The module imports
-neither Ray nor vLLM.
+`Sender` is the trainer's thread, and `Reception` is the thread of a worker; training and sampling
+continue meanwhile. The module imports neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -43,9 +41,10 @@ log = logging.getLogger(__name__)
 def meet(
     store: dist.Store, seat: Seat, *, rank: int, device: torch.device, address: str
 ) -> dist.ProcessGroup:
-    """Form a group with the other members of a broadcast, and return it.
+    """Form the process group of one broadcast, together with its other members, and return it.
 
-    Args: address: the address at which other members reach this node.
+    Args: seat: this member's place in the broadcast. rank: this process's rank in the group.
+    address: the address at which other members reach this node.
     Raises: RuntimeError (torch) if a member does not join within STALL_S.
     """
     own, timeout = dist.PrefixStore(seat.name, store), timedelta(seconds=STALL_S)
@@ -66,11 +65,12 @@ def meet(
 def raising_timeouts() -> Iterator[None]:
     """Make NCCL groups that are created in the block raise an error at a timeout.
 
-    ProcessGroupNCCL reads an environment variable when it is created. Without the variable, `wait`
-    returns before the work is done, and a watchdog thread ends the process at a timeout. With the
-    variable there is no such thread. The other groups of the trainer and those of vLLM are created
-    earlier and keep their watchdogs.
+    Otherwise a timeout would end the process.
     """
+    # ProcessGroupNCCL reads the variable when it is created. Without the variable, `wait` returns
+    # before the work is done, and a watchdog thread ends the process at a timeout. With it, `wait`
+    # blocks, and there is no watchdog. The other groups of the trainer and the groups of vLLM are
+    # created earlier and keep their watchdogs.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -99,27 +99,30 @@ def connect(address: str) -> dist.TCPStore:
 
 
 def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
-    """Keep the group, and the data in its sockets, until all members have finished."""
+    """Wait until all members of a broadcast have received everything, or until STALL_S have passed.
+
+    A member that closed its group earlier would drop data that its sockets have not sent yet.
+    """
     own = dist.PrefixStore(seat.name, store)
     with suppress(RuntimeError):
         _wait_for_all(own, "through", rank=rank, size=seat.size)
 
 
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
-    """Wait until all members have called this function with the same `place`; fail after STALL_S.
+    """Wait until all members have called this function with the same `place`.
 
-    place: the prefix of the keys by which the members report.
+    Args: place: name of the point in the program where the members wait for each other.
+    Raises: RuntimeError (torch) if a member does not call it within STALL_S.
     """
     store.set(f"{place}/{rank}", "1")
     store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))
 
 
 class Reception:
-    """A worker's part in a broadcast, in a separate thread.
+    """A thread that receives the weights of one broadcast for a worker of an engine.
 
-    progress: a file that tells another process how far the thread has got. The thread appends
-    RECEIVED for each group of weights, or FAILED and an error message. buffers: the received
-    weights, complete after all groups have arrived.
+    The thread writes its progress to a file, which `read_progress` reads in another process.
+    `buffers` is complete when all groups of weights have arrived.
     """
 
     def __init__(
@@ -133,7 +136,13 @@ class Reception:
         address: str,
         progress: Path,
     ) -> None:
-        """Start the thread. rank: the worker's rank, which is `seat.rank` or greater."""
+        """Start the thread.
+
+        Args: seat: the engine's place in the broadcast. manifests, checksums: one of each for every
+        group of weights. rank: this worker's rank; the engine's first worker has `seat.rank`.
+        address: the address at which other members reach this node. progress: the file to which
+        the thread writes its progress.
+        """
         self.buffers = [torch.empty(each.num_bytes, dtype=torch.uint8) for each in manifests]
         self.manifests = tuple(manifests)
         self._seat, self._rank, self._device, self._address = seat, rank, device, address
@@ -198,7 +207,7 @@ class Sender:
     def offer(self, offer: Publication | None) -> None:
         """Broadcast a version from now on, also to engines that start later; stop if it is None.
 
-        Args: offer: the version, whose groups have arrays as buffers, not references.
+        Args: offer: the version. Its buffers must be arrays, not references to Ray objects.
         Raises: RuntimeError if the thread has ended.
         """
         self.check()

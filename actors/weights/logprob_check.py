@@ -120,13 +120,13 @@ def start_text(
     vocab_size: int,
     temperatures: Iterable[float],
 ) -> CheckText:
-    """Return the text of the check before the first step.
+    """Return the text that trainer and engines score before the first step.
 
-    The engine continues the text. The text and a continuation together are as long as the context
-    and the limit allow.
+    An engine also continues the text, once at each checked temperature. The text is as long as
+    possible: with a continuation it fills the context, or reaches the limit.
 
-    limit: largest number of tokens; None for 4,096 on CPU and the whole context otherwise.
-    temperatures: the run's temperatures.
+    limit: largest number of tokens of text and continuation together; None for 4,096 on CPU and the
+    whole context otherwise. temperatures: the run's temperatures.
     """
     cap = limit or (CPU_CHECK_TOKENS if is_on_cpu else max_context_tokens)
     num_tokens = max(min(max_context_tokens, cap), 8)
@@ -168,14 +168,17 @@ def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: in
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the same text with fewer tokens to score: only its last FAR_TOKENS tokens."""
+    """Return the same text, of which only the last FAR_TOKENS tokens are scored.
+
+    Faults that depend on the position appear there, and the check takes less time.
+    """
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
 
 
 def short(text: CheckText) -> CheckText:
-    """Return the first SHORT_TOKENS tokens of the text."""
+    """Return the first SHORT_TOKENS tokens of the text, for a check that takes little time."""
     return CheckText(token_ids=text.token_ids[:SHORT_TOKENS])
 
 
@@ -185,7 +188,11 @@ def text_row(text: CheckText) -> MicroBatch:
 
 
 def packed_row(text: CheckText) -> MicroBatch:
-    """Return a packed row of the text between two other samples, which are parts of the text."""
+    """Return a packed row with three samples: a part of the text, the whole text, another part.
+
+    Only the tokens of the whole text are compared. If the model mixes the samples of a packed row,
+    their scores differ from the scores in `text_row`.
+    """
     quarter = max(1, text.token_ids.size // 4)
     before, after = text.token_ids[:quarter], text.token_ids[quarter : 2 * quarter]
     return _row([before, text.token_ids, after], [-1, -1, -1], text, begin=quarter)
@@ -310,8 +317,7 @@ class LogprobCheck:
     def is_judged(self) -> bool:
         """Whether the text is long enough to judge the difference.
 
-        The fixed text of 17 tokens is too short, because its mean difference is not reliable in
-        bfloat16.
+        The mean difference over fewer than MIN_JUDGED_TOKENS tokens is not reliable in bfloat16.
         """
         return self.num_tokens >= MIN_JUDGED_TOKENS
 
@@ -331,9 +337,9 @@ class LogprobCheck:
         }
 
     def after(self, earlier: LogprobCheck | None) -> LogprobCheck:
-        """Return this check with the comparisons of an earlier check added.
+        """Return one check with the comparisons of an earlier check and of this one.
 
-        The record of a step has one check, although its engines may have been checked twice.
+        If a step's record must show two checks, they are joined in this way.
         """
         if earlier is None:
             return self

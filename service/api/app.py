@@ -114,12 +114,12 @@ async def check_query(request: Request) -> None:
 
 
 async def check_no_body(request: Request) -> None:
-    """Refuse fields in the body of a request whose route has none. Raises: Problem.
+    """Refuse a request that has fields in its body although its route takes no body.
 
-    FastAPI does not read such a body. The routes that parse their bodies themselves declare them in
-    `openapi_extra`.
+    FastAPI would ignore the body without an error. Raises: Problem.
     """
     route = request.scope["route"]
+    # A route that parses its body itself declares the body in `openapi_extra`.
     has_fields = route.body_field is not None or "requestBody" in (route.openapi_extra or {})
     if has_fields or not request.url.path.startswith(f"{PREFIX}/"):
         return
@@ -141,7 +141,10 @@ async def check_no_body(request: Request) -> None:
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the SHA-256 of the first admin key, or its reader if the key is in a file."""
+    """Return the SHA-256 of the first admin key; None if the API requires no such key.
+
+    If the key is in a file, return a `SecretFile` whose value is the SHA-256.
+    """
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(

@@ -142,9 +142,9 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    A return to a checkpoint begins a new term. The new term gives some version numbers again, to
-    different policies. An engine that still has a policy of an older term is therefore listed in
-    `starting`, without a version.
+    If a run continues from a checkpoint, after a restart or a return, it gives some version numbers
+    again, to different policies. An engine that still has a policy from before is therefore listed
+    in `starting`, without a version.
     """
 
     term: int

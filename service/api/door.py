@@ -1,11 +1,12 @@
 """Checks that Ray Serve's HTTP servers make before every route.
 
-Serve opens an HTTP server in its proxy. If HAProxy replaces the proxy, Serve opens one in each
-replica instead. Each process that opens such a server first calls the function `middlewares`. Serve
-finds this function by the variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
-`service.launch.cluster` sets. Without these checks, Serve's proxy would read bodies of any size
-from anybody, and show the names of all applications to everybody. It would also keep a connection
-open forever if the client never completes the headers of a request.
+Without these checks, Serve would read bodies of any size from anybody, show the names of all
+applications to everybody, and keep a connection open forever if the client never completes the
+headers of a request.
+
+Each process in which Serve opens an HTTP server first calls `middlewares`: Serve's proxy, or each
+replica if HAProxy replaces the proxy. Serve finds the function by the environment variable
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which `service.launch.cluster` sets.
 """
 
 from __future__ import annotations

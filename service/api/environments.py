@@ -37,9 +37,10 @@ class EnvironmentsAnswer(StrictBody):
 
 
 def check_listed(environment: str | None, settings: HttpSettings) -> None:
-    """Check the environment by which a list is filtered. Raises: Problem if no task can have it.
+    """Check the environment that a client names to list only the tasks of this environment.
 
-    A run's environments never change, so older tasks have no others.
+    Raises: Problem if the run has no such environment. A run's environments never change, so that
+    no older task can have this environment either.
     """
     known = (*settings.environments, SESSION, UPLOADED)
     if environment is not None and environment not in known:

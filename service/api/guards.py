@@ -138,10 +138,9 @@ class Guards:
         """Check a request's headers, host and key; return None if all are accepted.
 
         If a session's key is refused, return the answer that `app.state.check_session_key` made.
-        All other refusals are raised.
-        method: the client's method. If `door` asks about the request, the scope has OPTIONS
-        instead.
-        Raises: Problem if a check fails; RunUnavailable if the keys cannot be read.
+        method: the method of the client's request. The method in `scope` is OPTIONS if the module
+        `door` asks in advance whether the request will be accepted.
+        Raises: Problem for every other refusal; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
         _check_headers(scope["headers"])

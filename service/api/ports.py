@@ -37,8 +37,8 @@ class RunPort(Protocol):
 
         Accepted tasks are stored when this returns.
 
-        Args: key: the digest of the request's Idempotency-Key and its tenant; empty if the request
-        has none. limits: the limits of the caller's API key.
+        Args: key: digest of the Idempotency-Key and of the caller's tenant; empty if the request
+        has no Idempotency-Key. limits: the limits of the caller's API key.
         """
         ...
 
@@ -62,8 +62,9 @@ class RunPort(Protocol):
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
         """Return the first `limit` entries of the feed after the number `after`.
 
-        sees: the tenant whose entries to return, with the tenant's own numbers; None returns the
-        entries of all tenants.
+        sees: the tenant whose entries to return. The entries of each tenant have numbers of their
+        own, and `after` is one of these. None returns the entries of all tenants, numbered over
+        the whole feed.
         """
         ...
 
@@ -111,8 +112,9 @@ class RunPort(Protocol):
     async def picture(self, *, term: int, after: int) -> RunPicture:
         """Return the current state of the run for the page at `/`, with the steps after `after`.
 
-        term: the term of the steps that the caller has already; if the run has another term, the
-        result has all steps.
+        term: the term in which the caller read its earlier steps. Each restart of the run, and each
+        return to a checkpoint, begins a new term, and may undo steps. If the run now has another
+        term, the result therefore has all steps.
         """
         ...
 

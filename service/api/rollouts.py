@@ -189,7 +189,10 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
 
 
 def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
-    """Return the digest of an idempotency key and its tenant; empty if there is no key."""
+    """Return a digest by which a repeated request is recognised; empty if the client sent no key.
+
+    The tenant is part of the digest, so that two tenants may send the same key.
+    """
     if not idempotency_key:
         return ""
     # Neither the tenant nor the key contains a newline.

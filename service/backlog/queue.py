@@ -108,7 +108,10 @@ class SubmissionQueue:
         self._unpublished: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:
-        """Load the stored submissions and begin to accept requests, as the owner of this lease."""
+        """Load the stored submissions and begin to accept requests.
+
+        lease: allows this process to write to the run's store.
+        """
         held = lease.queue_snapshot.groups if lease.queue_snapshot else ()
         groups = [group_id(group.number, replacement=group.replacement) for group in held]
         async with self._changing:
@@ -131,7 +134,7 @@ class SubmissionQueue:
 
     @property
     def groups_to_cancel(self) -> list[str]:
-        """The groups in a restored trajectory queue whose submissions are cancelled."""
+        """Groups of cancelled submissions that the trajectory queue has, and must evict."""
         return self._table.cancelled_groups()
 
     def accepted_at(self, group_id: str) -> float | None:
@@ -239,9 +242,10 @@ class SubmissionQueue:
     def _reply(
         self, offer: Offer, new: Mapping[str, PlaceAnswer], over: Mapping[str, SubmissionView]
     ) -> SubmitReply:
-        """Make the reply to an accepted offer.
+        """Make the reply to an offer that was accepted.
 
-        new: positions of the offer's new tasks, by id. over: states of its ended tasks, by id.
+        new: positions of the tasks that the offer added, by id. over: states of the offer's tasks
+        that have ended already, by id.
         """
         return SubmitReply(
             places=tuple(
@@ -268,11 +272,11 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """Return the tasks of an offer that are new, or the reply that refuses the offer.
+        """Return the tasks of an offer that the run does not know yet, or a reply that refuses it.
 
-        over: digests of the ended tasks that are still kept, by id. stored: digest of the request
-        that was accepted earlier with the offer's key; None if there is none. ahead: new tasks of
-        earlier offers, which are stored first.
+        over: digests of tasks that have ended but are still stored, by id. stored: digest of an
+        earlier request with the same Idempotency-Key; None if there was none. ahead: tasks that
+        earlier offers add before this one.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -305,7 +309,7 @@ class SubmissionQueue:
     ) -> SubmitReply | None:
         """Return the reply that refuses these tasks for now; None if they can be accepted.
 
-        ahead: new tasks of earlier offers, which are stored first.
+        ahead: tasks that earlier offers add to the backlog before these tasks.
         """
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
@@ -347,7 +351,7 @@ class SubmissionQueue:
     ) -> SubmitReply | None:
         """Return the reply that refuses tasks beyond the limits of their API key, or None.
 
-        ahead: new tasks of earlier offers, which count too.
+        ahead: tasks that earlier offers add to the backlog before these tasks; they count too.
         """
         name = new[0].key_name
         for limit, measure, count in (
@@ -448,14 +452,15 @@ class SubmissionQueue:
         evict: Callable[[str], Awaitable[bool]],
         sees: str | None = None,
     ) -> SubmissionView | None:
-        """Cancel a submission unless a training step has taken it; return the result of `view`.
+        """Cancel a submission unless a training step has taken it; return its state (see `view`).
 
-        Nothing changes if the submission is unknown, or already trained, evicted or cancelled. If
-        it has a group that is not admitted yet, wait for the admission, and then evict the group.
-        evict: evicts a group from the trajectory queue. It returns False if a step has taken the
-        group, or if the group is not admitted yet. sees: as in `view`.
+        Nothing changes if the submission is unknown, or already trained, evicted or cancelled.
+
+        evict: removes a group from the trajectory queue. It returns False if a step has taken the
+        group, or if the queue does not have the group yet. sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
+        # If the queue does not have the group yet, the loop waits for the group's admission.
         # One call at a time: a second one would find the group evicted but not stored as cancelled.
         async with self._cancelling:
             evicted = None
@@ -483,7 +488,7 @@ class SubmissionQueue:
         return self._table.group_of(submission_id) if submission_id in self._table else None
 
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
-        """Store that a submission is cancelled, unless its group or the term has changed."""
+        """Store that a submission is cancelled; return False if its group or term has changed."""
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
                 return False
@@ -496,7 +501,7 @@ class SubmissionQueue:
     async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
         """Store the final states of submissions that are over, and remove these from memory.
 
-        The arguments are those of `SubmissionTable.over`. Raises: LeaseLost.
+        Args: see `SubmissionTable.over`, which selects the submissions. Raises: LeaseLost.
         """
 
         async def archive() -> None:
@@ -528,10 +533,11 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Bind the first submissions of the backlog to open slots, which are free group numbers.
+        """Give the first submissions of the backlog to the trajectory queue's free group numbers.
 
-        If the backlog is empty, wait up to WAIT_S for a submission. Returns: a group for each slot
-        to which a submission was bound. Raises: LeaseLost, StoreError.
+        If the backlog is empty, wait up to WAIT_S for a submission.
+        slots: the free numbers. Returns: a group to admit for each submission that got a number.
+        Raises: LeaseLost, StoreError.
         """
         self._has_news.clear()
         if not self._table.num_waiting:

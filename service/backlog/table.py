@@ -84,9 +84,9 @@ class SubmissionTable:
         return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
-        """Add a submission to the table; it must be stored already, and newer than all others.
+        """Add a submission to the table and, unless it is cancelled, to the end of the backlog.
 
-        Unless it is cancelled, it is also appended to the backlog.
+        The submission must be in the store, and newer than all submissions of the table.
         """
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
         self._entries[submission.id] = entry
@@ -164,15 +164,12 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
-        A submission is over when no return to a checkpoint can undo the end of its rollouts. If no
-        step took any of its rollouts and all were evicted, it is over earlier: as soon as the
-        newest checkpoint contains the evictions. Otherwise the number of such submissions would
-        grow without a limit while no step is trained. The earlier end does not apply to a
-        submission that was admitted by the event `last_event_seq` or an earlier one: its group may
-        be in the queue of an older checkpoint, and a return to this checkpoint would play the group
-        again.
+        A submission is over as soon as no return to a checkpoint can undo the end of its rollouts.
+        If all its rollouts were evicted and no step took any, the submission can be over earlier
+        (`_is_evicted`).
+
         last_event_seq: number of the newest ledger event that no return to a checkpoint can undo.
-        newest_event_seq: number of the newest checkpoint's last event.
+        newest_event_seq: number of the last event that the newest checkpoint contains.
         """
         return [
             self.view(submission_id)
@@ -224,7 +221,10 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Return whether a result is final. The result of a dropped attempt is not."""
+        """Return whether a rollout with this result has finished.
+
+        The result of a dropped attempt does not count, because the rollout may be played again.
+        """
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
@@ -259,10 +259,13 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Return whether a submission is over because all its rollouts were evicted without a step.
+    """Return whether a submission is over although a return to a checkpoint is possible.
 
-    `SubmissionTable.over` explains why the two events matter.
+    It is over if no step took any of its rollouts, all were evicted, and the newest checkpoint
+    contains the evictions. Otherwise the number of such submissions would grow without a limit
+    while no step is trained. Args: see `SubmissionTable.over`.
     """
+    # The group may be in the queue of an older checkpoint; a return would then play it again.
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False
     has_left = len(entry.exits) == entry.submission.num_samples

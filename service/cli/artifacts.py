@@ -148,9 +148,10 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> tuple[list[Checkpoint] | None, str]:
-    """Return the run's checkpoints and "".
+    """Return the run's checkpoints, and an empty text.
 
-    Return None and the reason if the database is empty, or of another format and cannot be read.
+    If the database is empty, or cannot be read because another version of Rayloom wrote it, return
+    None and the reason instead.
     """
     number = store.format_number()
     try:

@@ -55,8 +55,9 @@ _ENDINGS: frozenset[Phase] = _ENDED | {"recovering", "stopping"}
 class ProgressState:
     """The state of a display; it must receive every status, in order.
 
-    The state keeps at most MAX_REWARDS rewards. If the run has more steps, it keeps only the reward
-    of every 2nd, 4th, … step. Rewards of undone steps are dropped.
+    For the curve it keeps at most MAX_REWARDS rewards: in a longer run only the reward of every
+    second step, or of every fourth, and so on. If a return to a checkpoint undoes steps, their
+    rewards are removed.
     """
 
     def __init__(self) -> None:
@@ -270,7 +271,7 @@ class LineDisplay:
                 self._console.file.flush()
 
     def leave(self) -> None:
-        """Release the terminal until the next status."""
+        """Let the caller print to the terminal; the next status opens the display again."""
         self.close()
 
     def close(self) -> None:

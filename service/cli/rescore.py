@@ -48,8 +48,9 @@ def run_rescore(
 ) -> int:
     """Score the trajectories of a run again, show the changes, and return the exit code.
 
-    rewards, group_rewards: names of the functions; their scores are added. limit: maximum number of
-    listed trajectories; 0 lists all. Raises: ConfigError if the run or a function cannot be used.
+    rewards, group_rewards: names of the functions; the sum of their scores is the new reward.
+    limit: maximum number of listed trajectories; 0 lists all.
+    Raises: ConfigError if the run or a function cannot be used.
     """
     if not (rewards or group_rewards):
         raise ConfigError(
@@ -130,10 +131,10 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether a run scores a trajectory with the functions that score a single answer.
+    """Return whether reward functions of single answers apply to a trajectory.
 
-    In the environments single_turn and tools, it does not if the episode ended without a reply to
-    score. In all other environments, it always does.
+    In the environments single_turn and tools, a run does not call these functions if the episode
+    ended without a reply to score. In other environments they always apply.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
@@ -179,7 +180,8 @@ async def _rescored(
 async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
     """Return the scores of one group function by trajectory id.
 
-    As in a run, each call scores one group: the trajectories in its baseline, in their order.
+    Each call of the function gets the trajectories of one group, in the order of their rollouts.
+    Trajectories that do not count in the group's baseline are left out, as in a run.
     """
     groups: dict[str, list[Trajectory]] = {}
     for entry in step.entries:

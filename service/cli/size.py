@@ -147,10 +147,11 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 
 
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
-    """Return how much larger the database is under `rayloom serve`.
+    """Return what the database needs in addition if the run is started with `rayloom serve`.
 
-    num_turns_kept: number of ended sessions whose turns are still stored: those of the steps since
-    the oldest checkpoint. of_experts: result of `_expert_bytes`.
+    num_turns_kept: number of ended sessions whose turns are still stored. These are the sessions of
+    all steps since the oldest checkpoint. of_experts: bytes for the experts of one token, from
+    `_expert_bytes`.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES
@@ -322,7 +323,10 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return the size of the record of a token's experts; None if the architecture is unknown."""
+    """Return the bytes that store which experts a model used for one token.
+
+    Return 0 for a model without experts, and None if the architecture is unknown.
+    """
     if config.model.path is None:
         return 0
     architecture = _architecture(config)

@@ -262,9 +262,10 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Report to the user what a second signal interrupted, and return the exit code.
+    """Tell the user how the run stands after a second signal, and return the exit code.
 
-    The signal interrupted the run, or, if the run was already over, only the ending of its parts.
+    If the signal ended the run, say how to resume it. If the run was over already, and only its
+    parts had still to be ended, report how the run ended.
     """
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""

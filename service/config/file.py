@@ -69,10 +69,11 @@ def load_config(
 
 
 def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Name the rows that `rayloom.train` stored in a run's directory by their path there.
+    """Return the settings, with `tasks.dataset` corrected if the run's directory was moved.
 
-    The run's configuration has their path at its start; the directory may have moved since. If
-    this path is still that of a file, return the tree unchanged.
+    `rayloom.train` stores the rows that it is given in the run's directory, and their path in
+    `tasks.dataset`. After a move this path has no file; it is then replaced by the path of the
+    stored rows in `run_dir`.
     """
     tasks = tree.get("tasks")
     given = tasks.get("dataset") if isinstance(tasks, dict) else None
@@ -95,10 +96,10 @@ def path_text(given: object, *, what: str, expected: str = "a path") -> str:
 
 
 def plain_values(value: Any, *, where: str = "") -> Any:
-    """Return a setting that Python code gives as values that YAML can express.
+    """Convert a setting that comes from Python code into plain values, which YAML can express.
 
     Numbers and arrays of numpy become numbers and lists, and paths become texts.
-    where: path of the setting, for errors. Raises: ConfigError for any other value.
+    where: dotted key of the setting, for errors. Raises: ConfigError for any other value.
     """
     if isinstance(value, Mapping):
         return {
@@ -127,7 +128,7 @@ def plain_values(value: Any, *, where: str = "") -> Any:
 
 
 def _plain_key(key: object, *, where: str) -> str | float | None:
-    """Return a mapping's key as `plain_values` does. Raises: ConfigError."""
+    """Convert a mapping's key as `plain_values` converts a value. Raises: ConfigError."""
     place = f"a key of {where or 'the configuration'}"
     plain = plain_values(key, where=place)
     if plain is None or isinstance(plain, str | int | float):
@@ -294,10 +295,10 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of the section that a setting contains.
+    """Return the JSON schema of a setting that is itself a section; otherwise an empty schema.
 
-    A setting may also map names to sections, as `mixture` does. Then return a schema with one
-    property for each of these names. If the setting contains no section, return an empty schema.
+    Some settings map names that the user chooses to sections, such as `mixture`. For these, return
+    a schema that has each of the names in `value` as a property.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:

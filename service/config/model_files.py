@@ -249,7 +249,10 @@ def check_architecture(
 
 @contextmanager
 def _refused_as(model: str) -> Iterator[None]:
-    """Run a block, and raise a ConfigError if the trainer's code in it refuses the model."""
+    """Turn the errors with which the trainer's code refuses a model into ConfigErrors.
+
+    The trainer's code is called in the `with` block. model: name of the model, for messages.
+    """
     try:
         yield
     except NotImplementedError as error:
@@ -308,10 +311,10 @@ def check_architecture_once(
 
 
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
-    """Return the name, modification time and header of each safetensors file.
+    """Return the name, modification time and header of each safetensors file in a directory.
 
-    Files that are not loaded are included, because the check refuses some of them. An index file is
-    included with its content, and with 0 as its time.
+    The result changes whenever the check of the files must be repeated. It therefore includes files
+    that are not loaded, and the index file, with its content in place of a header, and the time 0.
     """
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
     beside = (file for file in directory.glob("*.safetensors") if file.is_file())
@@ -390,11 +393,11 @@ def _tensors_in(file: Path, *, key: str) -> list[str]:
 def _check_index(directory: Path, found: Mapping[Path, list[str]], *, key: str) -> None:
     """Check that no tensor is in two of the files that the index names.
 
-    transformers and vLLM read all tensors of each file: of two, the last one read is used.
-    Therefore it does no harm if a tensor is in another file than the index says. Nor does a tensor
-    of the index that is in no file: `weights_check` refuses the model if the tensor is needed.
     Args: found: the names of the tensors in each file. Raises: ConfigError.
     """
+    # transformers and vLLM read all tensors of each file. If a tensor is in two files, they use the
+    # one that they read last. Other faults of the index do no harm: a tensor may be in another file
+    # than the index says; if it is in no file but is needed, `weights_check` refuses the model.
     # `weights_check` refuses model.safetensors if the index names other files.
     named = set(read_object(directory / INDEX, key=key)["weight_map"].values())
     files_of: dict[str, list[str]] = {}

@@ -104,9 +104,10 @@ def check_with_model(
     """Run the checks that need the model's files.
 
     Args: model_path: directory of the model's files; a tiny model must have been built there.
-        was_loaded: whether the resumed run has loaded this model before. tell: called with each
-        warning about the tasks. A run need not pass `tell`, because it reports these warnings
-        itself. tell_template: called with each warning about the chat template.
+        was_loaded: whether the resumed run has loaded this model before.
+        tell: called with each warning about the tasks. By default these warnings are dropped,
+        because a run repeats them when it opens its tasks.
+        tell_template: called with each warning about the chat template.
     Raises: ConfigError if a check fails.
     """
     check_model(config, model_path, was_loaded=was_loaded)
@@ -202,7 +203,11 @@ def registered_parsers() -> dict[Literal["tool", "reasoning"], frozenset[str]] |
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
-    """Return the text keys of the dictionary that a module assigns to a name."""
+    """Return the keys of a dictionary in a module's source, without importing the module.
+
+    name: the variable to which the module assigns the dictionary. Keys that are no texts are left
+    out. The result is empty if there is no such dictionary.
+    """
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     return frozenset(
         key.value

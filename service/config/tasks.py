@@ -303,7 +303,7 @@ def _fitting(
 def room_for_prompt(config: Config) -> int | None:
     """Return how many tokens a prompt of a run may have; None if the run does not measure prompts.
 
-    config: has no mixture.
+    config: the configuration of one environment; for a mixture, call this with each of its parts.
     """
     is_data = config.tasks.file is not None or config.tasks.dataset is not None
     if not is_data or _first_messages(config) is None:
@@ -352,8 +352,9 @@ def check_prompt(
 
     If the environment builds its prompts from data, check the prompts of all tasks instead; at
     least one must leave room.
-    config: has no mixture. observation: the environment's first observation. tell: called with each
-    warning. Raises: ConfigError if a prompt cannot be rendered or none leaves room.
+    config: the configuration of one environment, such as a part of a mixture. observation: the
+    environment's first observation. tell: called with each warning.
+    Raises: ConfigError if a prompt cannot be rendered or none leaves room.
     """
     if _first_messages(config) is not None:
         tasks = open_tasks(config, model_path=model_path, tell=tell)

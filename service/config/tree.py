@@ -142,10 +142,10 @@ class Config:
 
     @property
     def outcome_policy(self) -> OutcomePolicy:
-        """The rule for each outcome.
+        """The rules that say, by how a rollout ended, whether it is retried and how it is trained.
 
-        With a critic, `algorithm.critic.truncation_rule` replaces the default rules of truncated
-        rollouts. The rules in `rollouts.outcomes` replace all others.
+        A rule in `rollouts.outcomes` has precedence. With a critic, the rule for truncated rollouts
+        is otherwise `algorithm.critic.truncation_rule`. All other outcomes have their default rule.
         """
         algorithm = self.algorithm
         of_critic = {}
@@ -155,7 +155,7 @@ class Config:
 
     @property
     def policies(self) -> dict[str, OutcomePolicy]:
-        """Outcome rules by environment.
+        """The rules of `outcome_policy` for each environment, by the environment's name.
 
         Sessions and uploads have no retries, because their clients cannot be made to play again.
         """
@@ -219,10 +219,10 @@ class Config:
 
     @property
     def group_rule(self) -> GroupRule | None:
-        """The rule with which the audit recomputes a group's advantages from the returns.
+        """The rule by which the audit computes a group's advantages again from the returns.
 
-        None if a group's returns do not determine its advantages, for example because rewards are
-        shaped or advantages are normalised over the step.
+        None if the advantages depend on more than the group's returns, for example because rewards
+        are shaped or advantages are normalised over the step.
         """
         algorithm = self.algorithm
         rules = [r for each in self.members.values() for r in each.rollouts.outcomes.values()]

@@ -269,12 +269,12 @@ async def _scored(
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
 ) -> tuple[Observation | None, tuple[Fate, str, float]]:
-    """Take a task's first step with the answer `text`.
+    """Call `reset` and `step` of an environment once, with the answer `text`.
 
-    is_copied: whether the result must be picklable: in a run, a worker process sends it to the
-    actor.
-    Returns: the observation of `reset`, or None if `reset` raised; and how the step ended, the
-    problem in words, and 0.0 in place of a score.
+    is_copied: whether the result must be picklable, as in a run whose environments are in worker
+    processes.
+    Returns: the observation of `reset`, or None if `reset` raised; and a tuple of how the calls
+    ended, the problem in words, and 0.0, because the score is not needed.
     """
     begun = None
     try:
@@ -304,7 +304,7 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
     """Call the environment's `score_group` with two equal answers.
 
-    Returns: how the call ended, the problem in words, and 0.0 in place of a score.
+    Returns: how the call ended, the problem in words, and 0.0, because the score is not needed.
     """
     try:
         async with closing(environment.close):

@@ -330,7 +330,10 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """Return the mean of the finite norms, as the step's record does; infinity if none is."""
+    """Return the mean of the updates' finite gradient norms; infinity if no norm is finite.
+
+    The step's record computes its norm in the same way, so that the two can be compared.
+    """
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -343,7 +346,7 @@ def _trajectories(
 ) -> tuple[Contribution, ...]:
     """Return the contribution of each trajectory to the step's updates.
 
-    own: results of `own_shares` by trajectory id; a missing one counts as 1.
+    own: the share from `own_shares` by trajectory id; 1 for a trajectory that is not in it.
     """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
@@ -402,10 +405,10 @@ def _contribution(
     num_updates: int,
     own_share: float = 1.0,
 ) -> Contribution:
-    """Return the contribution of one or more trajectories to the step's updates.
+    """Return the contribution of one trajectory, or of one group, to the step's updates.
 
-    parts: for each update that contains the entries, the entries' gradient and the norm |G| of the
-    whole update.
+    parts: a pair for each update with these trajectories: their gradient, and the norm |G| of the
+    update's whole gradient.
     """
     return Contribution(
         entries=tuple(entries),
@@ -435,13 +438,13 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return the share of each member's advantage that depends on no single other member.
+    """Return, for each member of a group, which share of its advantage is its own.
 
-    For a member i, leave out each other member j in turn, and compute the advantage A_i again. The
-    share is the least part of A_i that remains: f_i = min(1, min_{j != i} |A_i without j| / |A_i|).
-    The share is 1 if A_i = 0, and in groups of two.
+    The rest depends on a single other member. To find it, leave out each other member j in turn,
+    and compute the advantage A_i of member i again. The share is the least part that remains:
+    f_i = min(1, min_{j != i} |A_i without j| / |A_i|). It is 1 if A_i = 0, and in groups of two.
 
-    Args: returns: [G] float, returns of the baseline's members. Returns: [G] float, in [0, 1].
+    Args: returns: [G] float, the members' returns. Returns: [G] float, in [0, 1].
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded
     """
     size = len(returns)

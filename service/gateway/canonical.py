@@ -44,11 +44,13 @@ def links_of(
     num_calls: int = 0,
     call_before: Callable[[str], int | None] | None = None,
 ) -> list[Link]:
-    """Return one link for each message of a conversation, or of the later part of a conversation.
+    """Return one link for each message.
 
-    Args: after: key of the earlier messages, which precede `messages`. num_calls: number of tool
-    calls in the earlier messages. call_before: takes a call's id; returns the index of the newest
-    call with this id in the earlier messages, or None if they have no such call.
+    `messages` may be the end of a longer conversation. The other arguments then describe the
+    earlier messages.
+    Args: after: key of the last earlier message. num_calls: number of tool calls in the earlier
+    messages. call_before: returns the index of the earlier tool call with a given id (of several,
+    the newest), or None if there is no such call.
     """
     key, links = after, []
     numbers: dict[str, int] = {}
@@ -76,10 +78,11 @@ def tools_key(
 
 
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
-    """Return a hexadecimal digest of a request, by which the same request is recognised later.
+    """Return a hexadecimal digest of a request, by which a repetition of the request is recognised.
 
-    Unlike the keys of conversations, the digest depends on the ids and reasoning that a client
-    sends, because they may show which of two replies with equal text the request continues.
+    The digest also depends on the calls' ids and the reasoning in the conversation, on which the
+    conversation's key does not depend. Two conversations may differ only in these, if two replies
+    have the same text.
     Args: key: key of the whole conversation. tools: key of the tools.
     """
     shown = [

@@ -146,7 +146,10 @@ class _RemoteSessions:
         return await self._gateway.until_answered(ask, deadline_s=call.deadline_s)
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """Start to call `Sessions.abandon` until a gateway answers, and return at once."""
+        """Tell the gateway, in the background, that the client of a request is gone.
+
+        `Sessions.abandon` is called until a gateway answers, for at most ABANDON_S.
+        """
         self._abandoning.begin(self._abandon(session_id, request_id))
 
     async def _abandon(self, session_id: str, request_id: str) -> None:

@@ -1,14 +1,12 @@
-"""Store the changes of all sessions together: all changes within 5 ms share one transaction.
+"""Store the changes of all sessions: changes that arrive within 5 ms share one transaction.
 
-Invariants: There is one transaction at a time. Changes are stored in their order of arrival. A turn
-is durable before `GroupCommit.commit` returns. If `commit` raises, the turn is either not stored or
-stored as unseen. An unseen turn is trained only if the client repeats the request and receives the
-turn. Each gateway has one `GroupCommit`, which is used in one event loop.
+There is one transaction at a time, and a pause of 5 ms after each. Changes that arrive in the pause
+are written together. In the pause the supervisor can take the database's lock, to renew its lease
+and to store steps.
 
-A transaction begins at once if the previous one ended at least 5 ms ago, so that a single turn
-waits only for the disk. Otherwise it begins 5 ms after the end of the previous one. Changes that
-arrive during these 5 ms are written with one sync. During the 5 ms the supervisor can also take the
-database's lock, to renew its lease and to store steps.
+Invariants: changes are stored in their order of arrival. A turn is durable before
+`GroupCommit.commit` returns. If `commit` raises, the turn is either not stored or stored as unseen:
+it is then trained only if the client repeats the request and receives the turn.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ from service.store.errors import LeaseLost, StoreError
 from service.store.sessions import SessionStore
 from service.worker_thread import WorkerThread
 
+# If the last transaction ended longer ago than this, the next one begins at once, so that a single
+# turn waits only for the disk.
 PAUSE_S = 0.005
 # Largest number of changes in one transaction: a statement of SQLite can have 32,766 values.
 MAX_CHANGES = 2048
@@ -42,12 +42,10 @@ class TooLate(Exception):
 class GroupCommit:
     """Writes the changes of all sessions of a gateway; nothing else in the gateway writes sessions.
 
-    If the database does not answer, `commit` gives up after `hold_s`. The writer retries for
-    longer, because a transaction may have been committed before its connection broke. If the
-    `RunStore` gives up too, or if the lease is lost, the writer has failed: it writes nothing more,
-    and the gateway ends. The next gateway continues from the stored changes. If the last
-    transaction was committed without a confirmation, these may include turns that no client
-    received.
+    If the database does not answer, `commit` raises after `hold_s`, but the change stays in the
+    queue, and the `RunStore` continues to try. If the store gives up too, or the lease is lost, the
+    object writes nothing more, and the gateway ends. The next gateway continues from the stored
+    changes. They may include turns that no client received. Belongs to one event loop.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:

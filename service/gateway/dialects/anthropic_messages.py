@@ -162,7 +162,10 @@ def read(
 
 
 def _continued(value: object) -> str:
-    """Return the id of the turn that a thread continues; empty if the thread is new."""
+    """Return the id of the earlier answer that a request's `thread` continues; empty if none.
+
+    value: the field `thread`, or None if the request does not have it.
+    """
     thread = {"type": "create"} if value is None else read_object(value, "thread")
     found = read_text(thread.get("type"), "thread.type")
     if found == "create":

@@ -150,10 +150,10 @@ def refused(note: str, *harmless: object) -> Parameter:
 
 
 def ignorable(note: str, *harmless: object) -> Parameter:
-    """Return a parameter that a run may ignore: if `sessions.unsupported` is `ignore`.
+    """Declare a parameter that is ignored or refused, as the setting `sessions.unsupported` says.
 
-    Otherwise the parameter is refused. harmless: values that are always accepted, because they
-    change nothing.
+    note: the reason why it is not supported. harmless: values that are always accepted, because
+    they change nothing.
     """
     return Parameter(effect="ignorable", note=note, harmless=harmless)
 

@@ -390,10 +390,10 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Return, for each function in a namespace, the two fields that the client expects in a call.
+    """Return the fields `namespace` and `name` of each function that a client put in a namespace.
 
-    The fields are `namespace` and `name`. The key is the function's full name, by which the policy
-    calls it.
+    The keys of the result are the functions' full names, by which the policy calls them. The client
+    expects the two fields instead of the full name.
     """
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
