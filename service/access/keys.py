@@ -1,10 +1,8 @@
 """Keys of a run's API: named keys with permissions, tenants and limits, and the keys of sessions.
 
-`Rates` counts requests against the limits. Plain values, no HTTP, no Ray. Invariant: a raw named
-key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random bits, so nobody
-can guess it from its digest, and a slow password hash is not needed. A digest is looked up in a
-dict, and not compared in constant time. This is safe: the duration of the look-up depends only on
-digests, and an attacker who does not know a key cannot choose its digest.
+`Rates` counts requests against the limits. The module uses neither HTTP nor Ray. Invariant: a raw
+named key is shown once, to its creator; only its SHA-256 is stored. A slow password hash is not
+needed, because a key has 256 random bits, which nobody can guess from the digest.
 """
 
 from __future__ import annotations
@@ -264,6 +262,8 @@ class KeyBook:
 
     def find(self, digest: str) -> NamedKey | None:
         """Return the key with this digest; None if no key has it, or the key was revoked."""
+        # A comparison in constant time is not needed: the duration of the look-up depends only on
+        # digests, and an attacker who does not know a key cannot choose its digest.
         return self._by_digest.get(digest)
 
     def is_revoked(self, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""A secret in a file that may be replaced while the process runs, as Kubernetes replaces it.
+"""A secret in a file that may be replaced while the process runs, for example by Kubernetes.
 
-Invariant: `SecretFile.value()` never raises. If the file is missing, empty or invalid, the last
-valid value stays in use; the first of several failures in a row is logged, and every failure is
-counted. No message contains the file's text. The API's replicas use it for keys, and the database's
-connections for the database's URL. No HTTP, no Ray.
+Invariants: `SecretFile.value()` never raises; if the file is missing, empty or invalid, the last
+valid value stays in use. No message contains the file's text. Every failure is counted, and the
+first of several in a row is logged. The API's replicas read their admin key in this way, and the
+database's connections read the database's URL.
 """
 
 from __future__ import annotations

@@ -121,10 +121,10 @@ class Callers:
             )
 
     async def _read_since(self, moment: float) -> None:
-        """Read the run's keys, unless they were read at `moment` or later.
+        """Read the run's keys if they were last read before `moment`.
 
         If the run does not answer within PATIENCE_S, keep the keys that were read last.
-        moment: in the event loop's time.
+        moment: seconds of the event loop's clock.
         """
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S

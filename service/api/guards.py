@@ -1,12 +1,11 @@
 """Check a request's host, headers' size, key and body before its route runs.
 
-The check of the key includes the key's scope and rate. No byte of a body is read before the
-request's key was looked up. All large bodies in memory have at most `MAX_BODIES_BYTES` together; a
-body counts from its first byte until the route has read it. A request that is refused before its
-body was read is answered at once, and its connection is closed.
+The check of the key includes its permissions and its rate limit. A body is read only after the
+headers and the key were accepted. If they are refused, the answer is sent at once, and the
+connection is closed. Large bodies share a memory budget (`BodyRoom`): each reserves its size before
+it is read, and releases it when the route has read it.
 
-This module also answers an unexpected error of a route as a problem. Starlette's own handler would
-raise the error again, and the server might then damage the answer.
+If a route raises an unexpected error, the guards answer with a problem document.
 """
 
 from __future__ import annotations
@@ -126,6 +125,8 @@ class Guards:
         try:
             await self._app(scope, body.replay, noted)
         except Exception:
+            # Starlette's own handler would raise the error again after its answer, and the server
+            # might then damage the answer.
             log.exception("%s %s", scope["method"], scope["path"])
             if has_begun:
                 raise

@@ -1,9 +1,9 @@
-"""Accept submissions, show their states, and assign them to free group numbers in order.
+"""Accept the tasks that clients submit, show their states, and choose which are played next.
 
-A submission is stored before the client learns that it was accepted. The id of the group that will
-play a submission is stored before the group is admitted. Ended submissions are removed from memory;
-the store keeps the newest ones. The supervisor has one queue, and calls it only from its event
-loop.
+Each task is played by a group of rollouts. A task is stored before the client learns that it was
+accepted, and the id of its group is stored before the trajectory queue gets the group. Ended tasks
+are removed from memory; the store keeps the newest ones. The supervisor has one submission queue,
+and calls it only from its event loop.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class SubmissionQueue:
     ) -> SubmitReply:
         """Accept all tasks of a request or none. A task that is already known is not added again.
 
-        key: digest of the request's Idempotency-Key and its tenant; empty if the request has no
-        such key. A different request with the same key is refused as long as a task of the first
-        request is kept. limits: the limits of the request's API key.
+        key: digest of the Idempotency-Key and of the caller's tenant; empty if the request has no
+        Idempotency-Key. A different request with the same key is refused while a task of the first
+        request is still stored. limits: the limits of the caller's API key.
         Raises: LeaseLost, StoreError.
         """
         offer = offer_of(requests, key=key, limits=limits)

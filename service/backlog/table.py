@@ -1,10 +1,12 @@
 """The table in memory of accepted submissions that are not over; it does no I/O.
 
-It has the backlog, the groups that play submissions, and the states of their rollouts.
-Invariants: a submission is in the backlog, or bound to one group, or cancelled. Positions only
-grow. If a whole group was evicted, its submission is not played again; the next submission of the
-backlog gets the group's number. The table is rebuilt from the store at the start of each term, then
-updated with the queue's events. Ended submissions are removed from it (`over`, `forget`).
+It has the backlog, the groups that play submissions, and the states of their rollouts. It is
+rebuilt from the store at the start of each term, and then updated with the events of the trajectory
+queue. Submissions that are over are removed from it (`over`, `forget`).
+
+Invariants: a submission is in the backlog, or bound to one group, or cancelled. Each new submission
+has a greater position than all earlier ones. If a whole group was evicted, its submission is not
+played again.
 """
 
 from __future__ import annotations

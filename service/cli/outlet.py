@@ -1,11 +1,9 @@
 """Write to a terminal so that the loss of the terminal never ends a run.
 
 A write fails if the terminal or pipe is closed, or if the output goes to a file whose disk is full.
-After the first failed write the stream is redirected to /dev/null, so that neither later writes nor
-the interpreter's flush at exit fail. The run's log keeps everything. A character that the
-stream's encoding lacks is written as an escape, which is not a failure.
-
-The progress of a start is plain lines, so that terminals, notebooks and CI logs show the same text.
+After the first failed write, the stream is redirected to /dev/null, so that later writes do not
+fail; the run's log keeps everything. A character that the stream's encoding lacks is written as an
+escape, which is not a failure.
 This module imports no large package, so that the first line is printed before any slow import.
 """
 
@@ -116,6 +114,7 @@ def _silence(stream: IO[str]) -> None:
             os.close(nowhere)
 
 
+# These are plain lines, so that terminals, notebooks and CI logs show the same text.
 class Stages:
     """Prints the stages of a start one after another.
 

@@ -212,9 +212,9 @@ def check_schedules(config: Config) -> Iterator[str]:
 
 
 def schedule_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each constant learning rate that the run never reaches.
+    """Yield a warning for each constant learning rate whose warm-up is longer than the run.
 
-    The reason is that its warm-up is longer than the run.
+    The run would never reach such a learning rate.
     """
     trainer, critic = config.trainer, config.algorithm.critic
     planned = [("trainer", trainer.warmup_updates, config.policy_schedule)]

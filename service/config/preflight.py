@@ -61,9 +61,9 @@ def check_without_model(
 ) -> dict[str, Observation]:
     """Run the checks that need no model; return each environment's first observation by its name.
 
-    is_local: whether the run starts its own Ray on this machine; if not, this machine's size is not
-    checked. trial: selects which of the user's own functions are called. tell: called with each
-    warning.
+    is_local: whether the run starts its own Ray on this machine; if so, also check that the machine
+    has the memory, CPUs and GPUs that the run needs. trial: selects which of the user's own
+    functions are called. tell: called with each warning.
     Raises: ConfigError if a check fails.
     """
     check_machine(config, is_local=is_local)
@@ -512,7 +512,10 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
 
 
 def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
-    """Return a method of a class, bound to some object, so that its signature lacks `self`."""
+    """Return a method of a user's class in a form whose signature lacks `self`.
+
+    use: name of the class, for messages. Raises: ConfigError if there is no such method.
+    """
     try:
         method = inspect.getattr_static(kind, name, None)
         if isinstance(method, singledispatchmethod):

@@ -1,9 +1,9 @@
 """The configuration tree `Config`, and the settings of a run's parts that derive from it.
 
-A section is a settings dataclass of the component that reads it, or of `sections.py`. Constructing
-a section or a tree checks nothing: `file.py` reads a tree from YAML and checks the bounds,
-`disagreements.py` checks settings against each other, and `preflight.py` checks a tree against the
-machine. Pure functions receive sections, never the tree. This module imports nothing slow.
+Each section is a dataclass, declared beside the component that reads it or in `sections.py`.
+Constructing a section or a tree checks nothing: `file.py` reads a tree from YAML and checks the
+bounds, `disagreements.py` checks settings against each other, and `preflight.py` checks a tree
+against the machine. Pure functions receive sections, never the tree.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Config:
 
     @property
     def task_places(self) -> dict[str, Path]:
-        """Local files and directories of tasks, by the key that names them."""
+        """Local files and directories of tasks, by the dotted key of the setting with the path."""
         named: dict[str, TasksSettings | EvaluationSetSettings] = {"tasks": self.tasks}
         named |= {f"mixture.{name}.tasks": each.tasks for name, each in self.mixture.items()}
         named |= {f"evaluation.sets.{name}": each for name, each in self.evaluation.sets.items()}

@@ -361,10 +361,10 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 
 
 def _own_last(path: Sequence[str]) -> list[str]:
-    """Return an import path with the working directory at its end.
+    """Return an import path with the working directory moved to its end.
 
-    Otherwise the child would import a user's file that has the name of a module it needs. A later
-    check refuses the file.
+    Then the child imports the modules that it needs even if the user has files of the same names.
+    A later check refuses such files.
     """
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)

@@ -1,10 +1,8 @@
 """Recompute a step's gradient from the journal and a checkpoint, split by trajectory. Uses no Ray.
 
-The inputs are the step's journal file, the step's record and an earlier checkpoint. The journal has
-the trained samples and their advantages. This module computes the samples' loss weights with the
-functions that the merge actor uses in a run. One rank of the trainer, in this process, then
-computes the gradients with the trainer's loss. This module only reads files. `rayloom explain`
-calls it.
+The journal has the samples that the step trained, and their advantages. The samples' loss weights
+and the gradients are computed by the same code as in a run, with one rank of the trainer in this
+process. This module only reads files. `rayloom explain` calls it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Compute digests ("keys") of conversations, by which a session finds the turn to continue.
 
-Clients send a conversation back changed: they drop or trim reasoning or write it into the content,
-write a call's arguments in another form, round its numbers as JavaScript does, rename the ids of
-calls, or put bookkeeping into the system text. Two conversations that differ only in these ways
-have equal keys, because each message is brought into a canonical form first. The keys are computed
-in one pass over the text. Called by a session's tree.
+Clients often change a conversation before they send it back. They drop or move reasoning, write the
+arguments of tool calls in another form, round numbers as JavaScript does, rename the ids of calls,
+or put bookkeeping into the system text. Conversations that differ only in these ways have equal
+keys, because each message is brought into a canonical form first.
 """
 
 from __future__ import annotations

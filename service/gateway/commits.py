@@ -5,8 +5,9 @@ are written together. In the pause the supervisor can take the database's lock, 
 and to store steps.
 
 Invariants: changes are stored in their order of arrival. A turn is durable before
-`GroupCommit.commit` returns. If `commit` raises, the turn is either not stored or stored as unseen:
-it is then trained only if the client repeats the request and receives the turn.
+`GroupCommit.commit` returns. If `commit` raises, the client does not receive the turn; it is then
+not stored, or stored with the mark "unseen". An unseen turn is trained only if the client repeats
+the request and then receives the turn.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@
     except Refused as refused:
         answer, status = dialect.error(refused), refused.code.status
 
-A dialect has no state and does no I/O, so that all dialects can share the ingress's routes. A body
-may be any JSON. An unsupported parameter is never dropped silently: the error names it. A dialect's
-tables of parameters say which parameters are read, which have no effect, and which are refused. A
-parameter that is null counts as absent. The documentation is made from these tables too.
+A dialect has no state and does no I/O. A body may be any JSON. A dialect's tables of parameters say
+which parameters are read, which have no effect, and which are refused with an error that names
+them; the documentation is made from these tables too. A parameter that is null counts as absent.
 """
 
 from __future__ import annotations

@@ -282,7 +282,8 @@ def _messages(value: object) -> tuple[list[Message], list[Reference]]:
 
 
 def _kind_of(item: Mapping[str, Any]) -> object:
-    """Return an item's type. Without a type, an item with only an id is a reference."""
+    """Return an item's type. An item without a type is a reference if it has only an id, otherwise
+    a message."""
     kind_of_item = item.get("type")
     if kind_of_item is not None:
         return kind_of_item
