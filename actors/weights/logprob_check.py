@@ -90,7 +90,7 @@ NO_TEXT = CheckText(token_ids=np.empty(0, np.int32))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSample:
-    """An engine's continuation of the text."""
+    """A continuation of the check's text that an engine sampled."""
 
     temperature: float
     token_ids: Int32s
@@ -101,7 +101,7 @@ class CheckSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineScores:
-    """An engine's answer to a `CheckText`."""
+    """An engine's log-probabilities of a `CheckText`, and its continuations of the text."""
 
     logprobs: Float32s
     """[T - first_scored] float32, nats, at temperature 1, the only one at which vLLM scores

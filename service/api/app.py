@@ -289,9 +289,9 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add to a route's description the key that it requires, and the errors of the guards.
+    """Add to a route's entry in the OpenAPI document its key and the errors of the guards.
 
-    The route's own declarations have precedence.
+    What the route itself declares has precedence. operation: the entry, which is changed.
     """
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])

@@ -50,8 +50,8 @@ def add_page(app: FastAPI, run: RunPort) -> None:
         term: Annotated[
             Natural,
             Query(
-                description="term of the answer that `after` is from; with another term all "
-                "steps are returned",
+                description="`term` of the earlier answer that had the step `after`; if the run "
+                "now has another term, all steps are returned",
             ),
         ] = 0,
     ) -> dict[str, Any]:

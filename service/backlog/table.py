@@ -280,9 +280,9 @@ def rebuild(
 ) -> SubmissionTable:
     """Rebuild the table from the store at the start of a term.
 
-    A binding whose group was never admitted is ignored: its submission is in the backlog again, at
-    its old position. Rollouts in flight are played again, so their earlier results are ignored too.
-    held_groups: the groups in the restored trajectory queue.
+    If a submission's group was never admitted to the trajectory queue, the submission returns to
+    its old position in the backlog. Results of rollouts in flight are ignored, because these
+    rollouts are played again. held_groups: the groups in the restored trajectory queue.
     """
     table = SubmissionTable(policy)
     for submission in stored.submissions:

@@ -67,7 +67,7 @@ def describe_batch(config: Config) -> str:
 
 
 def describe_template(config: Config) -> str:
-    """Return a description of the model's chat template in comments, which are valid YAML."""
+    """Return a description of the model's chat template, in lines that are YAML comments."""
     name = config.model.path or "the tiny model"
     try:
         template = config.model.chat_template

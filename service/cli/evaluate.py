@@ -205,7 +205,11 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Return the model that plays; first export a given checkpoint to model.path."""
+    """Return the model that plays: the checkpoint, or the configured model if it is None.
+
+    The checkpoint is exported as a model directory at `config.model.path`. scratch: the command's
+    temporary run directory, in which a tiny model is built.
+    """
     if checkpoint is None:
         model = model_path(config, scratch)
         return _Policy(label=config.model.path or "the tiny model", model=model)

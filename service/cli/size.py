@@ -237,7 +237,7 @@ def _experts(of_token: float, of_experts: int | None) -> str:
 
 
 def _evaluated(config: Config) -> tuple[int, str]:
-    """Return how many rollouts the largest set has, and a note about sets of unknown size."""
+    """Return how many rollouts the largest evaluation set has, and a note about unknown sizes."""
     own = sum(
         member.tasks.evaluation_tasks * member.evaluation.samples
         for member in config.members.values()

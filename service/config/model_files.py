@@ -123,7 +123,7 @@ def renderer_of(config: Config, model_path: str) -> ChatRenderer:
 
 
 def template_warnings(config: Config, model_path: str) -> Iterator[str]:
-    """Yield a sentence for each fault of the chat template that a run would survive.
+    """Yield a sentence for each fault of the chat template that does not prevent a run.
 
     Raises: ConfigError if the tokenizer cannot be loaded.
     """

@@ -455,7 +455,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the data of each event that sends one content part of an item."""
+    """Yield the events of a stream for one content part of an item, each as its name and data."""
     prefix = f"response.{part['type']}"
     beside: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {"part": {**part, "text": ""}}
