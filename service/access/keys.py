@@ -90,7 +90,7 @@ class KeyLimits:
     /api/v1/generate, counted together. Bursts of up to this number are allowed. Null: no limit."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
-        """Return these limits; a limit that is None is replaced by the same limit of `defaults`."""
+        """Return these limits, with each limit that is None taken from `defaults`."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return KeyLimits(
             **{
@@ -272,7 +272,7 @@ class KeyBook:
         return key is not None and key.revoked_at is not None
 
     def limits_of(self, name: str) -> KeyLimits:
-        """Return the limits that a key itself has; `NO_LIMITS` if no key has this name."""
+        """Return a key's own limits, without the run's defaults; `NO_LIMITS` for an unknown key."""
         key = self._by_name.get(name)
         return NO_LIMITS if key is None else key.limits
 

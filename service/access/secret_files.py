@@ -49,9 +49,7 @@ class SecretFile(Generic[Value]):
         self._is_failing = False
 
     def value(self) -> Value:
-        """Return the newest valid value, after reading the file if FRESH_S seconds have passed
-        since the last read.
-        """
+        """Return the newest valid value. Read the file first if the last read is FRESH_S old."""
         with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= FRESH_S:

@@ -175,7 +175,7 @@ def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> 
 
 
 def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need]:
-    """Return the memory that a rank and the publications need.
+    """Return the memory that a rank of the trainer needs, and that published weights need.
 
     num: parameters of the model. num_adapted: parameters of its adapters; None without LoRA.
     """
@@ -323,7 +323,7 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return the bytes that store which experts a model used for one token.
+    """Return how many bytes are stored for each token to say which experts the model used.
 
     Return 0 for a model without experts, and None if the architecture is unknown.
     """

@@ -142,7 +142,7 @@ class Config:
 
     @property
     def outcome_policy(self) -> OutcomePolicy:
-        """The rules that say, by how a rollout ended, whether it is retried and how it is trained.
+        """The rules that decide by a rollout's outcome whether it is retried and how it is trained.
 
         A rule in `rollouts.outcomes` has precedence. With a critic, the rule for truncated rollouts
         is otherwise `algorithm.critic.truncation_rule`. All other outcomes have their default rule.

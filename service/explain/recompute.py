@@ -71,11 +71,14 @@ class StepSource:
 
     @property
     def num_behind(self) -> int:
-        """Number of steps between the step of the loaded checkpoint and `step`."""
+        """Number of steps that come after the loaded checkpoint and before `step`."""
         return self.step.step - 1 - self.weights_step
 
     def steps_between(self) -> tuple[JournalStep, ...]:
-        """Load the steps between the loaded checkpoint's step and `step`. Raises: ConfigError."""
+        """Load the steps that come after the loaded checkpoint and before `step`.
+
+        Raises: ConfigError if the journal of one is missing.
+        """
         if len(self.between) < self.num_behind:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "

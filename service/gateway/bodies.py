@@ -321,7 +321,7 @@ class FinishBody(StrictBody):
 
 
 class RewardBody(StrictBody):
-    """The body of a request that gives a finished session its pending reward."""
+    """The body of a request that gives a reward to a session that was finished without one."""
 
     reward: Reward | None = Field(
         description="null: the reward could not be obtained; the session ends as reward_error"

@@ -43,7 +43,7 @@ def links_of(
     num_calls: int = 0,
     call_before: Callable[[str], int | None] | None = None,
 ) -> list[Link]:
-    """Return one link for each message.
+    """Return a link for each message: a key by which its position in the conversation is found.
 
     `messages` may be the end of a longer conversation. The other arguments then describe the
     earlier messages.

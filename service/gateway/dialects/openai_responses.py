@@ -468,8 +468,8 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return a reply's items: reasoning, message and calls.
 
-    Without calls there is a message even if it is empty. A client that sends the items back
-    therefore sends at least one item of this turn.
+    If there is no call, the message is included even if it is empty. So a client that sends the
+    items back always sends one that belongs to this turn.
     """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []
