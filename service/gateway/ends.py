@@ -137,10 +137,13 @@ def _is_ended_by(
     judged: Node,
     named: int | None,
 ) -> bool:
-    """Return whether the refusal of a request was the last event of the judged conversation.
+    """Return whether a refused request was the last request of the judged conversation.
 
-    counted: the trained turns. judged: the turn that gets the session's reward. named: number of
-    the turn to which the client gave the reward; None if the client named no turn.
+    The refusal then decides the session's outcome. The judged conversation is the conversation of
+    the turn `judged`, which gets the session's reward. Later turns that only make a title do not
+    count.
+    counted: the trained turns. named: number of the turn to which the client gave the reward; None
+    if the client named no turn.
     """
     if refusal.num_turns is None:
         return True
@@ -407,11 +410,12 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 
 
 def _starts_over(node: Node, root: Node) -> bool:
-    """Return whether the conversation that begins with `root` repeats the single turn `node`.
+    """Return whether the conversation that begins with `root` repeats or continues the turn `node`.
 
-    This is so if `root` has the same tools and its messages begin with those of `node`, followed by
-    nothing or by an assistant message. It is also so if an assistant message of `root` quotes the
-    reply of `node`.
+    If so, the turn did not make a title for this conversation. The conversation repeats the turn if
+    it has the same tools and begins with the turn's messages, followed by nothing or by an
+    assistant message. It continues the turn if one of its assistant messages quotes the turn's
+    reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -439,7 +443,11 @@ def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether a later message, or a value in a later call, is exactly the turn's reply."""
+    """Return whether the agent uses the turn's reply later, as it is.
+
+    This is so if the reply is the whole content of a later message, or a whole value in the
+    arguments of a later tool call.
+    """
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
     messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))

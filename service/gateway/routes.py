@@ -215,7 +215,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers)
         limit: Limit = 100,
     ) -> SessionListAnswer:
         """List sessions in the order of acceptance, without the totals of their turns. A page may
-        be short, or empty, and have a `next`: only a page whose `next` is null is the last one."""
+        have fewer sessions than `limit`, or none, although more sessions follow: `next` is then
+        not null."""
         caller = caller_of(request)
         whole = None if group is None else caller.whole(group)
         wanted = SessionFilter(group=whole, status=status, tenant=caller.sees)

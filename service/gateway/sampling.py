@@ -138,8 +138,8 @@ class EngineClient:
     async def sample(self, request: GenerateRequest, *, param: str) -> tuple[Turn, GenerateReply]:
         """Sample a turn. If no engine is available, wait for one until the request's deadline.
 
-        param: field of the client's body that is named in the error if the prompt is refused.
-        Raises: Refused.
+        param: the field of the client's body that contains the prompt. If the prompt is refused,
+        the error names this field. Raises: Refused.
         """
         try:
             # Create this within the event loop that uses it.
@@ -436,15 +436,15 @@ def _as_message(
     turn_id: str,
     stop: tuple[str, ...],
 ) -> tuple[Message, bool, str]:
-    """Return the message that the client gets, whether it is malformed, and what cut its text.
+    """Return the client's message, whether the reply is malformed, and the stop string that cut it.
 
-    The message is malformed if a call is unreadable, has arguments that are not a JSON object, or
-    names an undeclared tool. All readable calls are shown, even of an undeclared tool, so that the
-    agent can report the error to its model. If calls are malformed and none is readable, the text
-    is shown as it was sampled.
+    A reply is malformed if one of its tool calls is unreadable, has arguments that are not a JSON
+    object, or names an undeclared tool. The message has all readable calls, also those of
+    undeclared tools, so that the agent can report the error to its model. If the reply is malformed
+    and no call is readable, the message has the text as it was sampled.
 
-    The third value is the stop string that cut the text, or an empty string. After a cut no calls
-    are shown, because they come later. text: the decoded reply, without its end tokens.
+    If a stop string cuts the text, the message has no calls, because they would come later. If none
+    cuts it, the third value is empty. text: the decoded reply, without its end tokens.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)

@@ -1,13 +1,13 @@
 """A session in memory: its agent's turns, and the rules by which it changes.
 
-Invariants: only this file writes a session's fields. Everything that happens to a session is a
-`Change`. `Session.apply` makes the change in memory, and `service.store.sessions` makes the same
-change in the database. A session that is loaded from the database therefore has the same state.
-Turns, marks, openings and refusals by a limit are applied in memory first and stored then; claims,
-ends and late rewards are stored first. A turn is stored before a client receives it. A session ends
-once; a repeated request to end it waits for the first. If a client repeats its request for a turn,
-only the newest of these requests counts: the turn is unseen if the client leaves before that
-request is answered. `service.gateway.sessions` makes and calls sessions.
+Everything that happens to a session is a `Change`. `Session.apply` makes the change in memory, and
+`service.store.sessions` makes the same change in the database, so that a session that is loaded
+from the database has the same state. Only this file writes a session's fields.
+
+A claim, an end and a late reward are stored first, and then applied in memory. All other changes
+are applied in memory first, and then stored. A client receives a turn only after the turn is
+stored. A session ends once; a repeated request to end it waits for the first request.
+`service.gateway.sessions` makes and calls sessions.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Session:
         return self.tree.find(request, await self._background.compute(request_keys, request))
 
     def _under_way(self, call: ChatCall, digest: str) -> PendingTurn | None:
-        """Return the turn that is being sampled for the same request.
+        """Return the turn that is being sampled for the same request; None if there is none.
 
         Raises: Refused if a different request in progress has the same idempotency key.
         """
@@ -533,16 +533,13 @@ class Session:
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
         """End the session, or wait if an equal request is ending it.
 
-        `_store_once` runs `_cancel_and_end` in a task of its own; this waits for the turns that are
-        being stored, and then calls `_store_end`. If the store says that the session has ended
-        already, `_store_end` calls `_end_in_memory`.
-
-        is_stated: whether the client states the outcome; if not, the turns decide.
+        is_stated: whether the client states the outcome. If not, it is derived from the turns.
         """
         await self._store_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
 
     async def _cancel_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
         self._cancel_unsampled()
+        # Wait for the turns that are being stored.
         tasks = [pending.task for pending in self._pending.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         if end.status is SessionStatus.FINISHED:

@@ -1,4 +1,4 @@
-"""The gateway of a run: its sessions, and the Ray actor that plays them.
+"""The gateway of a run: the sessions of its external agents, and the Ray actor that serves them.
 
 Invariants: the state of a session in memory equals its state in the store, so that another gateway
 can continue after a kill; a trajectory has every turn that a client may have seen, exactly once.

@@ -147,7 +147,7 @@ class Node:
     def call_number(self, call_id: str) -> int | None:
         """Return the index of the newest call with this id among the conversation's tool calls.
 
-        Calls after this turn's reply are ignored. Return None if no other call has this id.
+        Only calls up to this turn's reply are searched. Return None if none of them has the id.
         """
         for node in self.path():
             for number in range(len(node.calls) - 1, -1, -1):
@@ -333,9 +333,9 @@ class SessionTree:
     ) -> SessionTurn | None:
         """Return the turn that already answers this request; None if a turn must be sampled.
 
-        This is the turn of an earlier request with the same id or the same idempotency key. If
-        there is no such turn, a request that is marked as a retry may get the turn of the newest
-        request. It gets this turn if both requests are equal and `_is_another` is false for the
+        This is the turn of an earlier request with the same id or the same idempotency key.
+        Otherwise, a request that is marked as a retry gets the turn of the session's newest
+        request, if the two requests have the same digest and `_is_another` does not exclude the
         turn.
         Raises: Refused if a different request had the same idempotency key.
         """
@@ -387,10 +387,12 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Return the turn whose reply is the last sampled message of a conversation.
+        """Return the turns whose reply is the last sampled message of a conversation.
 
-        Return several turns if their conversations have equal texts up to the reply, and none if no
-        message was sampled. tools: if given, ignore turns whose tools have another key.
+        This is one turn, or none if no message of the conversation was sampled. It is several turns
+        if their conversations have equal texts up to the reply.
+        links: the digests of the conversation's messages. tools: if given, only turns with this
+        digest of their tools are returned.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -401,7 +403,11 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: Node | None
     ) -> tuple[Message, ...]:
-        """Replace messages by the tree's own copies, and the ids of calls by the tree's own ids."""
+        """Return a client's new messages, replaced by the tree's own copies if it has them.
+
+        A message that answers a tool call gets the call's id and name in the tree. parent: the turn
+        that the messages follow; None at the start of a conversation.
+        """
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []
@@ -486,10 +492,10 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 
 
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
-    """Return whether the conversation that a request begins has instructions at its start.
+    """Return whether the first message of a new conversation is a request's `instructions`.
 
-    A request without the field `instructions` keeps those of the turn that it names. A request may
-    name a turn and still begin a conversation, with new instructions or new tools.
+    Call this for a request that begins a conversation. Such a request may still name an earlier
+    turn. If it has no field `instructions`, the earlier turn's instructions stay at the start.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

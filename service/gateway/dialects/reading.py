@@ -109,8 +109,9 @@ def read_fields(
     *,
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Do for an object in the body what `read_body` does for the body: return its fields that have
-    an effect, and refuse those that are not supported.
+    """Return the fields of an object in the body that have an effect; refuse unsupported fields.
+
+    This does for the object what `read_body` does for the whole body.
     """
     found: dict[str, Any] = {}
     for name, value in tree.items():
@@ -129,9 +130,10 @@ def read_fields(
 
 
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
-    """Add an unsupported parameter to the list `ignored`.
+    """Add an unsupported parameter to the list `ignored`, or refuse the request.
 
-    Raises: Refused if the list is full, or if it is None; in the second case with the reason `why`.
+    Raises: Refused, with the reason `why`, if `ignored` is None; Refused if the list is full
+    already.
     """
     if ignored is None:
         raise unsupported(where, why)
