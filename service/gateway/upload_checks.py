@@ -255,12 +255,12 @@ def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
 
 
 def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
-    """Return a copy of a sample that states from which sample it branches off, and why.
+    """Return a copy of a sample with its parent, the earlier sample from which it branches off.
 
     The parent is the earlier sample that shares the longest prefix with the sample's first prompt;
-    of several, the newest. Tokens that did not exist yet when this prompt was sent are not
-    compared. `SampleBuilder` chooses the parent by the same rule. stated: the client's reason; None
-    derives the reason from the token ids.
+    of several, the newest. Turns of an earlier sample that were sampled after this prompt was sent
+    are not compared. `SampleBuilder` chooses the parent by the same rule. stated: the client's
+    reason for the branch; None derives the reason from the token ids.
     """
     if not earlier:
         return sample

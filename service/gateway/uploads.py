@@ -52,7 +52,12 @@ class Uploads:
         make_policy: Callable[[], PolicyClient],
         count_turn: Callable[[str], None],
     ) -> None:
-        """Store the parts. `count_turn` raises Refused at the limit of the named key."""
+        """Store the arguments; call neither the store nor the engines.
+
+        count_turn: counts a turn under the key with the given name, and raises Refused if the key
+        has reached its limit of turns per minute. term: number of the supervisor's lease on the
+        run; the store refuses changes of an older lease.
+        """
         self._settings = settings
         self._facts = policy_facts(settings, renderer)
         self._store = store

@@ -109,9 +109,10 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return a sample of whole groups: at most MAX_TRAJECTORIES trajectories, or one larger group.
+    """Return a sample of the trajectories, which consists of whole groups.
 
-    A hash of the group ids orders the groups, so that the sample is the same each time.
+    It has at most MAX_TRAJECTORIES trajectories, except if its first group is larger. A hash of the
+    group ids orders the groups, so that the sample is the same each time.
     """
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
@@ -190,10 +191,10 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """Return the token with which most answers end; -1 if no answer was ended by a stop.
+    """Return the token that ends most answers; -1 if no answer ended with the finish reason STOP.
 
-    Answers of a single token are ignored if there are longer ones. A stop string may have ended
-    such an answer, so that its token is ordinary text.
+    An answer of a single token counts only if there are no longer answers. It may have been ended
+    by a stop string, and its token is then ordinary text.
     """
     ended = [
         parts[-1]
@@ -262,12 +263,12 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 
 
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
-    """Return how many members are missing in all groups together.
+    """Return how many members of the groups have no trajectory, in all groups together.
 
-    The size of a group is the highest number among its members, plus 1. If more than half of the
-    groups have the same size, a smaller group counts with this size. Example: a group with the
-    members 0, 1 and 4 misses two members. If most groups have five members, a group with the
-    members 0 and 1 misses three.
+    Members are numbered from 0, so a gap in the numbers is a missing member. If more than half of
+    the groups have the same size, all smaller groups are assumed to have lost their last members.
+    Examples: a group with the members 0, 1 and 4 misses two members. If most groups have five
+    members, a group with the members 0 and 1 misses three.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:

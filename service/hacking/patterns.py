@@ -361,11 +361,12 @@ def _range(window: Window, name: str) -> float:
 
 
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
-    """Return by how much a component's mean fell, as a share of `width`, and its earlier mean.
+    """Return how far a reward component's mean fell, as a share of `width`, and its earlier mean.
 
-    A fall within the earlier noise does not count. The newest mean is compared with all earlier
-    steps, and with only the last LATELY_STEPS of them. A component that rose while the policy
-    learnt has a wide spread over all steps, which would hide a fall.
+    Return None if it did not fall, or if the fall is within the noise. The newest mean is compared
+    with the mean of all earlier steps, and then with the mean of the last LATELY_STEPS of these.
+    The second comparison finds a fall of a component that rose before, while the policy learnt: its
+    values spread widely over all steps, so that the first comparison takes the fall for noise.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -439,11 +440,11 @@ def _failures(window: Window) -> Finding | None:
 
 
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
-    """Return whether low rewards became rarer, as if failed rollouts had replaced them.
+    """Return whether low rewards became so much rarer that failed rollouts may have replaced them.
 
-    The decrease must be larger than chance explains. It must also be about as large as if each
-    additional failed rollout replaced one with a low reward. failed: rise of the share of failed
-    rollouts.
+    The share of low rewards must have decreased by more than chance explains. It must also have
+    decreased about as much as if each additional failed rollout had otherwise received a low
+    reward. failed: increase of the share of failed rollouts.
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])
@@ -455,7 +456,10 @@ def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
 
 
 def _growth_of_all(window: Window, mark: Bools) -> float:
-    """Return how much the share of marked trajectories among all rollouts has grown."""
+    """Return how much the share of marked graded trajectories has grown; negative if it fell.
+
+    The share is computed among all rollouts, including failed ones.
+    """
     totals = window.num_rollouts
     counts = np.bincount(window.place[mark & window.is_graded], minlength=len(window.steps))
     with np.errstate(invalid="ignore"):

@@ -68,10 +68,11 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> list[Line]:
-    """Read the records of the steps that the run has not undone; ignore a line that is incomplete.
+    """Read the audit's records, except those of steps that the run has undone.
 
-    surviving: the journal's steps that were not undone, each with its term. Records of steps that
-    are older than the journal's first step are always read. Raises: OSError.
+    surviving: (step, term) of each step in the journal that was not undone. Records of steps that
+    are older than the journal's first step are also read. Invalid lines, such as an incomplete one,
+    are ignored. Raises: OSError.
     """
     file = run_dir / FILE
     if not file.is_file():

@@ -289,10 +289,10 @@ async def until_available(
     Repeating is safe: a dead engine has returned none of the tokens that it sampled, and each
     attempt sends the same token ids. The pauses between attempts avoid a busy loop while there is
     no engine.
-    Args: margin_s: seconds to wait after deadline_s, so that an attempt can report the missed
-    deadline itself.
-    Raises: PolicyUnavailable if the deadline passes and any attempt found no engine or lost its
-    engine. PolicyDeadlineExceeded if the deadline passes otherwise. Any other error of an attempt
+    Args: margin_s: an attempt that still runs at the deadline is cancelled this many seconds later,
+    so that it has time to report the missed deadline itself.
+    Raises: PolicyUnavailable if the deadline passes, and an attempt found no engine or lost its
+    engine; PolicyDeadlineExceeded if the deadline passes otherwise. Any other error of an attempt
     is raised at once.
     """
     lost: PolicyUnavailable | None = None

@@ -1,9 +1,9 @@
 """One vLLM engine, which samples token ids with their log-probabilities and policy versions.
 
 The module does not use Ray. Invariants: Nothing is sampled before a policy version is loaded.
-Requests in flight survive an update, and their replies name the version of each token. No
-trajectory begins during an update: one version, which the cache salt names, computes its first
-prompt.
+Requests in flight survive an update, and their replies name the version of each token. New requests
+wait while a version is loaded. A trajectory's cache salt names the version with which it began: it
+shares cached prompts only with trajectories that began with the same version.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """A Serve replica with one vLLM engine, which loads the weights published on the weight board.
 
-The weight board is an actor of the run; the trainer publishes policy versions on it. A replica
-joins the board before it loads an engine. If the board has died, the replica waits for the board of
-the run's next term and finds it by name; if no board appears, the replica deletes its own
-application, which Serve would otherwise restart forever. A replica is ready only with the current
-policy version: its constructor waits for it. Then a background task pulls new versions. A replica
-ends its own process if its engine or its background task has died, or if loading makes no progress;
-Serve notices that sooner than failed health checks. A replica that gets no answer from the board
-for too long fails its health check. In both cases Serve replaces the replica.
+The weight board is an actor of the run; the trainer publishes policy versions on it. The
+constructor of a replica joins the board, starts the engine and loads the current version. Then the
+replica is ready, and a background task loads each new version.
+
+If the board has died, the replica waits for the board of the run's next term, which has the same
+name. If no board appears, the replica deletes its own application, which Serve would otherwise
+restart forever.
+Serve replaces a replica in two cases. The replica ends its own process if its engine or its
+background task has died, or if loading makes no progress. It fails its health check if the board
+does not answer for too long.
 """
 
 from __future__ import annotations

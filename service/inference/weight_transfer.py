@@ -259,9 +259,9 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 def repack_kept_weights(model: torch.nn.Module) -> None:
     """Pack weights again after a reload, for those CPU kernels of vLLM that read packed weights.
 
-    An output head may share its weight with the embedding. The reload then changes the weight, but
-    not the head's packed copy. The experts of a mixture are packed in place only when the engine
-    starts. After a reload their kernel would read plain weights as packed.
+    The reload leaves two kinds of modules wrong. An output head that shares its weight with the
+    embedding keeps an old packed copy. Layers with a mixture of experts are packed only when the
+    engine starts; after a reload their kernel would read the plain weights as packed ones.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
