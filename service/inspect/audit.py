@@ -410,7 +410,7 @@ def _check_sum(
     """Yield a problem if a group has a baseline but its advantages do not add up to 0.
 
     With the baselines mean and leave-one-out the sum is 0, whatever the scale. A member that was
-    not trained counts with the advantage that follows from the group's returns.
+    not trained counts with its expected advantage, the second value in `members`.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
@@ -435,8 +435,8 @@ def _check_admitted(
 ) -> Iterator[Offence]:
     """Yield a violation if admitted rollouts are missing from a group's baseline.
 
-    It is allowed (`is_explained`) if the journal or the ledger has a reason for each missing
-    rollout. admitted: the newest ledger event of each admitted rollout of the group.
+    The violation is allowed (`is_explained`) if the journal or the ledger states a reason for each
+    missing rollout. admitted: the newest ledger event of each admitted rollout of the group.
     """
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)

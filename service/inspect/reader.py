@@ -42,11 +42,11 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
-    """Return which parts of the run were not undone, as the run's database records them.
+    """Return the parts of the run that were not undone, each with the ids of its refused rollouts.
 
-    The keys are the remaining parts, one for each term that was not undone completely. The value of
-    a part has the ids of its refused rollouts: the trainer refused the update with these rollouts,
-    because the update was not finite. The journal still records them as trained, because it was
+    A part has the steps of one term up to the step from which a later term continued. A term that
+    was undone completely has no part. The trainer refused the update with the refused rollouts,
+    because it was not finite. The journal still records these rollouts as trained, because it was
     written before the update.
     Return None if the journal was copied without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
@@ -107,8 +107,8 @@ def surviving_files(
 ) -> list[JournalFile]:
     """Return one journal file for each step, without the files of steps that were undone.
 
-    Args: spans: for each term that was not undone completely, its last step that was not undone. If
-    `spans` is None, the newest term's file of each step is returned.
+    Args: spans: the parts of the run that were not undone, at most one for each term. If `spans` is
+    None, the newest term's file of each step is returned.
     Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. Returned are
     term 1's files of steps 1 and 2, and term 2's file of step 3.
     """

@@ -39,7 +39,10 @@ _SHORTEST = 3
 def _chat_marks(
     tokenizer: Any, options: dict[str, Any]
 ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """Return the `headers` and `footers` of `TokenText` for a tokenizer's chat template."""
+    """Find the texts with which a tokenizer's chat template opens and closes messages.
+
+    Returns: the values of `TokenText.headers` and `TokenText.footers`.
+    """
     headers: set[str] = set()
     footers: set[str] = set()
     for before, role in _CHATS:

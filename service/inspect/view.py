@@ -361,7 +361,11 @@ def _opening(sample: Sample) -> str:
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:
-    """Return the indices of the tokens that lie entirely within an occurrence of a mark."""
+    """Return the indices of the tokens that belong to the chat template's texts.
+
+    pieces: the bytes of each token. marks: the texts, such as b"<|im_end|>\\n". A token belongs to
+    a text if all its bytes are within one occurrence of the text.
+    """
     whole = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])
     starts = ends - [len(piece) for piece in pieces] if pieces else ends

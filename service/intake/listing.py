@@ -1,11 +1,11 @@
 """The lists that clients request: tasks, sessions, and the feed of their events.
 
 The feed has the events of tasks, rollouts and sessions, in the order in which they were stored.
-Entries are appended and never changed. Each entry is written in the transaction that makes its
-event durable. For an acceptance, a cancellation or a change of a session, this is the transaction
-of the event itself. For an admission or the end of a rollout, it is the commit of the checkpoint
-that makes the event final. A crash therefore undoes no event that the feed has reported, except if
-the newest checkpoint cannot be read, so that the run continues from an older one.
+Entries are appended and never changed. An entry is stored when its event is final. An acceptance, a
+cancellation and a change of a session are final at once; their entries are stored in the same
+transaction. A crash may undo an admission or the end of a rollout until the next checkpoint; their
+entries are stored when this checkpoint is committed. So a crash undoes no event that the feed has
+reported, except if the newest checkpoint cannot be read and the run continues from an older one.
 """
 
 from __future__ import annotations

@@ -84,10 +84,10 @@ class RolloutRequest:
     ) -> RolloutRequest:
         """Make a request for a task, with a digest by which a repeated request is recognized.
 
+        The digest is made of what the client sent. It does not depend on the run's defaults, which
+        may change when the run is resumed. It includes only the keys of the first session, because
+        the keys of all sessions are derived from one key of the client.
         asked_samples: the number of samples that the client requests; None uses `default_samples`.
-        The digest is made of what the client sent. It leaves out the run's defaults, which may
-        change when the run is resumed. Of several sessions it includes only the first one's keys,
-        because all keys are derived from the same key of the client.
         Raises: ValueError if there is not one session for each sample.
         """
         num_samples = asked_samples or default_samples
@@ -167,10 +167,10 @@ def num_sessions(requests: Sequence[PackedRequest]) -> int:
 
 
 def independent_batches(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
-    """Divide offers, in order, into batches of offers that share no task id and no key.
+    """Divide offers, in order, into batches that can each be stored in one transaction.
 
-    Each batch can be stored in one transaction. It has at most MAX_TASKS_PER_COMMIT tasks, unless
-    it is a single larger offer.
+    Two offers of a batch have no task id and no Idempotency-Key in common. A batch has at most
+    MAX_TASKS_PER_COMMIT tasks, unless it is a single larger offer.
     """
     batch: list[Offer] = []
     names: set[str] = set()

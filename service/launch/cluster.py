@@ -237,11 +237,11 @@ def _unanswered(address: str, error: Exception) -> ConfigError:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError if no head node answers at the address HOST:PORT.
+    """Raise ConfigError if no head node answers at an address HOST:PORT.
 
-    Without this check, Ray would try to connect for many minutes. The address auto means the value
-    of RAY_ADDRESS, or else the last cluster that was started on this machine, which may have ended.
-    Ray itself checks addresses in another form.
+    Without this check, Ray would try to connect for many minutes. The address "auto" is replaced by
+    the value of RAY_ADDRESS, or else by the address of the last cluster that was started on this
+    machine, which may have ended. Addresses in another form are not checked here; Ray checks them.
     """
     place = address
     if address == "auto":

@@ -322,9 +322,9 @@ def _downloaded_smollm2(scratch: Path) -> Path:
 def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
     """Return the local copy of a model directory at a URL; download it if the cache lacks it.
 
-    Download it again if its content has changed. If Rayloom uploaded the directory, such as an
-    export, a change is found by the files' digests. Otherwise a change is found by the files'
-    sizes, and by their entity tags, digests or times if the file system has them.
+    Download it again if its content has changed. A change is found by the files' digests if Rayloom
+    uploaded the directory, such as an export; otherwise by the files' sizes, and by the entity
+    tags, digests or times that the file system has.
     Args: key: the setting that names the URL, for messages. tell: called with a sentence before a
     download. Raises: ConfigError.
     """
@@ -396,7 +396,7 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
 
 
 def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model in the cache; return whether the cache has it then."""
+    """Build the tiny model in the cache. Return False if the cache cannot be written."""
     try:
         _built(cached, settings, warmup_steps)
     except OSError:

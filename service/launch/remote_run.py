@@ -200,9 +200,11 @@ def _newest_first(remote: RemoteDirectory) -> list[RemoteDirectory]:
 def _check_own(
     remote: RemoteDirectory, copies: Mapping[str, Marker], leases: Mapping[int, str]
 ) -> None:
-    """Raise NotThisRun if another run has made a copy.
+    """Raise NotThisRun if a copy at the address was made by another run.
 
-    leases: for each term of the run, the digest of the term's lease.
+    This includes another process that has continued this run elsewhere. A copy's marker names the
+    term that made the copy, and the digest of the term's lease. leases: the digests of this run's
+    leases, by term.
     """
     for name, marker in copies.items():
         if not _is_own(marker, leases):
@@ -235,7 +237,11 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether a checkpoint is uploaded already, or missing on this machine."""
+    """Return whether there is nothing to upload for a checkpoint.
+
+    This is so if the address has a copy of the checkpoint, or if this machine does not have its
+    files.
+    """
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

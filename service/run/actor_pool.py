@@ -1,12 +1,12 @@
 """Start the actors that play a term's rollouts, watch them, and replace dead or frozen ones.
 
 Invariant: a dead actor's rollouts are returned to the queue before a new actor takes its place, so
-that no rollout is lost and none is counted twice. Environment actors also play evaluations. If an
-actor dies, the rollouts that it was to play are missing from the evaluation; they are not played
-again. The rollouts of an evaluation are also written to a file for people: if the file cannot be
-written, the user gets one notice and the run continues. The file's lines are read one after another
-from the object store, so that memory holds only one line. `rayloom evaluate` uses `play_evaluation`
-without a pool.
+that no rollout is lost and none is counted twice.
+
+Environment actors also play evaluations. If an actor dies, its rollouts of an evaluation are not
+played again, and are missing from the result. The rollouts of an evaluation are also written to a
+file for people. If the file cannot be written, the user gets one notice and the run continues.
+`rayloom evaluate` uses `play_evaluation` without a pool.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class EnvironmentPool(ActorPool):
     ) -> None:
         """Start the actors.
 
-        evaluation_idle_s: as `idle_s` of `play`. files: stores the rollouts of evaluations.
-        `ActorPool.__init__` explains the other arguments.
+        evaluation_idle_s: as `idle_s` of `play_evaluation`. files: stores the rollouts of
+        evaluations. `ActorPool.__init__` explains the other arguments.
         """
         super().__init__(
             num_actors,
@@ -323,10 +323,10 @@ async def play_evaluation(
     """Divide an evaluation's rollouts among the actors, and return their results.
 
     actors: the environment actors by id. idle_s: an actor's rollouts are abandoned if none of them
-    ends for this many seconds. keeps_tokens: whether each result has a reference to the rollout's
-    line for the evaluation's file; the line has the rollout's tokens. notice: called with a message
-    if an actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each
-    actor plays at once, from 0 to 1.
+    ends for this many seconds. keeps_tokens: whether the results have lines (`Played.line`) for the
+    evaluation's file; a line has the tokens of its rollout. notice: called with a message if an
+    actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each actor
+    plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `rollouts`; lost rollouts are left out.
     """

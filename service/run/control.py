@@ -114,10 +114,10 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin the term of a lease.
+        """Begin a term, which has the given lease. Raises: StoreError.
 
         If an operator requested a return to a checkpoint, mark this operation as done or failed.
-        For the first term of this process, restore the stored pauses. Raises: StoreError.
+        For the first term of this process, restore the stored pauses.
         """
         asked, self._return = self._return, None
         self.returning.clear()
@@ -551,8 +551,8 @@ def policies_view(
 ) -> PoliciesAnswer:
     """Return the policy versions that the trainer, an engine or a checkpoint has.
 
-    status: None if the weight board does not answer. republished: versions that replace another
-    version of the same step. checkpoints: each version's checkpoint ids. now: seconds since 1970.
+    status: None if the weight board does not answer. republished: see `Term.republished`.
+    checkpoints: each version's checkpoint ids. now: seconds since 1970.
     """
     replicas = () if status is None else status.replicas
     # After a return, versions of different terms may have the same number but different weights.
