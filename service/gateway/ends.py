@@ -100,7 +100,8 @@ def overdue(
 def settled(end: SessionEnd, tree: SessionTree) -> SessionEnd:
     """Return a session's end with the outcome that its trajectory gets.
 
-    The outcome changes if nothing can be trained, or if a reward is missing and not pending.
+    The outcome becomes EMPTY if a finished session has no trained turn. It becomes REWARD_ERROR if
+    a graded session has no reward, and none is pending.
     """
     if end.status is SessionStatus.FINISHED and not trained(tree):
         why = end.detail or "it has no trained turn"

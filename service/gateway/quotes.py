@@ -30,9 +30,10 @@ class ReplyText:
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """The reply's content, its calls' arguments and the strings in these arguments.
+        """The texts of the reply that a later prompt may quote; empty ones are left out.
 
-        Empty texts and empty arguments are left out.
+        They are the reply's content, the arguments of each call as JSON text, and the strings in
+        these arguments.
         """
         given = [text for _, _, text in self.message.call_texts]
         inner = (each for text in given for each in _strings(json.loads(text)))

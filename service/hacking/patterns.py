@@ -363,9 +363,9 @@ def _range(window: Window, name: str) -> float:
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
     """Return how far a reward component's mean fell, as a share of `width`, and its earlier mean.
 
-    Return None if it did not fall, or if the fall is within the noise. The newest mean is compared
-    with the mean of all earlier steps, and then with the mean of the last LATELY_STEPS of these.
-    The second comparison finds a fall of a component that rose before, while the policy learnt: its
+    Return None if the mean did not fall by more than the noise. The newest mean is compared with
+    the mean of all earlier steps, and then with the mean of the last LATELY_STEPS of these. The
+    second comparison finds a fall of a component that rose before, while the policy learnt: its
     values spread widely over all steps, so that the first comparison takes the fall for noise.
     """
     values = window.component(name)

@@ -63,9 +63,9 @@ class ReplicaAffinityRouter(RequestRouter):
     So the trajectories of a lost replica are distributed by load; each then stays with the replica
     that answered it (`GenerateRequest.replica`).
 
-    Serve imports a router by its name in each process that uses a handle. Serve's default router
-    may give a chosen replica the oldest waiting request; this router gives the replica exactly the
-    request for which it was chosen.
+    Serve's default router is not suitable: after it has chosen a replica for a call, it may send
+    another waiting call there. Serve imports this class by its name in each process that uses a
+    handle.
     """
 
     async def choose_replicas(

@@ -516,7 +516,10 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
 async def _follow(
     paths: Sequence[Path], *, num_groups: int, on_progress: Callable[[], None]
 ) -> None:
-    """Wait until the workers' progress files (`paths`) show all groups. Raises: BroadcastFailed."""
+    """Wait until all workers have received all weight groups. Raises: BroadcastFailed.
+
+    paths: the files in which the workers report their progress.
+    """
     num_received, heard_at = 0, time.monotonic()
     while True:
         states = [read_progress(path) for path in paths]

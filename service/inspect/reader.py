@@ -45,9 +45,9 @@ def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
     """Return the parts of the run that were not undone, each with the ids of its refused rollouts.
 
     A part has the steps of one term up to the step from which a later term continued. A term that
-    was undone completely has no part. The trainer refused the update with the refused rollouts,
-    because it was not finite. The journal still records these rollouts as trained, because it was
-    written before the update.
+    was undone completely has no part. A rollout is refused if the trainer refused its update,
+    because the update was not finite. The journal still records a refused rollout as trained,
+    because the journal was written before the update.
     Return None if the journal was copied without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """

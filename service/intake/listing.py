@@ -2,10 +2,10 @@
 
 The feed has the events of tasks, rollouts and sessions, in the order in which they were stored.
 Entries are appended and never changed. An entry is stored when its event is final. An acceptance, a
-cancellation and a change of a session are final at once; their entries are stored in the same
-transaction. A crash may undo an admission or the end of a rollout until the next checkpoint; their
-entries are stored when this checkpoint is committed. So a crash undoes no event that the feed has
-reported, except if the newest checkpoint cannot be read and the run continues from an older one.
+cancellation and a change of a session are final at once: the entry is stored in the event's own
+transaction. An admission and the end of a rollout are final when the next checkpoint is committed:
+the entry is stored in this commit. So a crash undoes no event that the feed has reported, except if
+the newest checkpoint cannot be read and the run continues from an older one.
 """
 
 from __future__ import annotations

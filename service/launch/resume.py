@@ -193,8 +193,8 @@ def prune_directories(
 
     Also remove directories without a commit, which an interrupted write or removal leaves. Do not
     remove directories that are newer than the newest in `kept`: they may still be committed, or a
-    later term may have written them. The ranks store the inputs of skipped updates in files; keep
-    the newest KEPT_SKIPPED of these files.
+    later term may have written them. Of the files in which the ranks store the inputs of skipped
+    updates, remove all except the newest KEPT_SKIPPED.
     Args: kept: the commits to keep, newest first. uploading: name of one more directory to keep,
     whose upload has not ended; empty for none.
     """

@@ -36,8 +36,8 @@ class Table:
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
     """Yield the last evaluation of the run's own set, then the last one of each named set.
 
-    The page's tile "Evaluation" shows the last evaluation of the own set. It is yielded only if
-    there are named sets, or if it has several samples per task.
+    The page's tile "Evaluation" already shows the last evaluation of the run's own set. So the own
+    set is left out if there are no named sets and it has one sample per task.
     """
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last

@@ -469,9 +469,9 @@ def make_request(
 ) -> ChatRequest:
     """Make a request from the values that a dialect has read.
 
-    The headers contain the idempotency key and say whether the request is a retry. A call is
-    outside the task (`ChatRequest.is_auxiliary`) if a header says so, or if the model's name ends
-    with AUXILIARY_SUFFIX.
+    The headers contain the idempotency key, and say whether the request is a retry. A request is
+    marked as auxiliary, which means not part of the task, if a header says so or if the model's
+    name ends with AUXILIARY_SUFFIX.
     """
     lower = {name.lower(): value for name, value in headers.items()}
     key = lower.get("idempotency-key", "")
