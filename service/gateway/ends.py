@@ -376,8 +376,8 @@ def _final_outcome(
 ) -> tuple[Outcome, str]:
     """Return a trajectory's outcome, and a text with the reason.
 
-    The outcome is STALE if a token's policy version is too old, unless the reward is missing.
-    Otherwise it is the session's own outcome.
+    The outcome is STALE if a version older than `oldest_version` sampled a token. Otherwise, or if
+    a missing reward has made the session's outcome REWARD_ERROR, it is the session's outcome.
     """
     versions = trajectory.versions
     is_missing = end.outcome is Outcome.REWARD_ERROR and end.reward is None

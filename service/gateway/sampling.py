@@ -269,10 +269,11 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the new messages' number of characters if they cannot fit into the context.
+        """Return the new messages' number of characters if they cannot fit into the context, else
+        0.
 
-        Otherwise return 0. Such messages are not tokenized: millions of tokens would delay all
-        other sessions.
+        Messages that cannot fit are refused without tokenizing them: millions of tokens would delay
+        all other sessions.
         """
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)

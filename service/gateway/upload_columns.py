@@ -34,8 +34,8 @@ def read_columns(
 ) -> Sample:
     """Check the columns in a sample's body, and return the sample. Raises: Violation.
 
-    The rewards of its turns and the sample from which it branches are not set yet. number: index of
-    the sample in its trajectory, for error messages.
+    The sample has no rewards and no parent sample yet. number: index of the sample in its
+    trajectory, for error messages.
     """
 
     def fail(fault: Fault, name: str, message: str) -> Violation:

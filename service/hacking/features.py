@@ -247,9 +247,10 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Return each reward component as [N]: the sum over a trajectory's turns, NaN without any.
+    """Return, by name, each reward component's value for each trajectory, [N].
 
-    The names and their number are limited as in the step's record.
+    The value is the sum over the trajectory's turns; NaN if no turn has the component. Long names
+    are cut, and only the first MAX_COMPONENTS names are kept, as in the step's record.
     """
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):

@@ -101,7 +101,7 @@ def as_answer(error: Failure) -> Failure:
     """Return an error with the same message that can be pickled and sent to the client.
 
     The returned error is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. vLLM raises
-    errors of its own subclasses of these, some of which cannot be pickled.
+    subclasses of these, some of which cannot be pickled.
     """
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):

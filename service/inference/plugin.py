@@ -29,9 +29,9 @@ registered_at = 0.0
 
 
 def register() -> None:
-    """Register the weight-transfer backends with vLLM, and end this process with its owner.
+    """Register the weight-transfer backends with vLLM; end this process when the replica ends.
 
-    The owner is the replica's process. A second call does nothing.
+    A second call does nothing.
     """
     global registered_at
     if registered_at:
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def check_installed() -> None:
-    """Raise RuntimeError if this plugin is not installed, so that vLLM would not find it."""
+    """Raise RuntimeError if this plugin is not installed; vLLM would then start without it."""
     if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT_NAME):
         raise RuntimeError(
             f"inference: got no vLLM plugin {ENTRY_POINT_NAME!r} among the installed packages, "

@@ -72,10 +72,10 @@ class InferenceSettings:
 
     @property
     def block_size(self) -> int | None:
-        """Return the number of tokens in a block of the cache; None for vLLM's default.
+        """Return the number of tokens in a block of the key-value cache; None for vLLM's default.
 
-        On CPU this is never None: vLLM's default there is 128 tokens, so that turns of a short
-        conversation would share no block.
+        On CPU this is never None. vLLM's default on CPU is 128 tokens, which is too many: turns of
+        a short conversation would share no block.
         """
         return self.block_tokens or (CPU_BLOCK_TOKENS if self.is_on_cpu else None)
 

@@ -219,10 +219,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory that this run did not make; None if there is none.
+    """Return the name of a directory at the address that this run did not make; None if none.
 
-    Call this only if the address has no complete copy. A directory that this run made must then be
-    an interrupted upload, with a record of this run; any other directory is unknown.
+    Call this only if the address has no complete copy. The directories that this run made are then
+    interrupted uploads, which contain a record of this run.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

@@ -269,7 +269,7 @@ class EnvironmentPool(ActorPool):
     ) -> list[TrajectorySummary]:
         """Play an evaluation of `tasks`, store the rollouts in a file, and return their summaries.
 
-        Each task is played as `play_evaluation` does. file: name of the file without its suffix.
+        The rollouts are played by `play_evaluation`. file: name of the file without its suffix.
         slots_share: the part of rollouts.slots_per_actor that each actor plays at once (0 to 1).
         """
         keeps_tokens = self._files.keep > 0
