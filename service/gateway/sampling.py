@@ -269,8 +269,7 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the new messages' number of characters if they cannot fit into the context, else
-        0.
+        """Return the new messages' number of characters if they cannot fit into the context, or 0.
 
         Messages that cannot fit are refused without tokenizing them: millions of tokens would delay
         all other sessions.

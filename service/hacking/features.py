@@ -223,7 +223,7 @@ def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
 
 
 def _repeated(tokens: TokenIds) -> float:
-    """Return the share of a turn's runs of tokens that occurred earlier in the turn."""
+    """Return the share of a turn's n-grams that occurred earlier in the turn; n is REPEATED_RUN."""
     if tokens.shape[0] < MIN_REPEATED_TOKENS:
         return 0.0
     runs = _runs(tokens, REPEATED_RUN)

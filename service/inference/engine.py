@@ -94,7 +94,7 @@ class PolicyEngine:
         self._adapter_of_requests = None if settings.lora is None else policy_adapter()
 
     async def start(self) -> StartStages:
-        """Start the engine with the weights in the model's directory; return the start's stages.
+        """Start the engine with the weights in the model's directory; return each stage's duration.
 
         Raises: ValueError if a parser that the settings name cannot be used.
         """
