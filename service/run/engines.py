@@ -1,11 +1,13 @@
 """Start a run's inference engines and weight board, and publish weights to the engines.
 
-The weight board is the actor through which engines receive new weights. Board and engines outlive
-the run's terms: after a return to a checkpoint, the same engines load the older weights of the
-checkpoint, which the new term publishes. Board and engines also outlive a supervisor if another one
-replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If the
-board dies, the engines wait up to `run.orphan_timeout_s` for a new board with the same name. The
-engines are restarted only if their settings change.
+The weight board is the actor through which engines receive new weights. Board and engines keep
+running from one term to the next (a term is the time from a start or recovery to the next). If a
+new term begins at an older checkpoint, it publishes the checkpoint's weights, and the same engines
+load them. The engines are restarted only if their settings change.
+
+Board and engines also survive the loss of the supervisor if a new one starts within
+`run.orphan_timeout_s`; it finds the board by its name. If the board dies, the engines wait up to
+`run.orphan_timeout_s` for a new board with the same name.
 """
 
 from __future__ import annotations
@@ -118,8 +120,9 @@ class Engines:
         return partial(ServePolicyClient, self.app_name)
 
     async def open_term(self, term: int, *, resources: Mapping[str, float]) -> None:
-        """Begin a term: start board and engines if they are missing; the board refuses older terms.
+        """Begin a term: start the board and the engines, or take over the running ones.
 
+        From now on the board refuses the calls of older terms.
         resources: an engine's Ray resources other than CPUs and GPUs.
         Raises: StaleTerm if the board knows a newer term.
         """
@@ -286,16 +289,16 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 class Publisher:
     """Publishes the trainer's weights, and compares the log-probabilities of trainer and engines.
 
-    After a publication, the trainer and the engines compute log-probabilities of the same text, the
-    check text. The term's first check is the full check (`check_start`). In it, the trainer scores
-    the text twice: alone, and in one row with other texts. The trainer also scores the tokens that
-    the engines sampled after the text.
+    In a check, the trainer and the engines compute the log-probabilities of the same check text.
+    The first check of a term (`check_start`) is the most thorough. In it, the trainer scores the
+    text alone and in one row with other texts, and also scores the tokens that the engines sampled
+    after the text.
 
-    Each later publication checks the end of the text; every `check_every`-th one checks the whole
-    text. All later checks together may take at most COST_SHARE of the time since the full check. If
-    a check would exceed this, the publication checks only the beginning of the text, or nothing. If
-    the log-probabilities differ by more than a bound, the next publication checks the same text
-    again, whatever time that takes.
+    A later check uses the end of the text; from time to time (`check_every`) it uses the whole
+    text. All later checks together may take at most COST_SHARE of the time since the first check.
+    If no time is left, a check uses only the beginning of the text, or is skipped. If the
+    log-probabilities differ by more than a bound, the next check uses the same text again, whatever
+    time that takes.
     """
 
     def __init__(
@@ -315,12 +318,12 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        quiet_limit_s: the term ends if no engine makes progress with its start or its load for this
-        many seconds. measure: returns a context manager that measures a phase of a publication.
-        text: text of the first check; None uses a fixed text of 17 tokens in all checks.
-        most_tokens: an engine's limit for prompt tokens. check_every: the whole text is due to be
-        checked again after this many publications; 0 for never. dtype, is_quantised: decide how
-        large a difference may be (see `LogprobCheck`).
+        quiet_limit_s: the term ends if for this many seconds no engine makes progress in its start
+        or in loading weights. measure: returns a context manager that measures a phase of a
+        publication. text: text of the first check; None uses a fixed text of 17 tokens in all
+        checks. most_tokens: an engine's limit for prompt tokens. check_every: number of
+        publications after which a check of the whole text is due again; 0 for never. dtype,
+        is_quantised: decide how large a difference may be (see `LogprobCheck`).
         """
         self._trainer = trainer
         self._board = board
@@ -385,11 +388,13 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """Return the part of the check text that the current publication has time to check.
+        """Return the part of the check text that the current publication checks.
 
-        If the last check exceeded its bound, return the same part again. If there is time for a
-        long check, return the whole text if that is due, otherwise the end of the text. If there is
-        less time, return the beginning of the text, or NO_TEXT.
+        - If the last check exceeded its bound, return the same part again.
+        - If there is time for a long check, return the end of the text, or the whole text if
+          `check_every` makes it due.
+        - If there is only time for a short check, return the beginning of the text, otherwise
+          NO_TEXT.
         """
         self._num_published += 1
         if self._was_beyond and self._text is not None:

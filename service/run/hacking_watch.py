@@ -114,7 +114,10 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read again the findings of earlier terms and their newest steps, without undone steps."""
+        """Read the findings and the newest steps of earlier terms from the run's files.
+
+        Steps that a later term undid are left out.
+        """
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):
             return

@@ -1,11 +1,11 @@
 """The status and the readiness of a run, and the rules that decide whether it has failed.
 
-The module has no effects; only `FaultCount` reads the clock, unless its caller gives another one.
+The supervisor and its loop use this module. It has no effects; only `FaultCount` reads the clock.
 
-The supervisor and its loop use this module. The command line reads a RunStatus twice a second for
-its display. Records, evaluations, notices and stages are lists that only grow. A caller passes a
-`Cursor` with the number of items of each list that it has read; the RunStatus that it gets has only
-the later items. Only the newest items of a list are kept, so a slow caller may miss some.
+The command line reads a RunStatus twice a second for its display. The records, evaluations, notices
+and stages of a run are lists that only grow. A caller passes a `Cursor`, which says how many items
+of each list it has read, and gets only the later items. Only the newest items of a list are kept,
+so a slow caller may miss some.
 """
 
 from __future__ import annotations
@@ -242,15 +242,14 @@ def readiness(
 class EngineWatch:
     """Counts the engines that are lost, and the engines that come back.
 
-    It also measures how long some of the expected engines have been without the current version.
-    An engine is counted from the time when it first has the current version. It is not lost while
-    it loads a newer version. It is not lost either if it was stopped because the user requested
-    fewer engines. An engine that comes back has a new name.
+    It also measures for how long fewer engines than expected have had the current version. An
+    engine is counted from the time when it first has the current version. It is lost when the
+    weight board no longer lists it. An engine that was stopped because the user requested fewer
+    engines is not lost. An engine that comes back has a new name.
 
-    num_expected: the expected number of engines, at first the requested number. It rises when more
-    engines appear, and falls when engines are stopped on request. num_current: the number of
-    engines that have the current version. num_lost: the number of engines that the last check found
-    to be lost.
+    num_expected: at first the requested number of engines; it rises when more engines appear, and
+    falls when engines are stopped on request. num_current: the number of engines that have the
+    current version. num_lost: the number of engines that the last check found to be lost.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -355,10 +354,8 @@ class FailureWatch:
     The loop of each term makes these checks while it waits for a step and after each step. A run
     fails in any of these cases:
     - `max_failed_groups` groups in a row could not be trained, and this has lasted for
-      `failed_groups_grace_s`, so that a short outage of a server does not end the run. Failures
-      while no engine is ready do not count, because the environment did not cause them. This case
-      is not checked if clients submit the tasks: their untrainable groups are not a failure of the
-      run.
+      `failed_groups_grace_s`. Groups that fail while no engine is ready do not count. The loop
+      leaves this check out if clients submit the tasks.
     - No update was finite in `max_skipped_steps` steps in a row.
     - The merge actor refused every trajectory in `max_skipped_steps` steps in a row.
     - Too many log-probability checks in a row exceeded their bound (`check_logprobs`).

@@ -1,17 +1,16 @@
 """The training loop: admit groups, collect a step, merge, train, publish, and repeat.
 
-Synchronous and asynchronous training use the same code: only the queue's admission window decides
-how far rollouts run ahead. Each term has one loop, which runs two coroutines at the same time.
-`_admit` assigns tasks to open group numbers. `_train` passes closed groups through the merge actor
-and the trainer, and publishes the weights. If an operator pauses admission or training
-(`service.run.pauses`), they wait for the end of the pause: `_admit` between two admissions, and
-`_train` between two steps.
+Each term has one loop, which runs two coroutines at the same time. `_admit` assigns tasks to open
+group numbers. `_train` passes closed groups through the merge actor and the trainer, and publishes
+the weights. An operator can pause each of them (`service.run.pauses`): `_admit` then waits before
+its next admission, and `_train` before its next step.
 
-In asynchronous training, the engines load a version while the next step is collected and trained. A
-checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a version is
-published only after the engines have loaded the version before it. A version has the number of its
-step, except for versions that a restarted trainer published again (`RestartableTrainer`). Every
-call of a handle may raise `ActorLost`.
+Synchronous and asynchronous training use the same code: only the queue's admission window decides
+how far rollouts run ahead. In asynchronous training, the engines load a version while the next step
+is collected and trained. Invariant: a version is published only after the engines have loaded the
+version before it. Each step makes one version; a restarted trainer may make another
+(`RestartableTrainer`). A checkpoint is always written during the next step
+(`checkpoint_writer.py`). Every call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Stopwatch:
 class Loop:
     """The training loop of one term.
 
-    When it starts, the live engines must have the weights of the parent checkpoint.
+    Before it starts, the live engines must have loaded the weights with which the term begins.
     """
 
     def __init__(self, parts: LoopParts) -> None:
@@ -113,9 +112,9 @@ class Loop:
     def stop(self, *, grace_s: float | None = None) -> None:
         """Let `run` finish the current step and write a checkpoint; then `run` returns.
 
-        grace_s: seconds after which a step without an applied update is abandoned. After a resume
-        its rollouts are played again, except those of sessions and uploads, which are delivered
-        again from the store. None sets no limit.
+        grace_s: seconds after which the current step is abandoned, if no update was applied yet;
+        None sets no limit. After a resume, the rollouts of an abandoned step are played again.
+        Sessions and uploads are not played again: the store has them, and delivers them again.
         """
         self._is_stopping.set()
         if grace_s is not None:

@@ -38,10 +38,9 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[bool]:
-        """Yield whether the gate is open.
+        """Yield whether the gate is open; if it is closed, the `with` block must not do its work.
 
-        If the gate is open, the `with` block counts as passing the gate until the block ends, and
-        `until_passed` waits for this end. If the gate is closed, the block must not do its work.
+        If the gate is open, `until_passed` waits until the block has ended.
         """
         if not self.is_open:
             yield False

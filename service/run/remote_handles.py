@@ -109,8 +109,9 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 class _SupervisorClient(_Calls):
     """A client that passes each call to the run's supervisor.
 
-    The methods that are defined here also change the call or its answer. Submissions that arrive
-    while others are being sent wait for the next call, in order.
+    Most calls are passed on unchanged; the methods that are defined here do more. `submit` collects
+    the submissions that arrive while a call is in progress, and sends them together in the next
+    call, in order.
     """
 
     def __init__(self, run_id: str, *, host: Any) -> None:
@@ -162,7 +163,10 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the submissions for the next call, by the future that gets the reply."""
+        """Take waiting submissions for the next call, until they exceed MAX_CALL_BYTES.
+
+        Returns: a dict with each packed submission; its key is the future that receives the reply.
+        """
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:

@@ -64,7 +64,7 @@ class RestartableMerge:
         """Build the batch of a step; the result has a reference to a shard for each rank.
 
         scores: references to the scores of the shards of `plan`; empty if `plan` was not called.
-        republished: versions that replace another version of the same step.
+        republished: versions that restarted ranks published without training a new step.
         """
 
         async def build() -> BuiltStep:

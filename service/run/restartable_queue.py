@@ -1,16 +1,15 @@
 """The trajectory queue as the supervisor calls it; a queue that died is replaced during the call.
 
-If the queue's process dies, Ray starts it again under the same handles, but without its state. A
-`QueueCut` is the queue's state, with the events since the last cut. Every call that changes the
-queue is answered with a cut. `RestartableQueue` gives a restarted queue the state of the newest cut
-that it has processed, and then repeats the calls that the dead queue did not answer.
+If the queue's process dies, Ray starts it again under the same handles, but without its state.
+Therefore the queue answers each call that changes it with a cut (`QueueCut`): the queue's state,
+and the events since the last cut. `RestartableQueue` processes the cuts in order: it keeps the
+newest state, and passes events and summaries to the recorder. If the queue dies, the new process
+gets the kept state, and the calls that the dead queue did not answer are repeated.
 
-Invariants: cuts are processed in order, and their events and summaries are passed to the recorder.
-A call returns only after its own cut is processed. Whatever the loop learns from a call is
-therefore known to the recorder, and to a restarted queue. Rollouts that ended after the newest cut,
-or whose trajectories were in the queue, are played again. A step that the loop has taken is not
-taken a second time. `RestartableQueue` itself keeps the tasks of the groups in flight, because cuts
-do not contain the data of tasks.
+Invariants: a call returns only after its cut is processed, so the recorder and a restarted queue
+know all that the loop learns from the call. Rollouts that ended after the newest cut, or whose
+trajectories were in the queue, are played again. A step that the loop has taken is not taken a
+second time. Cuts do not contain the data of tasks; `RestartableQueue` keeps this data itself.
 """
 
 from __future__ import annotations
@@ -156,12 +155,11 @@ class RestartableQueue:
     async def _change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
     ) -> Any:
-        """Make a call that changes the queue; record the answer's events, and return its value.
+        """Make a call that changes the queue; process the cut in the answer, and return the value.
 
-        The answer contains a cut, which is the queue's state with the events since the last cut.
-        Cuts are processed in order. The call completes even if the caller is cancelled; otherwise
-        the cuts of later calls would wait forever for this call's cut. admitted: groups that this
-        call adds to the queue.
+        The cut has the queue's state and its events since the last cut. The call completes even if
+        its caller is cancelled, because the cuts of later calls are processed after its cut.
+        admitted: the new groups, if the call is `admit`.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
         call.add_done_callback(_read_error)
@@ -189,10 +187,10 @@ class RestartableQueue:
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
-        """Keep the queue's state and the tasks of its groups; record the events since the last cut.
+        """Keep the queue's state and the tasks of its groups; pass its events to the recorder.
 
-        cut: the queue's reply to a call, with its state and these events. admitted: groups that
-        this call added to the queue.
+        cut: the state, and the events since the last cut. admitted: the new groups, if the cut is
+        the answer to `admit`.
         """
         if cut.snapshot is not None:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}
@@ -241,19 +239,19 @@ Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
-    The cuts may arrive in any order. Invariant: `take_in` returns whether its cut was kept, even if
-    the queue has died meanwhile: a call whose cut was kept took effect, and is not made again.
+    A cut is the queue's state with the events since the last cut, and a part of the answer to a
+    call. Cuts may arrive in any order. If the queue is restarted, the cuts of the dead process that
+    were not yet passed on are refused: their calls had no effect, and must be repeated.
 
-    A cut is the queue's state with the events since the last cut. Each process of the queue has a
-    number, and each of its cuts has this number as `opening`: 0 for the first process, 1 after the
-    first restart. Cuts of a process that has been replaced are refused.
+    Each cut has a number, and an `opening`: how often the queue had been restarted when the process
+    that made the cut began.
     """
 
     def __init__(self, keep: Keep) -> None:
         """Expect the cuts of the queue's first process.
 
-        keep: called once for each cut, in order. Its second argument has the groups that were
-        admitted by the call whose answer contained the cut.
+        keep: called with each cut in order. Its second argument is the value `admitted` that
+        `take_in` received with the cut.
         """
         self._keep = keep
         self._num_kept = [0]
@@ -264,8 +262,7 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The number of times that the queue was restarted. `take_in` accepts only cuts with this
-        number as their `opening`."""
+        """The number of restarts of the queue; `take_in` accepts only cuts with this `opening`."""
         return len(self._num_kept) - 1
 
     @property
@@ -275,10 +272,10 @@ class CutsInOrder:
         return self._num_kept[-1]
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
-        """Wait until this cut and all earlier cuts of the queue are passed to `keep`.
+        """Pass a cut to `keep`; before this, wait until all earlier cuts are passed on.
 
-        A cut is the queue's state with the events since the last cut.
-        Returns: False if the queue's process dies before the cut is passed on. The call whose
+        admitted: the groups that the cut's call added to the queue.
+        Returns: False if the queue's process died before the cut was passed on. The call whose
         answer contained the cut then had no effect.
         """
 
@@ -296,7 +293,8 @@ class CutsInOrder:
             return is_kept()
 
     async def begin_next(self) -> None:
-        """Accept only the cuts of the restarted queue from now on; their numbers begin at 0."""
+        """Expect the cuts of the restarted queue, from number 0 on; refuse those of the dead queue.
+        """
         async with self._news:
             self._num_kept.append(0)
             self._waiting.clear()

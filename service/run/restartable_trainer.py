@@ -1,14 +1,14 @@
 """A trainer that outlives its ranks: it has the calls of `TrainerGroup`, but can replace the group.
 
-If a rank is lost, a new group loads the newest committed checkpoint, and trains the later steps
-again, in order; their shards are kept for this. Then the interrupted call is repeated. The caller
-waits during this time: nothing is published and no rollout is played again.
+If a rank is lost, a new group of ranks loads the newest committed checkpoint. It trains the steps
+since the checkpoint again, in order, from shards that were kept for this. Then the interrupted call
+is repeated. The caller waits during this time: nothing is published and no rollout is played again.
 
-Invariants: a step is finished when all ranks have answered with its statistics and a fingerprint of
-their state. The weights of a version never change once an engine may have the version. On CUDA, or
-with another number of threads, the new ranks may have another fingerprint than the lost ones. Their
-weights then become the next version, and every call except `publish` raises `WeightsMoved` until
-these weights are published. Each term's loop uses one such trainer.
+A step is finished when all ranks have answered with its statistics and a fingerprint of their
+state. On CUDA, or with another number of threads, the new ranks may have another fingerprint and
+other weights than the lost ones. If an engine may already have the lost ranks' weights, the new
+weights become the next version, because the weights of a version must never change. Then every call
+that uses the ranks, except to publish, raises `WeightsMoved` until the new weights are published.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _KeptStep:
 class RestartableTrainer:
     """The trainer of a whole term; call `start` first and `stop` last.
 
-    version: version of the weights. republished: versions that replace another version of the same
-    step, because restarted ranks had other weights. shape: shape of the model; None before the
-    start. is_restarting: whether a new group is starting.
+    version: version of the weights. republished: versions that were made without a new step,
+    because restarted ranks had other weights. shape: shape of the model; None before the start.
+    is_restarting: whether a new group is starting.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class RestartableTrainer:
         on_restart: Callable[[str], None],
         on_check: Callable[[Sequence[int]], None],
     ) -> None:
-        """Make the first group.
+        """Make the first group of ranks.
 
         make_group: makes a group without starting it. parent: checkpoint to begin with; None to
-        begin with the base model. first_step: the step after the parent. max_kept_bytes: limit for
-        the kept shards of steps after the newest checkpoint. If the shards exceed the limit, the
-        oldest are dropped; the loss of a rank then ends the term. on_restart: called with a
-        sentence for each replaced group. on_check: called at each check of `watch` with the peak
-        memory of each rank in bytes, or with an empty sequence if a rank is lost.
+        begin with the base model. first_step: number of the first step to train. max_kept_bytes:
+        limit for the shards that are kept to train steps again. If they exceed it, the oldest are
+        dropped; until the next checkpoint, the loss of a rank then ends the term. on_restart:
+        called with a sentence for each replaced group. on_check: called by `watch` again and again
+        with the peak memory of each rank in bytes, or with an empty sequence if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -253,9 +253,9 @@ class RestartableTrainer:
     ) -> _Result:
         """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
 
-        If the restarted ranks do not have exactly the weights of the lost ranks, their weights must
-        be published first: until then, every other call raises WeightsMoved. is_publish: whether
-        this call is a part of that publication.
+        If the restarted ranks have other weights than the lost ranks, these weights must be
+        published first: until then, a call that is not a part of the publication raises
+        WeightsMoved. is_publish: whether the call is a part of a publication.
         """
         while True:
             if self._must_publish and not is_publish:
@@ -325,11 +325,11 @@ class RestartableTrainer:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks' state with the state of the lost ranks.
+        """Decide which version number the new ranks' weights get, and give it to them.
 
-        Then give the new ranks' weights a version number: the next number, if these weights differ
-        from the lost ranks' weights and an engine may have loaded the lost ranks' weights under the
-        current number; otherwise the current number.
+        If these weights differ from the lost ranks' weights, and an engine may have loaded the lost
+        ranks' weights, it is the next number. Otherwise it is the current number; weights that were
+        sent to the weight board before are then sent again.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

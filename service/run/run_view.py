@@ -126,15 +126,16 @@ class RunView:
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     def begin_term(self, lease: Lease) -> None:
-        """Show the rollout counts of the checkpoint from which a new lease continues."""
+        """Show the rollout counts of the checkpoint from which a new term continues."""
         snapshot = lease.queue_snapshot
         self.queue_stats = None
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read how many seconds the run took under earlier supervisors, up to a checkpoint.
+        """Read from the store how many seconds the run took before this supervisor.
 
-        parent: the checkpoint from which a lease continues; None for a new run. Raises: StoreError.
+        parent: the checkpoint from which a new term continues; None for a new run. Raises:
+        StoreError.
         """
         if parent is None:
             self._earlier_wall_s = 0.0

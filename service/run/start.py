@@ -138,13 +138,12 @@ def start_supervisor(
 ) -> Any:
     """Start the supervisor and return it: an actor that ends with this process.
 
-    The actor's name is the run's id. If an earlier start of this run left an actor with this name,
-    end that actor. If `when_held` is "wait", wait instead until that actor ends.
+    The actor's name is the run's id. If an earlier start left an actor with this name, end that
+    actor; if `when_held` is "wait", wait until it ends.
     endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint from which to
     continue; empty for the newest. root_process: the process whose memory is measured, with its
-    descendants; None if the run uses a cluster. lost: this process's dead supervisor, which the new
-    one replaces; None at the first start. lost_name: HOST:PID of the dead supervisor; empty if
-    unknown.
+    descendants; None if the run uses a cluster. lost: the dead supervisor that the new one
+    replaces; None at the first start. lost_name: HOST:PID of the dead supervisor; empty if unknown.
     Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
     # Do this here, because this process has already imported the tokenizer's packages, which takes

@@ -105,13 +105,13 @@ class Supervisor:
     ) -> None:
         """Open the run's database and prepare the supervisor's parts.
 
-        Args: endpoint: the actor that serves the run's metrics. is_service: whether to train on
-        submissions of clients instead of the configuration's tasks. when_held: what to do if a live
-        process owns the run. replaces: HOST:PID of the owner that this process is known to replace;
-        empty if there is none. returns_to: directory of the checkpoint from which the first term
-        continues; empty for the newest. notice: first notice of the run; empty for none.
-        root_process: the process that started the run's own Ray; its memory and its descendants'
-        memory are measured. None if the run uses a cluster.
+        Args: endpoint: the actor that serves the run's metrics. is_service: whether clients submit
+        the tasks; otherwise the tasks are those of `config`. when_held: what to do if a live
+        process owns the run. replaces: HOST:PID of an owner that is known to be dead; empty if
+        there is none. returns_to: directory of the checkpoint from which the first term continues;
+        empty for the newest. notice: first notice of the run; empty for none. root_process: the
+        process that started the run's own Ray; its memory and its descendants' memory are measured.
+        None if the run uses a cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config

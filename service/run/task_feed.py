@@ -33,10 +33,10 @@ def task_index(slot: OpenSlot) -> int:
 class Curriculum:
     """Chooses the tasks to play, so that tasks that are too easy or too hard are played less often.
 
-    How hard a task is shows in its results: the share of passed samples in each of its newest
-    groups. A task that the run can play more than once has results of its own. Tasks that are made
-    from seeds are played once; all such tasks of an environment share their results. The results
-    are stored with each checkpoint, and a run that continues from the checkpoint restores them.
+    A task is judged by its results: the share of passed samples in each of its newest groups. A
+    task that can be played more than once has its own results. A task that is made from a seed is
+    played only once, so all such tasks of an environment share their results. Each checkpoint
+    stores the results, and a run that continues from the checkpoint restores them.
     """
 
     def __init__(
@@ -132,18 +132,16 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first of the tasks that may be played now, by the policy's results on each.
+    """Return the first of `choices` that may be played now.
 
-    If all samples of a task's last groups solved it, or none did, the task teaches nothing: its
-    advantages are 0. Such a task rests. It is still played with a small chance, to notice that the
-    model has forgotten how to solve it, or can solve it now.
-
-    A task that does not rest (`is_resting`) may be played. A resting task may also be played, with
-    the probability `resting_share`. If no task may be played, return the first of `choices`.
+    A task rests (`is_resting`) if almost all or almost none of its last samples passed, because
+    such a task teaches nothing: its advantages are 0. A resting task may be played only with the
+    probability `resting_share`, to notice whether the model has changed. If no task may be played,
+    return the first of `choices`.
 
     Args: choices: one or more tasks, each with its key in `results`. results: for each key, the
-    share of passed samples in each of the newest groups, oldest first. slot: index of the slot. The
-    random choice depends only on the slot and the key, so a restart repeats it.
+    share of passed samples in each of the newest groups, oldest first. slot: index of the group to
+    fill. The random choice depends only on the index and the key, so a restart repeats it.
     """
     first: Task | None = None
     for task, key in choices:

@@ -104,8 +104,8 @@ class Term:
         """Start the queue's process, and prepare everything else.
 
         Args: model: path or hub name of the model. submissions: the source of tasks; None uses the
-        tasks of the configuration. roles_before: the roles that nodes offered in earlier terms; an
-        actor whose role is among them waits for a node that offers the role.
+        tasks of the configuration. roles_before: the roles that nodes offered in earlier terms. If
+        no node offers such a role now, its actors wait for a node that does.
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text

@@ -1,12 +1,13 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
 The supervisor writes the whole trace when the rollout is trained or evicted. It makes the trace
-from the queue's events, so the actors pass no trace context to each other. It receives these
-events when it polls the queue, so a time may be late by one poll. The stages of the rollout's step
-follow each other without a gap, and the last stage ends when the rollout leaves the ledger. A
-thread sends the traces over OTLP; traces that a collector does not accept in time are dropped. If a
-supervisor dies, the traces of the rollouts in flight begin when its successor starts. `RunRecorder`
-calls this module.
+from the queue's events, so the actors pass no trace context to each other. A time may be late by
+one poll of the queue, because only a poll delivers the events. The durations of the step's stages
+are known, but not their times: the stages are shown one after another, and the last one ends when
+the queue reports the rollout as trained.
+
+A thread sends the traces over OTLP; traces that a collector does not accept in time are dropped. If
+a supervisor dies, the traces of the rollouts in flight begin when its successor starts.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class RolloutTraces:
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Add ended attempts to their rollouts, then write the traces of evicted rollouts.
+        """Add ended attempts to play rollouts to the traces; write the traces of evicted rollouts.
 
-        The queue reports attempts and events together. Call `events` with the events first, because
-        they say which rollouts were evicted.
+        The queue reports attempts and events together. Call `events` first, because the events say
+        which rollouts were evicted.
         summaries: the ended attempts. now: seconds since 1970.
         """
         for summary in summaries:

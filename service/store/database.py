@@ -73,8 +73,8 @@ class Database:
     ) -> None:
         """Store the URL without connecting; the first use connects.
 
-        Args: patience_s: seconds to wait for a database that does not answer. count_failure: if
-        PostgreSQL's URL comes from a file, called each time that this file cannot be read.
+        Args: patience_s: seconds to wait for a database that does not answer. count_failure: called
+        each time that the file with PostgreSQL's URL, if there is one, cannot be read.
         """
         parsed = make_url(url)
         self.location = shown(parsed)
@@ -187,8 +187,8 @@ class Database:
     def answers_since(self, connection: Connection) -> float:
         """Return when the PostgreSQL server started, by the clock of `now`; 0 for SQLite.
 
-        The silence of a lease's owner is counted from this time at the earliest, because no owner
-        could renew its lease while the server was down.
+        While the server was down, no owner could renew its lease. The time before the start
+        therefore does not count as an owner's silence.
         """
         if self.is_sqlite:
             return 0.0

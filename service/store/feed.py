@@ -55,9 +55,10 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append an entry of kind `accepted` for each submission with a position greater than `behind`.
+    """Append an entry of kind `accepted` for each new submission.
 
-    num_of: number of these submissions, by tenant.
+    behind: position of the newest submission that has an entry already. num_of: number of the new
+    submissions of each tenant.
     """
     # One statement for all entries, because there may be thousands.
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
@@ -67,8 +68,8 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    `entry.void_after` is a number in the whole feed (see `FeedEntry`). In a tenant's copy it is
-    replaced by the tenant's own number for the same place in the feed.
+    Each tenant has its own numbers for its entries. `entry.void_after` (see `FeedEntry`) is a
+    number of the whole feed; a tenant's copy has the tenant's corresponding number instead.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
@@ -133,9 +134,9 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 def read_feed(store: ReadOnlyStore, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries of the feed after the number `after`.
 
-    Args: sees: the tenant whose entries to return; `after` is then one of the tenant's own numbers.
-    None returns the entries of all tenants, numbered over the whole feed. In this case the tenants'
-    copies of an entry about the run are left out, and only the copy for admins is returned.
+    Args: sees: a tenant, or None. For a tenant, only its entries are returned, and `after` and the
+    numbers of the entries are the tenant's own. For None, the entries of all tenants are returned,
+    with the numbers of the whole feed; an entry about the whole run is returned once.
     Raises: StoreError.
     """
     columns = tables.feed.c

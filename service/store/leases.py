@@ -31,7 +31,7 @@ TOLERANCE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write to a run's database in one term, and the state that the term continues."""
+    """The right to write to a run's database in one term, and the state with which it begins."""
 
     term: int
     parent: Checkpoint | None
@@ -60,9 +60,10 @@ class LeaseOwner:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Check that a stored run has the requested kind. Raises: StoreError if the kinds differ.
+    """Raise StoreError if another command than the present one began the run.
 
-    stored: kind of the stored run; None if no run is stored, so that the run may be of any kind.
+    stored: kind of the stored run; None if no run is stored yet. asked: kind of run that the
+    present command starts or resumes.
     """
     if stored is not None and stored is not asked:
         raise StoreError(

@@ -207,12 +207,12 @@ def newest_records(store: ReadOnlyStore) -> tuple[StepRecord | None, EvaluationR
 
 
 def mean_returns(store: ReadOnlyStore, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
-    """Return the mean return at each step, divided by the best possible return if this is known.
+    """Return the mean return at each step, as pairs of which the greatest belongs to the best step.
 
-    Returns: a pair for each step. It is (True, mean of the scheduled evaluation), or (False, mean
-    of the training rollouts) if the step has no such evaluation. The greatest pair belongs to the
-    best step, because any step with an evaluation counts as better than a step without one. Steps
-    without a known mean are left out.
+    A pair is (True, mean of the scheduled evaluation), or (False, mean of the training rollouts) if
+    the step has no such evaluation. A step with an evaluation is therefore better than any step
+    without one. A mean is divided by the best possible return if this is known. Steps without a
+    known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -318,11 +318,10 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first, each directory once.
 
-    The queue snapshot of such a checkpoint is still stored (`retention`). If a term continued from
-    an older checkpoint than the newest, the later checkpoints are left out. There are two cases. If
-    an operator requested the return, the later checkpoints are left out at once. If the later
-    checkpoints could not be read, they are left out once the term has committed a checkpoint. Until
-    then the run may still return to them, because they may be readable again.
+    The queue snapshot of such a checkpoint is still stored (`retention`). Checkpoints that a later
+    term undid are left out. If a term continued from an older checkpoint because the newer ones
+    could not be read, these count as undone only once the term has committed a checkpoint. Until
+    then they may become readable again.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -377,7 +376,8 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the earlier terms that it continues, newest first.
 
-    With each term comes its checkpoint from which the next term continued; None for `term` itself.
+    Each earlier term is paired with its checkpoint from which the following term continued. `term`
+    itself is paired with None.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

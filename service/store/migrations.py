@@ -64,10 +64,10 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Add a column that says whether a conversation's first message was sent as instructions.
+    """Add a column: whether a conversation's first message came from a request's `instructions`.
 
-    Later instructions replace such a message. The first system message of an old turn was always
-    replaced, so old turns get true.
+    If a later request has `instructions` too, they replace such a message. The old version replaced
+    every first system message in this way, so old turns get true.
     """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)

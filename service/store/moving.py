@@ -42,7 +42,7 @@ _NUMBERED = {"checkpoints": "id", "submissions": "position", "feed": "number", "
 
 
 def copy_run(source: ReadOnlyStore, url: str) -> None:
-    """Copy all rows to a new database at `url`; the copy's newest term has no owner.
+    """Copy all rows to a new database at `url`; in the copy, no process owns the run.
 
     If a database at `url` has the same run with the same newest term, do nothing.
     Raises: StoreError, also if the database has another run.
@@ -163,7 +163,7 @@ def _copy_rows(reading: Connection, writing: Connection) -> None:
 
 
 def _plain(name: str) -> Table:
-    """Return a definition of a table that reads and writes values as they are stored."""
+    """Return a table's definition without conversions; values are copied as they are stored."""
     columns = (
         Column(each.name, _stored(each.type)) for each in tables.metadata.tables[name].columns
     )

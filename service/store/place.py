@@ -1,10 +1,11 @@
 """The location of a run's database: a URL without a password, chosen and recorded at the start.
 
 The URL is sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN,
-where each run has its own schema. Each process that connects reads the URL in RAYLOOM_DATABASE_URL
-again; the server, user, password and TLS options of this URL replace the recorded ones. Without
-this variable, the process reads the password from the sources that PostgreSQL's own clients use
-(PGPASSWORD, ~/.pgpass). So no file, log, message or process title of Rayloom contains a password.
+where each run has its own schema. No file, log, message or process title of Rayloom contains a
+password. A process that connects takes the password, and also the server, the user and the TLS
+options, from the URL in its variable RAYLOOM_DATABASE_URL. Without this variable, it uses the
+recorded URL with the password sources of PostgreSQL's own clients (PGPASSWORD, ~/.pgpass).
+
 The variable RAYLOOM_DATABASE_URL_FILE can name a file with the URL instead. The file is read again
 for new connections (`service.store.database_engines`).
 """
