@@ -38,9 +38,9 @@ WEIGHTED = ("reward", "group_reward")
 
 
 def listed(given: Given, *, what: str) -> list[Named]:
-    """Return the given functions as a list; of functions with weights, the functions.
+    """Return the functions of an argument as a list, without their weights.
 
-    what: name of the argument, for errors. Raises: ConfigError for anything else.
+    what: name of the argument, for errors. Raises: ConfigError if the argument has another form.
     """
     if isinstance(given, str) or callable(given):
         return [given]
@@ -60,11 +60,11 @@ def _expected(what: str) -> str:
 
 
 def name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which a run imports a function or a class.
+    """Return the name by which a run can import a function or a class.
 
-    What cannot be imported by name is first stored in `store`. what: name of the argument that
-    contains the function, for errors. Raises: ConfigError if it cannot be stored, or if the run
-    would import a module that the function uses from another file than the caller did.
+    If there is no such name, the object is first stored in `store`. what: name of the argument that
+    contains the object, for errors. Raises: ConfigError if it cannot be stored, or if the run would
+    load one of the modules that it uses from another file than the caller did.
     """
     if isinstance(function, str):
         return function
@@ -90,7 +90,7 @@ def _modules_in(module: ModuleType) -> set[str]:
 
 
 def _module_of(value: Any) -> str:
-    """Return a module's name; of a class or function its module's; empty for any other value."""
+    """Return the name of a module, or of a class's or function's module; empty for other values."""
     name = None
     if isinstance(value, ModuleType):
         name = value.__name__
@@ -140,10 +140,10 @@ def _found_by_run(module: str, path: list[str]) -> str | None:
 
 
 def _own_name(function: Callable[..., Any]) -> str:
-    """Return an object's MODULE:NAME; empty if the object cannot be imported by it.
+    """Return an object's MODULE:NAME; empty if this name does not give the very object.
 
-    `functools.wraps` and `update_wrapper` copy the name of the inner function to the wrapper, and a
-    module's attribute may have been replaced. So the name must give this very object.
+    It may give another object: `functools.wraps` copies the name of the inner function to the
+    wrapper, and a module's attribute may have been replaced.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = sys.modules.get(module) if isinstance(module, str) else None
@@ -157,7 +157,7 @@ def _own_name(function: Callable[..., Any]) -> str:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickle by value, and note the modules that the process which reads the pickle imports."""
+    """Pickle by value, and collect the modules that must be imported to read the pickle."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -235,7 +235,10 @@ def write_rows(dataset: Iterable[Mapping[str, Any]], directory: Path) -> Path:
 
 
 def without_file(text: str, directory: Path) -> str:
-    """Replace the name of a file of `write_rows` in an error's text, because it is removed."""
+    """Replace the name of a file of `write_rows` by "dataset" in an error's text.
+
+    The file is removed, so that its name would not help the user.
+    """
     place = re.escape(os.path.relpath(directory))
     return re.sub(rf"(?:data set )?{place}/rows\.(?:jsonl|parquet)", "dataset", text)
 

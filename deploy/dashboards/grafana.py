@@ -306,9 +306,9 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
 
 
 def _place_variables() -> list[sdk.QueryVariable]:
-    """Return a variable for each of PLACE_LABELS.
+    """Return the variables for the labels in PLACE_LABELS, which the user of a dashboard chooses.
 
-    A variable offers only values of series that match the choices in the variables before it.
+    Each variable offers only values that occur together with the values chosen before it.
     """
     found, selectors = [], [_OF_PLACES]
     for label in PLACE_LABELS:

@@ -293,8 +293,7 @@ class CutsInOrder:
             return is_kept()
 
     async def begin_next(self) -> None:
-        """Expect the cuts of the restarted queue, from number 0 on; refuse those of the dead queue.
-        """
+        """Accept from now on only the cuts of the restarted queue, beginning with number 0."""
         async with self._news:
             self._num_kept.append(0)
             self._waiting.clear()

@@ -161,12 +161,12 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL to connect with: it names the database of `url` and the environment's server.
+    """Return the URL to connect with: the database of `url`, on the environment's server.
 
     The host, port, user, password and TLS options are taken from the environment's URL, because all
-    of these may change between two starts. `url` is returned unchanged if it has a password, if the
-    environment has no URL, or if the environment's URL names another database. So the environment's
-    password is sent only to the environment's server. Raises: StoreError.
+    of these may change between two starts. `url` is returned unchanged in three cases: it has a
+    password, the environment has no URL, or the environment's URL names another database. So the
+    environment's password is sent only to the environment's server. Raises: StoreError.
     """
     if url.password is not None:
         return url

@@ -51,11 +51,11 @@ class ReadOnlyStore:
         """Open a store.
 
         Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
-        whether to accept an older format unchanged, because the caller reads only tables that no
-        migration changes (`service.store.migrations`). any_format: whether to accept every format
-        unchanged, even one that this version cannot read; the caller handles the errors. steps: the
-        migrations, by the format from which each of them starts. patience_s, count_failure: as for
-        `Database`.
+        whether to accept an older format without a conversion; the caller must read only tables
+        that no migration changes (`service.store.migrations`). any_format: whether to accept every
+        format without a conversion, even one that this version cannot read; the caller must expect
+        errors of the database. steps: the migrations, by the format from which each of them starts.
+        patience_s, count_failure: as for `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(
@@ -142,9 +142,9 @@ class ReadOnlyStore:
     def check(self) -> None:
         """Search the database for damage, for at most two seconds.
 
-        Opening a database does not find such damage. The check reads some hundred MiB in this time.
-        In a larger database, damage in the other parts is found only when they are used.
-        Raises: StoreError.
+        In this time some hundred MiB are read. If the database is larger, damage in the rest is
+        found only when the rest is used, because opening a database does not read its rows.
+        Raises: StoreError if damage was found.
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:

@@ -39,12 +39,12 @@ OLDER_STEPS = 256
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
     """Return the steps whose checkpoints to keep, so that one of them is from before a collapse.
 
-    While no collapse of the reward is suspected, keep two steps. One is the milestone: the newest
-    step that is at least MILESTONE_STEPS before `steps[0]`. The other is the oldest step after the
-    milestone; it becomes the milestone later. If no step is old enough for a milestone, keep only
-    the oldest step, and before step MILESTONE_STEPS of the run keep none.
-    While a collapse is suspected, keep one step: the newest step that is at least SLOW_STEPS before
-    `collapsed_since`. If there is none, keep the oldest step.
+    Normally two steps are kept. One is the milestone: the newest step that is at least
+    MILESTONE_STEPS before `steps[0]`. The other is the oldest step after the milestone; it becomes
+    the milestone later. If no step is old enough for a milestone, only the oldest step is kept, and
+    before step MILESTONE_STEPS of the run none.
+    If a collapse of the reward is suspected, one step is kept: the newest step that is at least
+    SLOW_STEPS before `collapsed_since`, or the oldest step if none is.
 
     Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
     suspected collapse; None if no collapse is suspected.

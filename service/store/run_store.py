@@ -97,16 +97,15 @@ class RunStore(ReadOnlyStore):
         replaces: str = "",
         returns_to: str = "",
     ) -> Lease:
-        """Take and return the next term; the owner of an older term can then write nothing more.
+        """Begin a new term and return its lease; owners of older terms can then write nothing more.
 
-        The term continues from the newest checkpoint whose directory is not one of `passed_over`. A
-        database of an older format is migrated in the same transaction (`move_forward`).
+        A database of an older format is migrated in the same transaction (`move_forward`).
         Args: owner: HOST:PID of the caller. directory: the run directory. passed_over: directories
-        of checkpoints that cannot be used. follows: the caller's own term, which must still be the
-        newest. unless_held: whether to refuse if the run's owner is alive. replaces: HOST:PID of an
-        owner that is known to be dead. returns_to: the directory of the checkpoint to continue
-        from; everything committed after that checkpoint is undone. If the run can no longer return
-        to that checkpoint, the newest checkpoint is used.
+        of unusable checkpoints; the term continues from the newest other checkpoint. follows: the
+        caller's own term, which must still be the newest. unless_held: whether to refuse if the
+        run's owner is alive. replaces: HOST:PID of an owner that is known to be dead. returns_to:
+        directory of the checkpoint to continue from; everything committed after it is undone. If
+        the run can no longer return to this checkpoint, the newest checkpoint is used.
         Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
         and for a run of another kind.
         """
@@ -322,11 +321,13 @@ class RunStore(ReadOnlyStore):
     ) -> Checkpoint:
         """Commit a checkpoint, so that a later term can continue from it.
 
-        From now on, the rollouts that the checkpoint's ledger marks as trained count as trained.
+        A term that continues from it does not play the rollouts again that its ledger marks as
+        trained.
 
         Args: directory: name in the run's directory of checkpoints. new_events: the ledger's events
-        that are not stored yet. last_event_seq: number of the last event that `queue_snapshot`
-        contains. new_entries: entries to append to the feed, for events up to last_event_seq.
+        that are not stored yet. last_event_seq: number of the last ledger event that
+        `queue_snapshot` includes. new_entries: entries for the feed, about events up to
+        last_event_seq.
 
         Raises: LeaseLost.
         """

@@ -1,9 +1,10 @@
 """The stored sessions of external agents: their keys, their sampled turns, and their ends.
 
-Invariants: a turn is inserted once, and then only its `is_unseen` changes; no turn is added to a
-session that has ended, or whose submission is cancelled or over. The row of a session is inserted
-and deleted together with its submission (`service.store.submissions`). In between only the gateway
-changes the row, except that the end or cancellation of the submission ends the session.
+Invariants: after a turn was inserted, only its `is_unseen` changes. A session gets no turn after
+its end, or after its submission was cancelled or ended. The row of a session is inserted and
+deleted together with its submission (`service.store.submissions`). Until it is deleted, only the
+gateway changes the row, with one exception: the end or cancellation of the submission ends the
+session.
 """
 
 from __future__ import annotations
@@ -153,10 +154,11 @@ class SessionStore:
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
-        Returns: the indices of the changes that came too late and were not stored. A claim or a
-        turn comes too late if the session is unknown or has ended, or if its submission is
-        cancelled or over. A turn also comes too late if another turn has its number. An end comes
-        too late if the session is unknown, or if it has another end and waits for no reward.
+        Returns: the indices of the changes that came too late and were not stored. These are:
+        - a claim, a turn or an end of an unknown session
+        - a claim or a turn of a session that has ended, or whose submission is cancelled or over
+        - a turn whose number another turn has
+        - an end of a session that has another end, unless the session still waits for its reward
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
@@ -218,7 +220,8 @@ class _Rows:
     ) -> None:
         """Read the stored state of each session to which one of `changes` belongs.
 
-        marks: the result of `_marks`; empty if no turn of `changes` can be stored already.
+        marks: the result of `_marks`, by which a repeated turn is recognized; empty to assume that
+        no turn of `changes` is stored already.
         """
         sessions, submissions = tables.sessions.c, tables.submissions.c
         found = connection.execute(
@@ -423,9 +426,10 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the request id and the time of each turn in `changes` that is stored already.
+    """Return the request id and the time of each stored turn that has the number of a new turn.
 
-    They show whether a change is a repeat. The keys are the session's id and the turn's number.
+    If a new turn has the same request id and time, it is a repeat; otherwise it came too late. The
+    keys are the session's id and the turn's number.
     """
     turns = tables.session_turns.c
     added = [

@@ -82,9 +82,9 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Store these requests as accepted, in one transaction; return a submission for each.
 
-        request_keys: a pair of digests for each task that was sent in an HTTP request with an
-        Idempotency-Key, by the task's id. The first digest is of the key, the second of all tasks
-        of the HTTP request. Raises: LeaseLost.
+        request_keys: by task id, two digests for a task from an HTTP request with an
+        Idempotency-Key: the digest of the key, and the digest of all tasks of the HTTP request.
+        Raises: LeaseLost.
         """
         accepted_at = time.time()
         rows = [
@@ -244,12 +244,12 @@ class SubmissionStore:
     def digests(
         self, submission_ids: Sequence[str], request_keys: Sequence[str]
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the digests by which a repeated submission or request is recognized.
+        """Return the digests by which a repeated submission or HTTP request is recognized.
 
-        Args: submission_ids: ids of submissions; those that have not ended are ignored.
-        request_keys: digests of Idempotency-Keys.
-        Returns: two dicts: the digests of submissions by id, and the digests of requests by key.
-        Submissions and requests that are no longer kept are left out. Raises: StoreError.
+        Args: submission_ids: submissions to look up. request_keys: digests of Idempotency-Keys.
+        Returns: two dicts: digests of ended submissions by id, and digests of HTTP requests by the
+        digest of their key. Submissions and requests that are no longer stored are left out.
+        Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest).where(

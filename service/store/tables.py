@@ -1,11 +1,11 @@
 """The tables of a run's database, as SQLAlchemy describes them.
 
-A new row in `checkpoints` commits a checkpoint. From then on, the rollouts that the checkpoint's
-ledger marks as trained count as trained. Rows of `events`, `steps` and `evaluations` have the term
-that wrote them; `lineage.py` decides which of them survive, and `retention.py` how long they stay.
-`event_totals` and `step_totals` count everything that was ever stored. A row of `submissions` is a
-promise to a client and belongs to no term: every later term continues with it. The same is true of
-a session and its turns, a key, and an uploaded trajectory.
+A new row in `checkpoints` commits a checkpoint, from which a later term can continue. Rows of
+`events`, `steps` and `evaluations` have the term that wrote them; `lineage.py` decides which of
+them survive when a later term continues from an older checkpoint, and `retention.py` how long they
+stay. `event_totals` and `step_totals` count everything that was ever stored. Submissions, sessions
+with their turns, keys and uploaded trajectories belong to no term: every later term continues with
+them.
 """
 
 from __future__ import annotations

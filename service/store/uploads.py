@@ -35,7 +35,7 @@ from service.store.run_store import RunStore
 
 
 class UploadsFull(Exception):
-    """Too many bytes of uploaded trajectories wait for admission to the window.
+    """Too many bytes of uploaded trajectories wait until the queue admits their groups.
 
     Nothing of the refused request is stored.
     """
@@ -261,10 +261,9 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Set a group's number of members to the number in a client's policy, if it has one.
+        """Set a group's number of members to the number in a client's policy, if it names one.
 
-        Raises: GroupDiffers if the group already has another number, or more uploads than this
-        number.
+        Raises: GroupDiffers if the group already has another number of members, or more uploads.
         """
         wanted = policy.num_members
         group = self._groups.get(policy.id) or _new_group(policy.id)

@@ -1,4 +1,4 @@
-"""Compute the named numbers of a record that the run's page and the trackers draw. Pure."""
+"""The numbers of steps and evaluations, by name, that the run's page and the trackers draw."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
     """Return the numbers of a step by name; a number that the record lacks is None.
 
-    A number has the name of its field in the record, or of its statistic. Values that are computed
-    from several numbers have names of their own, such as clip_fraction. The other names are
-    `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
-    `rewards.NAME`, `metrics.NAME`, and `environments.NAME/…` if the run has several environments.
+    - Fields and statistics of the record keep their names.
+    - Numbers that are computed here have other names, such as clip_fraction or tokens_per_second.
+    - Numbers of one kind have a prefix: `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share
+      of the sampled tokens), `rewards.NAME`, `metrics.NAME`, and `environments.NAME/…` if the run
+      has several environments.
     """
     counts = {
         each.name: value

@@ -1,13 +1,14 @@
 """Serve all metrics of a run at one HTTP endpoint, to which the run's processes push.
 
-The endpoint outlives the processes that push to it.
+The endpoint outlives the processes. A process pushes two kinds of metrics:
+- *Increments* are for counters and histograms that the database does not store. They say how much
+  each has increased since the last push. The endpoint adds them up, and keeps the sums after the
+  process dies.
+- *Values* are the current values of all other metrics. The next push replaces them, and the
+  endpoint removes them when the process stops pushing.
 
-A process pushes two kinds of metric families. *Increments* are the increases, since the last push,
-of the counters and histograms that the database does not store; the endpoint adds them up, and
-keeps the sums after the process dies. *Values* are the current values of all other metrics; the
-next push replaces them, and the endpoint removes them when the process stops pushing. Each push has
-a number, so that a repeated push counts once. Each process has an epoch, so that the endpoint
-ignores the pushes of a replaced process.
+Each push has a number, so that a repeated push counts once. Each process has an epoch, so that the
+endpoint ignores the pushes of a replaced process.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace some values of a dead process.
+        """Replace some values of a dead process until its successor pushes.
 
-        The first push of its successor, which has the same role, replaces the new values.
-        Args: role: the role of the dead process. values: the metric families with new values.
+        Args: role: the role of the dead process and of its successor. values: the metric families
+        with new values.
         """
         names = {family.name for family in values}
         with self._lock:

@@ -78,9 +78,10 @@ def evaluation_record(
 
 
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
-    """Return the sampling settings for the record that combines the parts of a mixture.
+    """Return the sampling settings for the record over all held-out tasks of several environments.
 
-    If the parts have different settings, return the first part's settings without pass@k.
+    sets: the sets of the evaluation; sets with `is_part` make up the run's held-out tasks. If these
+    have different settings, return the settings of the first, without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())
@@ -140,7 +141,7 @@ def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
 
 
 def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
-    """Return majority@n: the mean, over tasks, of the value of the most frequent answer.
+    """Return majority@n: the mean over tasks of the value of the task's most frequent answer.
 
     A sample without an answer does not vote. If no sample of a task votes, the task counts with the
     mean value of all its samples. Return None if no sample of any task has an answer.

@@ -155,10 +155,9 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    The shortfall of a step is `border` minus its mean return. Choose the step with the largest sum
-    of its own and all later shortfalls. The level is an average of several steps, so it falls later
-    than the mean returns of single steps. The search therefore begins LEVEL_STEPS // 4 steps before
-    the level fell to the border or below.
+    This is the step with the largest sum of `border - mean` over itself and all later steps. The
+    search begins LEVEL_STEPS // 4 steps before the level fell to the border. It begins so early
+    because the level is an average of several steps, which falls later than the steps' own means.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0

@@ -1,9 +1,9 @@
 """Sums over a run's step records, updated with each step, so that old rows are not read again.
 
-Invariant: adding records one by one with `plus`, in their order, gives bitwise the same sums as
-plain loops over all records. The store keeps two kinds of totals. The metrics use the totals of all
-steps that were ever stored. summary.json and the report use totals without undone steps: the store
-keeps these for each checkpoint, over the steps that led to the checkpoint.
+The store keeps two kinds of totals. The metrics use the totals of all steps that were ever stored.
+The report and summary.json leave out undone steps; for them, the store keeps with each checkpoint
+the totals of the steps that led to it. Invariant: adding records one by one with `plus`, in their
+order, gives bitwise the same sums as a loop over all records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interface of a tracker, the points that a tracker writes, and the trackers that write files.
 
-The module writes TensorBoard's event files with tensorboardX, which needs neither torch nor
-TensorFlow. If a term continues from a checkpoint, its first event is a restart mark, so that
-TensorBoard drops the older values for the term's first step and later steps.
+TensorBoard's event files are written with tensorboardX, which needs neither torch nor TensorFlow. A
+term that continues from a checkpoint trains some steps again. Its first event is a restart mark,
+which makes TensorBoard drop the older values of these steps.
 """
 
 from __future__ import annotations

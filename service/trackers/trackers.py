@@ -199,7 +199,8 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records that are not written yet, and store the progress.
 
-        is_last: the thread ends afterwards, so no tracker is created if there are no new records.
+        is_last: whether the thread ends after this call; no tracker is then created only to write
+        nothing.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
