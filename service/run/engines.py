@@ -191,8 +191,8 @@ class Engines:
     async def _take_over(self) -> bool:
         """Take over the board and engines of an earlier term; return whether this succeeded.
 
-        Kill a board that does not answer. If the engines have other settings, end them and the
-        board.
+        Kill a board that does not answer. If the engines run with other settings than `settings`,
+        end the engines and the board.
         """
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))

@@ -211,10 +211,11 @@ def readiness(
 ) -> ReadyAnswer:
     """Return whether the run is ready to serve, with the reasons if it is not.
 
-    A run that does not train now is not ready, because of its phase. A run that trains is not ready
-    if `behind_s` exceeds `publish_limit_s`, the time that a publication may take.
-    behind_s: seconds since all expected engines last had the current version. store_away_s: seconds
-    since the database last answered; 0 if it answers.
+    A run is not ready if its database does not answer, if it does not train now, or if some engines
+    have been without the current version for longer than a publication may take.
+    behind_s: seconds since all expected engines last had the current version. publish_limit_s:
+    seconds that a publication may take. store_away_s: seconds since the database last answered; 0
+    if it answers.
     """
     reasons = []
     if store_away_s:

@@ -1,9 +1,9 @@
 """The parts of a run that an operator has paused, and the gates at which the loop waits meanwhile.
 
-A pause belongs to the run: it is stored, and lasts until the operator resumes the part, in every
-later term and with any supervisor. The supervisor owns the `Pauses`. The loop waits at the gates of
-admission and training. For generation there is no gate in the loop: the term tells the queue and
-the weight board to stop and resume generation.
+The parts are admission, training and generation (`Pausable`). A pause is stored in the database,
+and lasts until the operator resumes the part, even if the run meanwhile gets a new term or a new
+supervisor. The supervisor owns the `Pauses`. Admission and training each have a gate in the loop.
+Generation has none: the term tells the queue and the weight board to stop and resume it.
 """
 
 from __future__ import annotations

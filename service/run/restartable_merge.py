@@ -1,9 +1,8 @@
 """A merge actor that is replaced in place: if it dies during a call, a new actor repeats the call.
 
 Plans and batches depend only on the arguments of the call, so no state must be transferred.
-Invariant: the result of a call outlives the actor that made it. Ray frees a dead process's objects
-in the object store, so this process stores the shards there again and becomes their owner. Each
-term's loop uses one such actor.
+Invariant: the result of a call remains usable if its actor dies later. Ray frees a dead process's
+objects in the object store, so this process stores the shards again and becomes their owner.
 """
 
 from __future__ import annotations

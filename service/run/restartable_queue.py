@@ -239,12 +239,12 @@ Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
-    A cut is the queue's state with the events since the last cut, and a part of the answer to a
-    call. Cuts may arrive in any order. If the queue is restarted, the cuts of the dead process that
-    were not yet passed on are refused: their calls had no effect, and must be repeated.
+    A cut is a part of the queue's answer to a call: the queue's state, with the events since the
+    last cut. Cuts may arrive in any order. If the queue is restarted, the cuts of the dead process
+    that were not yet passed on are refused: their calls had no effect, and must be repeated.
 
-    Each cut has a number, and an `opening`: how often the queue had been restarted when the process
-    that made the cut began.
+    Each process of the queue numbers its cuts from 0. The `opening` of a cut is the number of
+    restarts of the queue before this process.
     """
 
     def __init__(self, keep: Keep) -> None:

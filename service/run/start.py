@@ -1,9 +1,8 @@
-"""Start the two actors that belong to the process that starts a run, and watch the supervisor.
+"""Start a run's supervisor and metrics endpoint, and replace a supervisor that dies.
 
-This process is the run's command, or the run's host on Ray Serve. The actors are the metrics
-endpoint, which outlives supervisors, and the supervisor, which starts all other actors. The watcher
-starts a new supervisor if the supervisor dies. `engine_settings` derives the settings of the
-engines from the configuration.
+These two actors end with the process that starts them, which is the run's command or the run's host
+on Ray Serve. The supervisor starts all other actors. The endpoint outlives supervisors.
+`engine_settings` derives the settings of the engines from the configuration.
 """
 
 from __future__ import annotations
@@ -213,8 +212,8 @@ class SupervisorWatcher:
         """Prepare to watch a supervisor.
 
         restart: starts a supervisor in place of a dead one. show: called with each status, in
-        order. is_stop_asked: returns whether to stop the run. stop_grace_s: seconds after which a
-        stop abandons a step without an applied update; None sets no limit.
+        order. is_stop_asked: returns whether to stop the run. stop_grace_s: seconds from the stop
+        after which the current step is abandoned, if no update was applied yet; None sets no limit.
         """
         self._supervisor = supervisor
         self._restart = restart

@@ -31,7 +31,7 @@ def task_index(slot: OpenSlot) -> int:
 
 
 class Curriculum:
-    """Chooses the tasks to play, so that tasks that are too easy or too hard are played less often.
+    """Chooses the tasks to play; tasks that are too easy or too hard are played less often.
 
     A task is judged by its results: the share of passed samples in each of its newest groups. A
     task that can be played more than once has its own results. A task that is made from a seed is

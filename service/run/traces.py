@@ -139,7 +139,7 @@ class RolloutTraces:
     def _write(
         self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
     ) -> None:
-        """Write the trace of a rollout that has left the ledger.
+        """Write the trace of a rollout that was trained or evicted.
 
         record: the step that trained on the rollout; None if the rollout was evicted.
         """

@@ -207,12 +207,12 @@ def newest_records(store: ReadOnlyStore) -> tuple[StepRecord | None, EvaluationR
 
 
 def mean_returns(store: ReadOnlyStore, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
-    """Return the mean return at each step, as pairs of which the greatest belongs to the best step.
+    """Return the mean return at each step, in a form by which steps can be compared.
 
-    A pair is (True, mean of the scheduled evaluation), or (False, mean of the training rollouts) if
-    the step has no such evaluation. A step with an evaluation is therefore better than any step
-    without one. A mean is divided by the best possible return if this is known. Steps without a
-    known mean are left out.
+    Returns: a pair for each step: (True, mean of the scheduled evaluation), or (False, mean of the
+    training rollouts) if the step has no such evaluation. The greatest pair belongs to the best
+    step; any step with an evaluation counts as better than a step without one. A mean is divided by
+    the best possible return if this is known. Steps without a known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:

@@ -321,13 +321,12 @@ class RunStore(ReadOnlyStore):
     ) -> Checkpoint:
         """Commit a checkpoint, so that a later term can continue from it.
 
-        A term that continues from it does not play the rollouts again that its ledger marks as
+        Such a term does not play those rollouts again that the checkpoint's ledger marks as
         trained.
 
         Args: directory: name in the run's directory of checkpoints. new_events: the ledger's events
-        that are not stored yet. last_event_seq: number of the last ledger event that
-        `queue_snapshot` includes. new_entries: entries for the feed, about events up to
-        last_event_seq.
+        that are not stored yet. last_event_seq: number of the last event that `queue_snapshot`
+        includes. new_entries: entries for the feed, about events up to last_event_seq.
 
         Raises: LeaseLost.
         """
