@@ -210,8 +210,8 @@ class Engines:
         self.app_name = kept.applications[0]
         if is_same_engine(kept.engines, self.settings):
             if not is_own:
-                # Running engines stay as they are; this sets their number, and starts those again
-                # that an earlier supervisor had ended.
+                # Running engines stay as they are. This sets their number, and starts the engines
+                # again that an earlier supervisor had ended.
                 await self._deploy()
             return True
         await asyncio.to_thread(delete_inference, self.app_name)
@@ -346,11 +346,11 @@ class Publisher:
         self._spent_s = self._spent_short_s = 0.0
         """Total seconds of all checks after publications, and total seconds of the short checks."""
         self._long_s = self._short_s = 0.0
-        """Seconds of the last long check (at first, of `check_start`); those of the last short
-        one."""
+        """Seconds of the last long check (at first, of `check_start`), and of the last short
+        check."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
-        """Whether the next long check uses the whole text; whether the last check failed."""
+        """Whether the next long check uses the whole text; whether the last exceeded its bound."""
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None

@@ -42,7 +42,7 @@ SHADOW_START_S = 120.0
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
 Ask = Callable[[str], Verdicts]
-"""A function that has the shadow verifier check the journal file with the given path.
+"""A function that calls the shadow verifier for the journal file with the given path.
 
 Raises: RayError, ConfigError.
 """

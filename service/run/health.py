@@ -314,7 +314,7 @@ class WeightsMoved(Exception):
 
     def __str__(self) -> str:
         return (
-            "the trainer's weights are not bit for bit the earlier ones; they are published again, "
+            "the trainer's weights differ from the earlier ones; they are published again, "
             f"as version {self.version}"
         )
 

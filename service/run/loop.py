@@ -234,7 +234,7 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Return a built step, and the seconds that the trainer needed to score it.
+        """Build the batch of a step; return it, and the seconds that the trainer took to score it.
 
         Only some algorithms need scores from the trainer; for the others, the seconds are 0.
         Raises: PayloadsLost.

@@ -511,7 +511,7 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take a lease; show the counts of the checkpoint from which its term continues.
+        """Take the lease of a new term; show the rollout counts of the checkpoint where it begins.
 
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
@@ -566,8 +566,8 @@ class Supervisor:
     async def _renew_forever(self) -> None:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            # Without the lock, a renewal could mistake this process's own next lease for another
-            # process's.
+            # Without the lock, a renewal could mistake this process's own next lease for a lease of
+            # another process.
             async with self._leasing:
                 if term := self._held_term:
                     await asyncio.to_thread(self._store.renew, term)

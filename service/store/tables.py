@@ -300,7 +300,7 @@ checkpoints = Table(
     # Totals of the lineage's steps up to this step; null if queue_snapshot is null.
     Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
-    # Number of the feed's newest entry that this checkpoint makes final.
+    # Number of the feed's newest entry at the commit; a return to the checkpoint voids newer ones.
     Column("feed_number", Integer, nullable=False),
 )
 
@@ -441,7 +441,7 @@ sessions = Table(
     # SHA-256, hexadecimal.
     Column("agent_key", String, nullable=False),
     Column("reward_key", String, nullable=False),
-    # The same as that of the session's submission.
+    # The tenant of the session's submission.
     Column("tenant", String, nullable=False),
     Column("key_name", String, nullable=False),
     Column("created_at", Float, nullable=False),

@@ -336,8 +336,8 @@ def _marked(sample: Sample, kept: int | None) -> Sample:
 
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
     uploads, bindings = tables.uploads.c, tables.bindings.c
-    # An upload that has been admitted does not count as waiting: else a run with rare checkpoints
-    # could refuse the data that it needs to reach the next one.
+    # An upload that has been admitted does not count as waiting: otherwise a run with rare
+    # checkpoints could refuse the data that it needs to reach the next checkpoint.
     is_admitted = exists().where(bindings.submission_id == uploads.group_id)
     waiting = connection.scalar(
         select(func.coalesce(func.sum(uploads.num_bytes), 0)).where(
@@ -348,8 +348,8 @@ def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLim
     # If nothing waits, only the limit on a request's body applies.
     if waiting and waiting + num_new > limits.max_waiting_bytes:
         raise UploadsFull(
-            f"{waiting} bytes of trajectories wait for a place in the window and {num_new} more "
-            f"are offered, expected at most {limits.max_waiting_bytes} together "
+            f"{waiting} bytes of trajectories wait to be admitted and {num_new} more are "
+            f"offered, expected at most {limits.max_waiting_bytes} together "
             "(service.max_waiting_mib)"
         )
 
