@@ -140,10 +140,10 @@ def _found_by_run(module: str, path: list[str]) -> str | None:
 
 
 def _own_name(function: Callable[..., Any]) -> str:
-    """Return an object's MODULE:NAME; empty if this name does not give the very object.
+    """Return the MODULE:NAME by which an object can be imported; empty if there is none.
 
-    It may give another object: `functools.wraps` copies the name of the inner function to the
-    wrapper, and a module's attribute may have been replaced.
+    The name must give this very object. It may give another one: `functools.wraps` copies the name
+    of the inner function to the wrapper, and a module's attribute may have been replaced.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = sys.modules.get(module) if isinstance(module, str) else None

@@ -336,7 +336,7 @@ def _flow(value: Any) -> str:
 def _is_whole(settings: Mapping[Any, Any], path: str) -> bool:
     """Return whether a mapping must be passed as one value, instead of one value for each key.
 
-    It must if a key cannot be part of a setting's path, as in {"my.py:score": 0.2}. path: the
+    This is so if a key cannot be part of a setting's path, as in {"my.py:score": 0.2}. path: the
     mapping's own path in the configuration.
     """
     if not all(isinstance(key, str) and "=" not in key for key in settings):

@@ -306,7 +306,7 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
 
 
 def _place_variables() -> list[sdk.QueryVariable]:
-    """Return the variables for the labels in PLACE_LABELS, which the user of a dashboard chooses.
+    """Return the variables with which a dashboard's user selects values of PLACE_LABELS.
 
     Each variable offers only values that occur together with the values chosen before it.
     """

@@ -551,7 +551,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the rows that only outdated checkpoints need, then the outdated checkpoints."""
+        """Remove the outdated checkpoints; before this, remove the rows that only they need."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

@@ -300,7 +300,7 @@ def lineage_totals(connection: Connection, term: int, *, last_step: int | None =
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
-    """Return, for the newest term and each term that it continues, the part that was not undone.
+    """Return the surviving parts of the newest term and of the terms that it continues.
 
     The oldest term is first. The list is empty if no supervisor has ever had the lease.
     """

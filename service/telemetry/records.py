@@ -289,7 +289,10 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Return the number of rollouts and of the outcomes other than completed, as text."""
+    """Return the numbers of rollouts and of their outcomes, as in "256 rollouts, 6 max_turns".
+
+    The outcome `completed` is left out.
+    """
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]

@@ -49,13 +49,13 @@ _COLUMNS = {"task_id": "task", "rollout_id": "rollout", "episode_return": "retur
 
 
 def completion_row(completion: Completion) -> dict[str, str | float | Mapping[str, float] | None]:
-    """Return the values of a completion by the names of a table's columns."""
+    """Return a completion as a row of a table: the value for each column's name."""
     names = [each.name for each in fields(Completion)]
     return {_COLUMNS.get(name, name): getattr(completion, name) for name in names}
 
 
 def sample_row(sample: EvaluationSample) -> dict[str, str | float]:
-    """Return the values of an evaluation's sample by the names of a table's columns."""
+    """Return an evaluation's sample as a row of a table: the value for each column's name."""
     return {
         "task": sample.task_id,
         "prompt": sample.text.prompt,

@@ -199,8 +199,8 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records that are not written yet, and store the progress.
 
-        is_last: whether the thread ends after this call; no tracker is then created only to write
-        nothing.
+        is_last: whether the thread ends after this call. If so, and if there are no records to
+        write, no tracker is created.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
