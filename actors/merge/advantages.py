@@ -1,17 +1,18 @@
 """Compute the advantage of each trained token, from the returns of its group or from a critic.
 
 Start with `credit_group`, which chooses the method by the settings `baseline` and `turn_discount`.
-The settings `baseline` and `scale` are independent. Statistics are over trajectories, never over
-rows, so that advantages do not depend on how turns were cut into samples.
+The settings `baseline` and `scale` are independent. Called by `step`.
 
 With a group baseline (mean, leave_one_out), the return of each trajectory is compared with the
 returns of its group; with `turn_discount`, this is done for each turn. If `baseline` is `none` and
 the reward includes a KL penalty, a token's advantage includes only the penalties of this token and
-of later tokens. If `baseline` is `critic`, GAE runs over the action tokens of one trajectory in the
-order of play. It skips observations: the decay by lambda counts action tokens only, so that a long
-answer of the environment does not reduce credit. A token's state is the part of its sample that
-precedes the token; this matters if a trajectory branched (a sub-agent, a compacted history). Called
-by `step`.
+of later tokens. Statistics count each trajectory once, so advantages do not depend on how many
+samples its turns were merged into.
+
+If `baseline` is `critic`, GAE runs over a trajectory's action tokens in the order of play. Tokens
+of observations are skipped and do not count in the decay by lambda, so that a long answer of the
+environment does not reduce credit. The state of a token is all that precedes it in its sample; in a
+trajectory that branched (a sub-agent, a compacted history) this is not all that was played before.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ def state_advantages(
     R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied to the R_{i,t} of all turns
     with the same key, even if several are of one trajectory. A turn gets 0 if no other turn of the
     group started from the same state.
-    Source: GiGPO, arXiv 2505.10978, 4.2, equations 5 to 7. The episode's advantage plus a weight
-        times this value is its equation 8.
+    Source: GiGPO, arXiv 2505.10978, 4.2, equations 5 to 7. In equation 8 of the paper, these
+        values are multiplied by a weight and added to the advantage of the whole episode.
 
     Args: turn_rewards: for each member [K_i] float. state_keys: for each member [K_i]; equal for
         equal states. discount: in [0, 1].
@@ -233,11 +234,11 @@ def state_advantages(
 def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
     """Remove the KL of earlier tokens from each token's advantage.
 
-    A_t = A - sum_{i<t} k_i with k_i = -beta KL_i. A includes every k_i, so A_t is the reward minus
-    beta times the KL from token t onwards: a token cannot change the tokens before it.
+    A token cannot change the tokens before it. So its advantage is the reward minus beta times the
+    KL of this token and of later tokens: A_t = A - sum_{i<t} k_i, with k_i = -beta KL_i.
     Source: REINFORCE++, arXiv 2501.03262, equation 8.
 
-    Args: advantage: A, the return (algorithm.baseline: none). kl_rewards: [N], k_i.
+    Args: advantage: A, the reward plus the sum of all k_i. kl_rewards: [N], k_i.
     Returns: [N] float64.
     Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
     """
@@ -254,7 +255,7 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 def _turn_rewards(member: Member) -> Float64s:
     """Return the reward of each turn plus the KL rewards of the turn's tokens: [K].
 
-    For a member without turns, return one number: its return in the group's baseline.
+    If the member has no turns, return one number, its `baseline_return`.
     """
     if not member.trajectory.turns:
         # A trajectory without turns counts in the baseline, but has no tokens to train.
@@ -266,10 +267,11 @@ def _turn_rewards(member: Member) -> Float64s:
 
 
 def _state_keys(member: Member) -> list[Hashable]:
-    """Return the key of each turn's state: the environment's text, or the observation's tokens.
+    """Return a key for the state in which each turn began; turns with equal keys are compared.
 
-    The observation before the first turn of a sample is the whole prompt. The key of a text is a
-    str and the key of tokens is bytes, so two such keys are never equal.
+    The key is the text that the environment gave for the state (str). Without such a text it is
+    the token ids between the previous turn and this turn (bytes); for the first turn of a sample,
+    these are the whole prompt.
     """
     keys: list[Hashable] = [b""] * len(member.trajectory.turns)
     for sample in member.samples:

@@ -1,15 +1,14 @@
 """The first stage of a step: decode its closed groups, shape rewards and classify the members.
 
-A member's class decides whether a reference or a critic scores the member, and whether it is in the
-loss. A member that is not in the loss has a reason. The rules of the outcomes are data
-(`actors.outcomes`); each environment has its own set. The functions here are pure, and the merge
-actor calls them.
+To classify a member is to decide whether a reference or a critic scores it, and whether it is in
+the loss. A member that is not in the loss has a reason. The decision follows the environment's
+rules for outcomes (`actors.outcomes`). Pure; called by the merge actor.
 
-Each adjustment of the rewards changes the last turn's reward, except the KL penalty, which is per
-token. Group statistics use the adjusted rewards; the trajectory keeps the environment's own
-rewards. The order of adjustments: clip the return and subtract the overlong and missing-end
-penalties (`shaped_rewards`); apply the outcome's rule (`classify`); after a reference has scored
-the samples, subtract the KL (`charge_kl`, called by `step`).
+Rewards are adjusted in this order: `shaped_rewards` clips the return and subtracts the penalties
+for an overlong trajectory and for a missing end token; `classify` applies the outcome's rule;
+`charge_kl`, called by `step` after a reference has scored the samples, subtracts the KL. The KL is
+subtracted per token, everything else from the last turn's reward. Group statistics use the adjusted
+rewards; the trajectory keeps the environment's own rewards.
 """
 
 from __future__ import annotations

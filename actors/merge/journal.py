@@ -66,7 +66,7 @@ def members_of(step: JournalStep) -> tuple[Member, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class Journal:
-    """The writer of one term's steps."""
+    """A writer of the steps of one term, the time from a start of the run to its end."""
 
     directory: Path
     """The journal's directory in the run directory, as the merge actor's node sees it."""

@@ -2,11 +2,12 @@
 
 Each row becomes one micro-batch. Invariants: every trained token is in exactly one row; all samples
 of a trajectory are in one row, because some losses need whole trajectories; a row has at most
-`budget` tokens, counted after sharing, unless a single trajectory is longer. Trajectories that
-share a prefix are packed together as long as the ranks' costs stay equal: balance has priority over
-sharing, because a step waits for the slowest rank. A rank with fewer rows gets padding rows, which
-train nothing, so that all ranks enter the same collectives. Rows to be scored, and a critic's rows,
-are distributed by a simpler rule (`deal_rows`). Called by `step` and `scoring`.
+`budget` tokens, unless a single trajectory is longer. A prefix that samples share counts once.
+
+Trajectories with a common prefix are packed together only as long as the ranks' costs stay equal,
+because a step waits for the slowest rank. A rank with fewer rows gets padding rows, which train
+nothing, so that all ranks enter the same collectives. A simpler rule (`deal_rows`) distributes rows
+that only a reference or a critic computes. Called by `step` and `scoring`.
 """
 
 from __future__ import annotations
@@ -254,15 +255,14 @@ def assign_rows(
     attention_tokens: int,
     share_prefixes: bool,
 ) -> list[list[list[int]]]:
-    """Choose a rank and a row for each trajectory.
+    """Choose a rank and a row for each trajectory, so that all ranks have about the same cost.
 
-    1. Sort the trajectories by their first sample. Cut the sorted list into bundles, between the
-       neighbours that share the shortest prefix, until each bundle fits into a row and costs at
-       most one rank's share of the total cost.
-    2. Assign the bundles to rows, the costliest bundle first. Each bundle gets the row, among the
-       rows with room for it, whose rank then has the lowest cost. Prefixes that the bundle shares
-       with the row cost nothing. Each rank gets the smallest number of rows with which all
-       bundles fit.
+    1. Sort the trajectories by their first sample, so that trajectories with a common prefix become
+       neighbours. Cut the sorted list into bundles, where the neighbours share least. Each bundle
+       fits into a row and costs at most one rank's share of the total cost.
+    2. Put the bundles into rows, the costliest first. Of the rows with room for a bundle, take the
+       row whose rank then has the lowest cost. A prefix that the row already has costs nothing.
+       Each rank has as few rows as possible.
     3. If the ranks' costs differ by more than BALANCED, move single trajectories from the costliest
        rank to the cheapest.
     4. If the costs still differ by more than BALANCED, repeat steps 1 to 3 with smaller bundles.

@@ -116,19 +116,17 @@ def build_flat(samples: Sequence[TokenIds]) -> PrefixForest:
 def row_experts(
     samples: Sequence[Sample], forest: PrefixForest
 ) -> tuple[ExpertRecords | None, int]:
-    """Put the samples' routing records at the positions of their tokens in the row.
+    """Choose the routing record of each position of a row, from the records of the row's samples.
 
-    The experts of a token depend on the token and on all tokens before it. A record of a token
-    (`actors.expert_records`) is therefore valid in every sample in which the same tokens precede
-    it: all these samples share one position of the prefix forest. If several of them have a record
-    of this position, the first sample's record is used for all of them. If the token was sampled in
-    one sample and is only context in the others, all use the record of the sample in which it was
-    sampled. The same rule holds for rows without shared prefixes, so that sharing prefixes changes
-    no number.
+    The experts of a token depend on the token and on all tokens before it. So samples that share a
+    prefix may share its records too. If several samples have a record of the same token after the
+    same tokens, all of them use the first sample's record. A sample without a record of the token
+    uses the record of another sample. This is done in rows without shared prefixes too, so that
+    sharing prefixes changes no number.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records that are not
-        used because another record of their position, with another set of experts, is used.
+        used and name other experts than the record that is used instead.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
         the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c]; the number is 1 if b
         differs from a, otherwise 0.
@@ -157,9 +155,10 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records that name other experts than the record that is used at their position.
+    """Count the records that were replaced by a record with other experts.
 
-    counting: [R], for each record, the index of the record that is used at its position.
+    counting: [R], for each record, the index of the record that is used in its place: its own index
+    if the record itself is used.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
@@ -200,8 +199,9 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring trajectories, in prefix order; arrays are [N].
 
-    The number of leading tokens that two items share is a minimum over the neighbours between them:
-    of `shared`, and of `inner` for a bundle. So these arrays determine the size of any row.
+    `shared` and `inner` suffice to compute how many leading tokens any two items share: the
+    smallest of these numbers between the two. So the size of any row of items is known without
+    another look at the tokens.
     """
 
     order: list[int]

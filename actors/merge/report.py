@@ -87,7 +87,10 @@ class EnvironmentReport:
 
     @property
     def best_known_reward(self) -> float | None:
-        """The mean reward, divided by the best possible return if that is known."""
+        """The mean return, divided by the best possible return.
+
+        If the best possible return is not known, the mean return itself.
+        """
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 

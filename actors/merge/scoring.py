@@ -71,8 +71,8 @@ def read_scores(
 
     Args: groups, settings: as for `plan_scores`. answers: for each rank, the scores of each row of
     its shard; the scores of padding rows are ignored.
-    Raises: ValueError, naming a trajectory of the row, if the scores of a row have another length
-    or are not finite.
+    Raises: ValueError, naming a trajectory of the row, if a row has too few or too many scores, or
+    a score that is not finite.
     """
     weighted, dealt = score_rows(groups, settings)
     samples = [each.sample for each in weighted]

@@ -1,23 +1,20 @@
 """Turn a step's classified groups into the shards that the ranks train on.
 
-Before this, `groups` has shaped the rewards and applied the outcome policy, and `scoring` has added
-scores if a reference or a critic is needed. This module subtracts the KL penalty from the rewards,
-computes the advantages (`advantages`) and the loss weights, packs the rows (`packing`) and makes
-the report. The functions here are pure.
-Invariant: every trajectory gets one outcome. The outcome is `trained` if the trajectory's tokens
-are in the batch, and never otherwise.
+`build_step` subtracts the KL penalty from the rewards, computes advantages (`advantages`) and loss
+weights, packs the rows (`packing`) and makes the report. Before it, `groups` has shaped the rewards
+and `scoring` has added the scores of a reference or a critic. `imitation_shards` packs the chats of
+supervised training (`rayloom sft`). Pure; called by the merge actor.
+Invariant: every trajectory gets one outcome, which is `trained` if and only if its tokens are in
+the batch.
 
 A group without a signal (equal returns, one member, or a negative return with scale mean) has
-advantage 0. Such a group is trained if the loss has an entropy bonus or a KL term. Otherwise the
-group is left out of the rows but counts in the loss weights; if such groups did not count, the few
-groups whose returns differ would be weighted as if they were the whole step. Called by the merge
-actor.
+advantage 0. Such a group is trained only if the loss has an entropy bonus or a KL term. Otherwise
+the group is left out of the rows but counts in the loss weights; if such groups did not count, the
+few groups whose returns differ would be weighted as if they were the whole step.
 
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
 merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives all tokens
 of a trajectory the same weight w. Letters: [N] trajectories of one update.
-
-Supervised training (`rayloom sft`) packs the chats of its steps with `imitation_shards`.
 """
 
 from __future__ import annotations
@@ -191,8 +188,8 @@ def weigh_updates(
     trains (`share_of`).
 
     Args: members: all members of the step, in the step's order.
-    Returns: for each update, a list for each of its trajectories: the samples that hold a trained
-        token.
+    Returns: [updates][trajectories of the update][samples of the trajectory]; samples without a
+        trained token are left out.
     """
     trained = [member for member in members if member.is_trained]
     whole = _size_of(trained)
