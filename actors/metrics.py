@@ -527,8 +527,8 @@ class GatewayMetrics:
 class Metrics:
     """The metrics of a run's supervisor.
 
-    `gained` holds values that are in no stored row and begin at the start of the process. `values`
-    holds sums over stored rows, and the current state.
+    `gained` holds what this process has counted since it started; nothing of it is stored. `values`
+    holds sums over stored rows of the database, and the current state.
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,11 @@ _DATA = "data"
 
 
 def _weighted(given: object) -> object:
-    """Return the weight of each name. A single name, and each name of a list, has weight 1."""
+    """Convert an option that names functions to a map from each name to its weight.
+
+    The user may write one name or a list of names, which all have weight 1, or a map, which is
+    returned unchanged. Raises: ValueError if a list has a name twice.
+    """
     if not isinstance(given, str | list | tuple | None):
         return given
     names = [given] if isinstance(given, str) else given or ()
@@ -340,9 +344,10 @@ def _types_of(section: Any) -> Mapping[str, Any]:
 
 
 def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the types of a class's attributes; a name that cannot be resolved has the type Any.
+    """Return the types of a class's attributes, by the attribute's name.
 
-    unknown: the names that could not be resolved so far, such as a name in a ClassVar.
+    A name in an annotation that cannot be resolved, for instance in a ClassVar, counts as Any.
+    unknown: such names that were found so far, for the recursive call.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)

@@ -44,8 +44,9 @@ class OutcomeRule:
     """Amount subtracted from the return, with train_penalised; 0 with every other disposition."""
 
     def masks(self, *, is_graded: bool) -> bool:
-        """Return whether the rule masks a trajectory, which is then neither dropped nor trained.
+        """Return whether the rule masks a trajectory: keeps it out of the loss without dropping it.
 
+        A masked trajectory counts in its group's baseline if it is graded.
         is_graded: whether the trajectory's return is a grade (`Trajectory.is_graded`).
         """
         is_scored = self.disposition is Disposition.SCORE

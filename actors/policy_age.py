@@ -2,12 +2,12 @@
 
 Versions count publications, not steps. If the weights of a restarted trainer are not bitwise equal
 to the published weights, the trainer publishes the weights of that step again under the next
-version (docs/semantics.md): both versions belong to one step, and tokens do not age between them.
+version (docs/semantics.md). Both versions belong to one step, and tokens do not age between them.
 
-Turns of sessions are stored, and outlive a term. A term that returns to a checkpoint undoes the
-versions after that checkpoint, and gives their numbers to other weights. Tokens of an undone
-version are marked (`UNDONE`): they are trained with their recorded log-probabilities, which are not
-compared with a trainer's, and their age is at least 0.
+If a run returns to a checkpoint, the versions after the checkpoint are undone, and other weights
+get their numbers. Stored turns of sessions may hold tokens of undone versions, which are then
+marked (`UNDONE`). Such a token is trained with its recorded log-probability, which is not compared
+with the trainer's, and its age is at least 0.
 
 The merge actor records ages in reports and the journal, and the trainer refuses tokens whose age
 exceeds a bound; the audit and the gateway use ages too.
@@ -58,10 +58,10 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the last version of a term that no later term has undone.
+    """Return the last version of a term that no later term has undone; None without a later term.
 
-    A later term undoes the versions after the version from which it continued. Return None if
-    there is no later term.
+    A term is the time from a start of the run to its end. It undoes all versions of earlier terms
+    after the version from which it continued.
 
     Args: first_versions: the version from which each term continued, by term.
     Example: {1: 0, 2: 6, 3: 4, 4: 8}: terms 1 and 2 -> 4; term 3 -> 8; term 4 -> None

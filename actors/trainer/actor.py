@@ -191,7 +191,11 @@ class TrainerRankActor:
 
 
 def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
-    """Return a function that calls `WeightBoard.form_group`, for the thread of a `Sender`."""
+    """Return the function by which a `Sender` requests a group of engines for its next broadcast.
+
+    The function calls `WeightBoard.form_group` and blocks; the sender has its own thread for it.
+    It returns None if the board does not answer in time. It raises StaleTerm if the board died.
+    """
 
     def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)

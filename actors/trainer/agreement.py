@@ -1,16 +1,15 @@
 """Agree among the ranks to refuse a step's shards, or to abandon the step before its first update.
 
-A shard can be made for another version than the trainer holds (after a recovery), have tokens that
-are too old (an error of admission), or differ from the other ranks' shards (an error of the
-supervisor). The packing of rows is not checked here; the packer's property tests do that. If one
-rank refuses its shard, all ranks refuse theirs, so that no rank waits for another in a later
-collective.
+A shard is refused if it was made for another version than the trainer holds (after a recovery),
+has tokens that are too old, or differs from the other ranks' shards. If one rank refuses its shard,
+all ranks refuse theirs, so that no rank waits for another in a later collective. The packing of
+rows is not checked here.
 
 A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
-different times; between two micro-batches the ranks agree whether any rank has received the
-request. Before the first update of a step the ranks still have the weights of the previous step, so
-they can write a checkpoint of the previous step. Called by `TrainerRank`. The module does not
-import torch at its top, because the supervisor imports the errors.
+different times, so between two micro-batches the ranks agree whether any of them has received it.
+Before the first update the ranks still hold the weights of the previous step, and can write its
+checkpoint. Called by `TrainerRank`; torch is imported late, because the supervisor imports the
+errors.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def check_versions(
     """Raise if the shard's versions do not fit the version that the trainer holds.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
-    token, in training steps; None: no limit. republished: versions that belong to the same step as
-    the version before them. If trainer_version is one of them, a shard that was made for the
-    version before it is accepted too.
+    token, in training steps; None: no limit. republished: versions under which weights were
+    published a second time (`actors.policy_age`). A shard may have been made for the version under
+    which the weights of `trainer_version` were published first.
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)

@@ -1,12 +1,13 @@
 """Directories and manifests of checkpoints, and a claim that lets only the newest term write them.
 
-A checkpoint is a directory such as `step-000012-t2`: shards of weights and optimiser, and
-`manifest.json`, written last, with a digest of every other file and of itself. Invariants: a
-directory with a manifest is complete, and one without is not a checkpoint; weights are read only
-after `check_files` has compared the bytes with their digests; after a term has claimed the parent
-directory, an older term writes and deletes nothing there. The module does not import torch: the
-command line and the supervisor use it before anything that trains is imported. `sharded_model`
-writes and reads the shards.
+A checkpoint is a directory such as `step-000012-t2`, written at step 12 by term 2; a term is the
+time from a start of the run to its end. The directory has shards of weights and optimiser, and
+`manifest.json`, written last, with a digest of every other file and of itself. `sharded_model`
+writes and reads the shards. Invariants: a directory with a manifest is complete, and a directory
+without one is not a checkpoint; weights are read only after `check_files` has compared the bytes
+with their digests; after a term has claimed the parent directory, an older term writes and deletes
+nothing there. This module does not import torch, because the command line and the supervisor use it
+before anything that trains is imported.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ def _digest_of_fields(fields: Mapping[str, Any]) -> str:
 
 
 def claim(root: Path, term: int) -> None:
-    """Claim the checkpoint directory for a term, so that an older term can no longer save.
+    """Claim the directory of all checkpoints for a term of the run; older terms can no longer save.
 
     The files of interrupted saves are removed.
 

@@ -252,10 +252,10 @@ class TrainerGroup:
             await asyncio.wait(asked, timeout=_LOOK_EVERY_S)
 
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
-        """Make the ranks' weights the board's current publication.
+        """Publish the ranks' weights on the weight board, from which the engines load them.
 
-        The call ends after the board has published the weights. The board then has its own copies
-        of the buffers, unless rank 0 broadcasts the buffers.
+        The call ends when the board has its own copies of the buffers; it does not wait for the
+        engines. If rank 0 broadcasts the weights to the engines, the board gets no buffers.
 
         Returns: the published groups; without buffers if rank 0 broadcasts them.
         Raises: ValueError if the ranks hold another version; TrainerRankLost; ActorLost if the

@@ -217,7 +217,7 @@ def peft_names(module: str) -> tuple[str, str]:
 
 
 def checkpoint_names(causal_lm: PreTrainedModel) -> dict[str, str]:
-    """Return the name that each adapted layer has in the model's files, by its name in the model.
+    """Map the name of each adapted layer in transformers' model to its name in the model's files.
 
     Raises: NotImplementedError if a layer's weight is a part of a larger tensor in the files,
         because an engine cannot load an adapter of such a layer.
@@ -243,8 +243,9 @@ def _checkpoint_name(causal_lm: PreTrainedModel, name: str, layer: nn.Linear) ->
 def base_digest(causal_lm: PreTrainedModel, *, is_collective: bool = True) -> str:
     """Return a digest of the frozen parameters, by which a checkpoint recognises its base model.
 
-    The model must not be sharded yet. is_collective: each rank reads a part of the parameters and
-    all ranks call this function; if False, this process reads all of them.
+    The model must not be sharded yet.
+    is_collective: True if all ranks call this function, each of which then reads only a part of the
+    parameters; False if only this process calls it and reads all of them.
     """
     frozen = [item for item in causal_lm.named_parameters() if not is_of_adapter(item[0])]
     if is_collective:

@@ -264,8 +264,8 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Compute each layer's activations again in the backward pass, to save memory.
 
-    transformers does so only for a layer in training mode. So each layer is put into training mode,
-    and hooks put it into evaluation mode whenever it computes.
+    The layers compute in evaluation mode all the same: transformers checkpoints only a layer in
+    training mode, so a layer is in training mode except while it computes.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():

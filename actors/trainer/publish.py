@@ -1,10 +1,9 @@
 """Gather full weights from the shards and pack them by group for the weight board.
 
-Invariant: names and tensors are those of the model's checkpoint, each once (a tied head is sent
-only as the embedding). A model with adapters is sent with the adapters merged into its weights, or
-only its adapters are sent, under PEFT's names. transformers may hold a layer's experts as one
-tensor, or give a module another name than the files do; the engine still receives the names and
-tensors of the files.
+Invariant: the engine receives each tensor of the model's checkpoint once, under the name that it
+has in the files (a tied head is sent only as the embedding). This also holds if transformers stores
+a layer's experts as one tensor, or renames a module. Adapters are merged into the weights, or only
+the adapters are sent, under PEFT's names.
 Gathering is collective: every rank iterates to the end, even if it keeps nothing. Called by
 `TrainerRank`.
 """

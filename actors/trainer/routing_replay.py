@@ -1,12 +1,12 @@
-"""Replay recorded routing, so that a mixture uses the experts that the engine chose.
+"""Replay recorded routing, so that a mixture-of-experts model uses the experts of the engine.
 
 Rounding can make the trainer's router choose other experts than the engine's router, which gives
 the token another probability. Only the choice is replayed; the trainer's router still computes the
-weights of the chosen experts, so that the gradient reaches the router. Invariant: a forward pass
-gets its records in its keyword `replayed_experts`. Each decoder layer passes the records to its
-router when the layer begins, also when gradient checkpointing computes the layer again. So two
-models or two passes share nothing, and a pass without records uses the model's own routing. Called
-by `PolicyModel`.
+weights of the chosen experts, so that the gradient reaches the router. A forward pass gets its
+records in its keyword `replayed_experts`; without records the model uses its own routing. Each
+decoder layer passes the records to its router when the layer begins, also when gradient
+checkpointing computes the layer again. So no state is shared between models or passes. Called by
+`PolicyModel`.
 """
 
 from __future__ import annotations

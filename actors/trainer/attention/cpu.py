@@ -1,14 +1,13 @@
 """Attention over a forest on the CPU, forward and backward, by the blocks of a plan.
 
-The softmax over several blocks of keys is combined from the results of the blocks, weighted by
-their normalisers: lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out_b, where out_b and
-lse_b are the output and the normaliser of attention to block b only.   Source: Milakov and
-Gimelshein 2018, section 3, as used in FlashAttention (Dao et al. 2022, section 3.1). The gradient
-of a block needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines 14 to 20). So
-torch's own kernel computes each block once in each direction, and the gradients of shared keys are
-added block by block, in the plan's order and without an atomic scatter-add. This kernel is the one
-that `scaled_dot_product_attention` runs on the CPU; it is called directly because that function
-does not return the normalisers. Called by `interface`.
+torch's kernel computes the output out_b and the normaliser lse_b of attention to each block b of
+keys. They are combined to the attention to all keys: lse = log(sum_b exp(lse_b)),
+out = sum_b exp(lse_b - lse) out_b.   Source: Milakov and Gimelshein 2018, section 3, as used in
+FlashAttention (Dao et al. 2022, section 3.1). The gradient of a block needs only the whole row's
+`out` and `lse` (ibid., algorithm 4, lines 14 to 20), so each block is computed once in each
+direction. The gradients of shared keys are added in the plan's order, without an atomic
+scatter-add. `scaled_dot_product_attention` runs the same kernel on the CPU, but does not return the
+normalisers, so the kernel is called directly. Called by `interface`.
 """
 
 from __future__ import annotations
@@ -176,9 +175,9 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, from torch's backward kernel.
 
-    The kernel computes in the type of the normaliser if there are at most _FLOAT32_KEYS keys.
-
     Args: inputs: gradient of out, query, key, value and out, [N, H, L, D] each.
+    Returns: gradients of the inputs' type; of the normaliser's type (float32 for bfloat16) if there
+        are at most _FLOAT32_KEYS keys, for which the kernel is faster in this type.
     """
     if inputs[2].shape[2] <= _FLOAT32_KEYS:
         inputs = [each.to(normalizer.dtype) for each in inputs]

@@ -1,8 +1,8 @@
 """Attention over a forest on CUDA: FlexAttention with a block mask from the layout.
 
-This module has not been run on a GPU yet. The tests compare only its mask with the blocks of `cpu`,
-as booleans, and its uncompiled forward with the result of `cpu`, because FlexAttention has no
-backward on the CPU. Called by `interface`.
+This module has not been run on a GPU yet. On the CPU, where FlexAttention has no backward, the
+tests compare the mask with the blocks of `cpu`, and the uncompiled forward with the result of
+`cpu`. Called by `interface`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def mask_function(layout: PackedLayout, *, window: int | None) -> MaskFunction:
     """Return FlexAttention's mask function: (batch, head, query row, key row) -> visible.
 
-    k <= q < subtree_end[k], that is: k's segment is q's own or an ancestor's (in preorder a
-    subtree is contiguous), and k does not come after q. With a window also
-    position[q] - position[k] < window.   Source: the entry and exit times of a depth-first search,
-    with rows as times.
+    A query sees the earlier tokens of its segment and of the segment's ancestors. Because rows are
+    in preorder, these are the keys k with k <= q < subtree_end[k]. With a window also
+    position[q] - position[k] < window.   Source: the entry and exit times of a depth-first search;
+    here row numbers are the times.
     """
     segments = layout.segments
     subtree_ends = torch.from_numpy(segments.token_subtree_ends()).to(layout.device)

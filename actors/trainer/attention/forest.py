@@ -1,19 +1,18 @@
 """The layout of a packed row (which tokens attend to which), and the CPU's plan to compute it.
 
-A row is a forest of segments in preorder (`actors.batch.MicroBatch`); a row without shared prefixes
-is the forest whose segments are all roots. A token attends to the tokens before it on its path.
-Because of the preorder one comparison decides: query q sees key k if k <= q < subtree_end[k].
+A row is a forest of segments in preorder (`actors.batch.MicroBatch`); without shared prefixes all
+segments are roots. A token attends to the tokens before it on its path from the root: query q sees
+key k if k <= q < subtree_end[k], which suffices because of the preorder.
 
-The plan splits the attention into blocks. Each piece (a segment, or a part of one) attends causally
-to itself; pieces of similar length are padded together into buckets. Then all descendants of a
-piece attend to its keys at once: in preorder the descendants are one contiguous block of queries.
-So no key is copied for a path, and every pair of query and key is in exactly one block. With a
-sliding window, segments are first cut into pieces no longer than the window, so that the window
-hides nothing within a piece, and a block keeps only the queries that are near enough to see its
-last key.
+The plan splits the attention into blocks, so that every pair of query and key is in one block and
+no key is copied. First, each segment attends causally to itself; segments of similar length are
+padded together into buckets. Then all descendants of a segment attend to its keys at once: in
+preorder they are one contiguous block of queries.
+With a sliding window, segments are first cut into pieces no longer than the window, so that the
+window hides nothing within a piece. A block then has only the queries that are near enough to see
+its last key.
 
-Invariant: layout and plan hold for all layers of the row's forward and backward. Pure; called by
-`model`, `interface` and `cpu`.
+Layout and plan hold for all layers of the row. Pure; called by `model`, `interface` and `cpu`.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Segments:
         return np.arange(self.num_tokens, dtype=np.int64) + offsets
 
     def token_subtree_ends(self) -> Ints:
-        """Return the subtree end of each token's segment, [T]."""
+        """Return `subtree_ends` of each token's segment, one number for each token: [T]."""
         return np.repeat(self.subtree_ends, self.lengths)
 
 

@@ -1,13 +1,13 @@
 """Ratios of policies, and the importance weights and rejection masks that derive from them.
 
-Three policies, three names. *behaviour*: the engine that sampled the token. *old*: the trainer at
-the step's start. *current*: the trainer now. A ratio compares current with one of the other two,
-which is its denominator.
+There are three policies. *behaviour*: the engine that sampled the token. *old*: the trainer at the
+step's start. *current*: the trainer now. A ratio divides the probability under *current* by the
+probability under *behaviour* or *old*, its denominator.
 
-Weights and masks are separate values, without gradient. Weights and masks are computed from
-log-ratio = trainer - behaviour: how much a token's log-probability differs because of the engine's
-arithmetic and the data's age. The weight rescales a token's loss. The mask sets a token's loss to
-0. A masked token still counts in the mean over tokens, so that other tokens do not get more weight.
+Weights and masks correct for the difference between trainer and engine, which is due to the
+engine's arithmetic and the data's age. Both are computed from log-ratio = trainer - behaviour,
+without gradient. The weight rescales a token's loss. The mask sets a token's loss to 0; a masked
+token still counts in the mean over tokens, so that other tokens do not get more weight.
 
 A trajectory consists of all trained tokens of a row that have the same trajectory_index, in one or
 several samples. So values of a trajectory do not change if turns are merged. Pure; called by
@@ -74,15 +74,16 @@ def sequence_log_ratio(
 ) -> Tensor:
     """Return the log of the geometric mean of the token ratios of each trajectory.
 
-    s_i = exp(mean_t(current_t - denominator_t)), ratio_t = sg[s_i] p_t / sg[p_t], over all trained
-    tokens t of trajectory i.   Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, section 4.1 for
-    s_i, section 4.3 (GSPO-token) for the straight-through form. If the tokens of a trajectory share
-    one advantage and one weight, the form has the same value and gradient as GSPO (deviation: the
-    mean is over the tokens of all samples of a trajectory, not of one response).
+    s_i = exp(mean_t(current_t - denominator_t)), over all trained tokens t of trajectory i. Each
+    token gets ratio_t = sg[s_i] p_t / sg[p_t], where sg stops the gradient: the value is s_i, and
+    the gradient passes only through the token's own probability p_t.
+    Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, section 4.1 for s_i, section 4.3
+        (GSPO-token) for ratio_t, which has the same value and gradient as GSPO if the tokens of a
+        trajectory share one advantage and one weight. Deviation: the mean is over the tokens of
+        all samples of a trajectory, not of one response.
 
     Args: log-probabilities: [M] float32, nats. trajectory_index: [M] int64.
-    Returns: ln ratio_t, [M] float32: ln s_i at each token of i, with gradient 1 for the token's
-        own log-probability.
+    Returns: ln ratio_t, [M] float32, with gradient 1 for the token's own log-probability.
     Example: token log-ratios [ln 4, 0, 0], index [0, 0, 1] -> [ln 2, ln 2, 0]
     """
     log_ratio = (current_logprobs - denominator_logprobs).detach()

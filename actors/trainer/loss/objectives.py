@@ -1,13 +1,12 @@
 """The policy objectives, which compute a loss for each token from its ratio and advantage.
 
 All objectives raise a token's probability if its advantage is positive and lower it if the
-advantage is negative; they differ in how they limit the change. At ratio 1, the
-derivative of each loss with respect to the token's log-probability is -A, as in the plain policy
-gradient. `token_losses` applies the
-objective that the settings name, and marks the *clipped* tokens. The objectives cispo and reinforce
-multiply a token by a weight without gradient, and clip a token if they bound its weight. The other
-objectives clip a token if they remove its gradient. A token is clipped high at a high ratio, and
-clipped low at a low ratio.
+advantage is negative; they differ in how they limit the change. At ratio 1, the derivative of each
+loss with respect to the token's log-probability is -A, as in the plain policy gradient.
+
+`token_losses` applies the objective that the settings name, and marks the *clipped* tokens: those
+whose weight is bounded (cispo, reinforce) or whose gradient is removed (the other objectives).
+A token is clipped high at a high ratio, and clipped low at a low ratio.
 Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
 p the token's probability.
 """

@@ -37,9 +37,11 @@ def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> st
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
-    """Return the marker that an earlier build wrote; None if the directory is missing or empty.
+    """Return the content of the marker file by which a directory is recognised as a tiny model.
 
-    Raises: FileExistsError if the directory holds anything else.
+    Returns: the settings and the report that the build stored; None if the directory is missing or
+        empty.
+    Raises: FileExistsError if the directory holds anything but a tiny model.
     """
     if not directory.exists():
         return None

@@ -56,8 +56,8 @@ class Decks:
     """Deals random numbers from 1 to `high`, like cards from a shuffled deck.
 
     A deck is shuffled again only after all its numbers are dealt, so that their frequencies vary
-    less than those of independent draws. Each `high` and turn has its own deck, so that the guesses
-    of a game are independent of each other.
+    less than those of independent draws. There is a separate deck for each pair of `high` and turn,
+    so that the guesses of a game are independent of each other.
     """
 
     def __init__(self) -> None:
