@@ -7,7 +7,7 @@ version (docs/semantics.md). Both versions belong to one step, and tokens do not
 If a run returns to a checkpoint, the versions after the checkpoint are undone, and other weights
 get their numbers. Stored turns of sessions may hold tokens of undone versions, which are then
 marked (`UNDONE`). Such a token is trained with its recorded log-probability, which is not compared
-with the trainer's, and its age is at least 0.
+with the trainer's, and its age is never negative.
 
 The merge actor records ages in reports and the journal, and the trainer refuses tokens whose age
 exceeds a bound; the audit and the gateway use ages too.
@@ -60,8 +60,8 @@ def newest_kept(sampled: Int32s) -> int:
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
     """Return the last version of a term that no later term has undone; None without a later term.
 
-    A term is the time from a start of the run to its end. It undoes all versions of earlier terms
-    after the version from which it continued.
+    Each start or recovery of a run begins a new term. The new term continues from a version, and
+    undoes all later versions of the earlier terms.
 
     Args: first_versions: the version from which each term continued, by term.
     Example: {1: 0, 2: 6, 3: 4, 4: 8}: terms 1 and 2 -> 4; term 3 -> 8; term 4 -> None

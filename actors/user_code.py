@@ -115,7 +115,10 @@ async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]
 
 
 def note_of_close(error: BaseException) -> str:
-    """Return the note that `closing` added to an exception, after "; "; return "" without one."""
+    """Return the note that `closing` added to an exception, to be appended to an error text.
+
+    The note begins with "; ". Return "" if there is no note.
+    """
     notes = getattr(error, "__notes__", ())
     return "".join(f"; {note}" for note in notes if note.startswith(_CLOSE_FAILED))
 
@@ -240,7 +243,7 @@ is none."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostCalls:
-    """The calls of one function that gave no answer and ended in the same way."""
+    """Calls of one function that gave no answer (lost calls) and that all ended in the same way."""
 
     function: str
     end: str

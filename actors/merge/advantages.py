@@ -1,18 +1,17 @@
 """Compute the advantage of each trained token, from the returns of its group or from a critic.
 
-Start with `credit_group`, which chooses the method by the settings `baseline` and `turn_discount`.
-The settings `baseline` and `scale` are independent. Called by `step`.
+Start with `credit_group`, which chooses the method by the settings `baseline` and `turn_discount`:
+- mean, leave_one_out: each trajectory's return is compared with the returns of its group; with
+  `turn_discount`, this is done for each turn. Every trajectory counts once, so advantages do not
+  depend on how many samples its turns were merged into.
+- none: the return. If it includes a KL penalty, a token's advantage includes only the penalties of
+  this token and of later tokens.
+- critic: GAE over a trajectory's action tokens in the order of play. Tokens of observations do not
+  count in the decay by lambda, so that a long answer of the environment does not reduce credit. The
+  state of a token is all that precedes it in its sample; in a trajectory that branched (a
+  sub-agent, a compacted history) this is not all that was played before.
 
-With a group baseline (mean, leave_one_out), the return of each trajectory is compared with the
-returns of its group; with `turn_discount`, this is done for each turn. If `baseline` is `none` and
-the reward includes a KL penalty, a token's advantage includes only the penalties of this token and
-of later tokens. Statistics count each trajectory once, so advantages do not depend on how many
-samples its turns were merged into.
-
-If `baseline` is `critic`, GAE runs over a trajectory's action tokens in the order of play. Tokens
-of observations are skipped and do not count in the decay by lambda, so that a long answer of the
-environment does not reduce credit. The state of a token is all that precedes it in its sample; in a
-trajectory that branched (a sub-agent, a compacted history) this is not all that was played before.
+The setting `scale` is independent of `baseline`. Called by `step`.
 """
 
 from __future__ import annotations
@@ -163,13 +162,13 @@ def turn_advantages(
 ) -> tuple[list[Float64s], EvictionReason | None]:
     """Turn the rewards of a group's turns into an advantage for each turn.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t the value of each member i of the group is R_{i,
-    min(t, last turn of i)}; a member that ended before turn t has the R of its last turn.
-    `group_advantages` is applied to these values, separately for each t.
+    R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied separately for each t, to
+    the R_{i,t} of all members i of the group. A member that ended before turn t counts with the R
+    of its last turn.
     Source: Kevin, arXiv 2507.11948, 3, which compares the discounted returns of turns within a
         group. Deviation: here a turn is compared with the same turn of the other members. Kevin
-        compares it with all turns of the group, which penalises the first turns of a won game for
-        their distance from the reward, and counts a long trajectory more often than a short one.
+        compares it with all turns of the group. This would penalise the first turns of a won game,
+        far from the reward, and would count a long trajectory more often than a short one.
     With discount 1 and rewards only at the end, every turn gets its trajectory's advantage, even if
     the members have different numbers of turns.
 

@@ -66,7 +66,7 @@ def members_of(step: JournalStep) -> tuple[Member, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class Journal:
-    """A writer of the steps of one term, the time from a start of the run to its end."""
+    """A writer of the steps of one term; each start or recovery of a run begins a new term."""
 
     directory: Path
     """The journal's directory in the run directory, as the merge actor's node sees it."""

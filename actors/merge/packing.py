@@ -209,9 +209,9 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
 def _number_trajectories(
     samples: Sequence[Sample], sample_of_trained: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Return the number of each trained token's trajectory: [M].
+    """Number the trajectories of a row from 0, and return the number for each trained token: [M].
 
-    The numbers begin at 0 in the row and have no gaps.
+    A trajectory without trained tokens gets no number.
     """
     first_seen: dict[str, int] = {}
     of_sample = np.array(

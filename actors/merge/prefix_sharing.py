@@ -119,10 +119,10 @@ def row_experts(
     """Choose the routing record of each position of a row, from the records of the row's samples.
 
     The experts of a token depend on the token and on all tokens before it. So samples that share a
-    prefix may share its records too. If several samples have a record of the same token after the
-    same tokens, all of them use the first sample's record. A sample without a record of the token
-    uses the record of another sample. This is done in rows without shared prefixes too, so that
-    sharing prefixes changes no number.
+    prefix may also share the routing records of the prefix. If several samples have a record of the
+    same token after the same tokens, all of them use the first sample's record. A sample without a
+    record of the token uses the record of another sample. This is done in rows without shared
+    prefixes too, so that sharing prefixes changes no number.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records that are not
@@ -199,9 +199,8 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring trajectories, in prefix order; arrays are [N].
 
-    `shared` and `inner` suffice to compute how many leading tokens any two items share: the
-    smallest of these numbers between the two. So the size of any row of items is known without
-    another look at the tokens.
+    The number of leading tokens that two items share is the minimum of `shared` and `inner` over
+    the items between the two. So the size of any row can be computed without the tokens.
     """
 
     order: list[int]
@@ -260,9 +259,9 @@ def sort_trajectories(
 ) -> SortedItems:
     """Sort trajectories by the tokens of their first samples, and measure each trajectory.
 
-    Trajectories with a long common prefix become neighbours. Only the first samples of two
-    neighbours are compared. Their later samples may share tokens too. A row is therefore never
-    larger than these sizes predict, but may be smaller.
+    Trajectories with a long common prefix become neighbours. Neighbours are compared by their first
+    samples only, although later samples may share tokens too. So the sizes are upper bounds: a row
+    may be smaller than they predict.
     """
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]

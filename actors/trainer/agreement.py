@@ -49,10 +49,11 @@ def check_versions(
 ) -> None:
     """Raise if the shard's versions do not fit the version that the trainer holds.
 
+    A shard may be made for an earlier version than the trainer's if both belong to one step.
+
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
-    token, in training steps; None: no limit. republished: versions under which weights were
-    published a second time (`actors.policy_age`). A shard may have been made for the version under
-    which the weights of `trainer_version` were published first.
+    token, in training steps; None: no limit. republished: versions that belong to the same step as
+    the version before them (`actors.policy_age`).
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)

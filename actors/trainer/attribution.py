@@ -1,12 +1,12 @@
-"""The share of each trajectory in an update's gradient: norms, and dot products with the sum.
+"""Measure the share of each trajectory in an update's gradient.
 
-An update's loss is a sum over its tokens, so the update's gradient is the sum of the gradients of
-its trajectories: G = sum_i g_i. Two passes each run one backward for each trajectory: the first
-gives every |g_i| and adds up G, the second gives every g_i . G. So only two gradients are kept in
-addition to the model: the sum over all trajectories and the sum over the current group. Two
-alternatives were rejected: keeping every g_i, because each is as large as the model; and random
-projections of every g_i, which save one pass but give every dot product an error of about |g_i||G|
-/ sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of an update.
+The update's gradient G is the sum of its trajectories' gradients g_i, because the loss is a sum
+over tokens. The first pass runs a backward for each trajectory, gives every norm |g_i| and adds up
+G. The second pass computes every g_i again, and gives its dot product with G. So only two gradients
+are kept in addition to the model: the sum over all trajectories and the sum over the current group.
+Keeping every g_i was rejected, because each is as large as the model. Random projections of g_i
+would save one pass, but give every dot product an error of about |g_i||G| / sqrt(dimensions).
+Called by `TrainerRank`. Letters: [N] rows of an update.
 """
 
 from __future__ import annotations

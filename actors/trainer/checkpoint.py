@@ -1,7 +1,7 @@
 """Directories and manifests of checkpoints, and a claim that lets only the newest term write them.
 
-A checkpoint is a directory such as `step-000012-t2`, written at step 12 by term 2; a term is the
-time from a start of the run to its end. The directory has shards of weights and optimiser, and
+A checkpoint is a directory such as `step-000012-t2`, written at step 12 by term 2; each start or
+recovery of a run begins a new term. The directory has shards of weights and optimiser, and
 `manifest.json`, written last, with a digest of every other file and of itself. `sharded_model`
 writes and reads the shards. Invariants: a directory with a manifest is complete, and a directory
 without one is not a checkpoint; weights are read only after `check_files` has compared the bytes

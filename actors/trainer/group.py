@@ -484,7 +484,7 @@ def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> T
     """Choose the rank to blame for a failed call, and return the error about this rank.
 
     A rank that died is blamed first, then a rank that raised, then a rank that is late.
-    limit: what a late rank did not do; it follows "no" in the error.
+    limit: what a late rank failed to give, such as "progress for 60 s", for the error's text.
     """
     failed = [
         (rank, error)
@@ -517,7 +517,7 @@ def _start_failure(
 
 
 def _is_caused_elsewhere(cause: BaseException) -> bool:
-    # These imports take two seconds, which a group that starts without an error does not need.
+    # These imports take two seconds. A group that starts without an error does not need them.
     import torch
     import torch.distributed as dist
 

@@ -1,15 +1,14 @@
 """The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
-Metadata stays in the actor; payloads are in the object store, and the actor owns them. Ray frees
-the objects of a dead process, and a finished trajectory must outlive the environment actor that
-played it. So `put` receives the block by value (large blocks come through shared memory) and stores
-it as the queue's own object. Readers get references. Every wait has a deadline; an empty answer
-means that nothing was available before the deadline.
+Ray frees the objects of a dead process, but a finished trajectory must outlive the environment
+actor that played it. So `put` receives the block by value (large blocks come through shared memory)
+and stores it as the queue's own object; readers get references. Metadata stays in the actor. Every
+wait has a deadline; an empty answer means that nothing was available before the deadline.
 
 If a queue dies, Ray restarts it with the same handles but without its state, and calls wait until
 the supervisor has opened it. Every answer to the training loop contains a cut (`QueueCut`): the
-queue's state, and its events since the last answer. A restarted queue is opened with the state of
-the newest cut, so that the training loop and the queue agree.
+queue's state, and its events since the last answer. The supervisor opens a restarted queue with the
+state of the newest cut, which is the state that the training loop knows.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class TrajectoryQueue:
         """Start from `snapshot`, or empty if `snapshot` is None. All other calls wait for this
         call.
 
-        Args: opening: number of queues that the term opened before this one. keeps_taken: as for
-            `QueueState`.
+        Args: opening: 0 for the first process of the queue in a term of the run, 1 after the first
+            restart of the queue, and so on. keeps_taken: as for `QueueState`.
         Returns: True if this call, or an earlier call with the same `opening`, opened the queue;
             False if a call with another `opening` did.
         """

@@ -1,10 +1,10 @@
-"""Take assignments from the queue and send it finished trajectories, in an actor that plays.
+"""Take assignments from the queue, play them, and send the finished trajectories to the queue.
 
 Invariant: every assignment becomes exactly one trajectory that is sent to the queue, or `run`
-raises, and the supervisor then gives this actor's rollouts to another actor. A slot is free again
-only after its trajectory has been sent, so a full queue slows down the actor. If the queue dies,
-the exchange drops its assignments and trajectories, and the next queue hands the rollouts out
-again. Called by the actors that play: environment actors and the gateway.
+raises, and the supervisor then gives this actor's rollouts to another actor. An actor holds at most
+`num_slots` rollouts, and a rollout counts until its trajectory has been sent, so a full queue slows
+down the actor. If the queue dies, the exchange drops everything that it holds, and the next queue
+hands the rollouts out again. Called by environment actors and the gateway.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class RolloutExchange:
         """Create an exchange; `run` starts it.
 
         Args: play: function that plays one rollout to its end. If it raises, the rollout counts as
-        an infrastructure error. `stop` cancels its calls, and so does the queue's death. After the
-        queue's death, the next attempt of a rollout may begin while the cancelled call still runs.
-        queue: handle of the trajectory queue actor. environments: names of the environments whose
-        tasks are taken. num_slots: number of rollouts held at a time, >= 1. is_durable: if True,
-        rollouts that `stop` cancels are dropped, and another actor delivers them later; if False,
-        they are sent to the queue with the outcome cancelled.
+            an infrastructure error. The call is cancelled by `stop` and when the queue dies; after
+            the queue's death a new attempt of the rollout may begin before the cancelled call ends.
+            queue: handle of the trajectory queue actor. environments: names of the environments
+            whose tasks are taken. num_slots: number of rollouts held at a time, >= 1.
+            is_durable: what happens to rollouts that `stop` cancels. True: they are dropped, and
+            another actor delivers them later. False: they are sent with the outcome cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id

@@ -29,7 +29,7 @@ RolloutState = Literal["pending", "handed_out", "finished", "gone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """A task for a group number that the window admits."""
+    """A request to give a task to a group number that is free."""
 
     group_number: int
     task: Task
@@ -368,12 +368,12 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 
 
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
-    """Restore a group from its snapshot.
+    """Restore a group from its snapshot, without the payloads of its trajectories.
 
-    Rollouts that have left the ledger stay gone. The others are pending again.
+    Rollouts that have left the ledger stay gone. All others are played again: they are pending.
 
-    is_taken: whether a step has taken the group. The other rollouts are then finished instead of
-    pending, because the step's batch may be built already; their payloads count as lost.
+    is_taken: whether a step has taken the group. If so, these rollouts are finished instead, with
+    lost payloads: if the step's batch is built already, no payload is needed.
     """
     group = Group(
         number=snapshot.number,
@@ -398,10 +398,10 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedGroups:
-    """The groups that have failed since the last usable group.
+    """The groups that have failed since the last usable group; too many of them end the run.
 
     A group is usable if it closes with enough members for a baseline. Any other group is evicted,
-    and its number is filled again; if every episode fails, a run would repeat this forever.
+    and its number gets another task. If every episode fails, this would repeat forever.
     """
 
     num_usable_before: int
@@ -472,9 +472,9 @@ class Refills:
     If all members of a closed group have equal returns in the baseline, the advantages would be 0,
     so the group's number gets another task. Reward shaping is not considered here, because the
     merge actor applies it later.
-    Source: DAPO, arXiv 2503.14476, equation 11 (deviations: only this group is replaced instead of
-        the whole batch; a number that was refilled `limit` times keeps the next group, so that a
-        solved task set leads to weak updates instead of a blocked step).
+    Source: DAPO, arXiv 2503.14476, equation 11. Deviations: only this group is replaced instead of
+        the whole batch; after `limit` replacements the next group with this number is kept. So a
+        solved task set leads to weak updates, and not to a step that is never complete.
     """
 
     def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:

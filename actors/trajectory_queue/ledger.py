@@ -1,12 +1,13 @@
-"""The conservation ledger: every admitted rollout leaves exactly once.
+"""The conservation ledger: every admitted rollout is counted until it is either trained or evicted.
 
 Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
-flight from its admission until it is trained or evicted; its attempts are not counted here. Events
-are numbered; the caller drains and stores them. If an event was drained but not stored before a
-crash, it is drained again with the same number. Only the ids of rollouts in flight are kept, so
-that the ledger does not grow with the run. The ledger also counts the sampled tokens of attempts
-that no step took; the record of the next step includes these counts. Called by the queue state; the
-merge actor uses the same reasons for the rollouts of a step.
+flight from its admission until it is trained or evicted; retries do not count as rollouts. Each
+change is a numbered event; the caller drains and stores the events. After a crash, events that were
+not stored are drained again with the same numbers. Only the ids of rollouts in flight are kept, so
+that the ledger does not grow with the run.
+
+The ledger also counts the sampled tokens of attempts that no step took; the record of the next step
+includes these counts. Called by the queue state. The merge actor uses the same reasons.
 """
 
 from __future__ import annotations

@@ -140,11 +140,11 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """The events and summaries since the last cut, and the queue's state.
+    """The queue's state, and what has happened since the last cut.
 
-    Each ledger event is in exactly one cut. All events up to the snapshot's last_event_seq are in
-    this cut or in earlier cuts. `QueueState.drain` fills the fields up to `failed_groups`; the
-    queue actor fills the others.
+    A cut is part of every answer to the training loop. Each ledger event is in exactly one cut. All
+    events up to the snapshot's last_event_seq are in this cut or in earlier cuts.
+    `QueueState.drain` fills the fields up to `failed_groups`; the queue actor fills the others.
     """
 
     events: tuple[LedgerEvent, ...] = ()

@@ -60,7 +60,8 @@ class QueueState:
     ) -> None:
         """Start from a snapshot; every rollout that was in flight is pending again.
 
-        keeps_taken: whether the training loop still has the taken steps; if not, roll them back.
+        keeps_taken: whether the training loop still has the taken steps; if not, they count as
+        untaken.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -112,7 +113,7 @@ class QueueState:
                 self._ledger.drop_tokens(tokens.known())
 
     def admissible(self) -> list[OpenSlot]:
-        """Return the group numbers without a task, ascending, including replacements."""
+        """Return the group numbers that need a task, ascending: new and evicted groups."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)
@@ -202,8 +203,8 @@ class QueueState:
     ) -> bool:
         """Accept the usable members of a group, with the rewards that the group's scoring gave.
 
-        Returns: whether the members were accepted; False if this actor does not score the group
-            now, or if the group now has other members or attempts.
+        Returns: whether the members were accepted. The result is refused if this actor does not
+            score the group now, or if `scored` does not have exactly the group's usable attempts.
         """
         group = self._scored_by(actor_id, group_id)
         wanted = {(r.rollout_id, r.attempt) for r in group.usable()} if group else set()
@@ -256,7 +257,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Release the rollout's summary, which was withheld until its group was scored."""
+        """Let `drain` return the summary that was withheld until the group was scored."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -344,10 +345,10 @@ class QueueState:
     def hold(self, is_held: bool) -> None:
         """Begin a hold if is_held, otherwise end it. During a hold no rollouts are handed out.
 
-        No turns are sampled during a hold either, so a rollout that was handed out before may end
-        by a time-out or an infrastructure error. It is then played again without counting a
-        failure. In a durable environment the outcome counts as usual, because a new attempt would
-        only get the same result from the client.
+        The engines sample no turns during a hold, so a rollout that was handed out before may end
+        by a time-out or an infrastructure error. It is then played again, and no failure counts.
+        A durable environment is an exception, because a new attempt would get the same result from
+        the client: its outcomes count as usual.
         """
         self._is_held = is_held
         if is_held:
@@ -514,7 +515,7 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
-        """Fail lost attempts; in durable environments, repeat them without a failure."""
+        """Fail attempts whose results are lost; in durable environments, only repeat them."""
         for rollout in rollouts:
             # Ending a previous rollout may have closed the group and evicted this rollout.
             if self._find(rollout.rollout_id) is None or rollout.state == "gone":

@@ -1,9 +1,9 @@
 """The admission window: it bounds the policy age by admission, not by discarding work.
 
-P groups make a step; groups are numbered k = 0, 1, 2, ... at admission, steps from 1. Group k may
-be admitted if floor(k / P) <= v + S, where v is the version that every ready engine holds. A step
-takes P closed groups, one after the other, each from the W numbers that begin with the oldest group
-that is not yet taken.
+P groups make a step (`groups_per_step`). Groups are numbered k = 0, 1, 2, ... at admission, steps
+from 1. Group k may be admitted if floor(k / P) <= v + S, where v is the version that every ready
+engine holds, and S is `max_lag`. A step takes P closed groups, one after the other. Each must be
+one of the W numbers that begin with the oldest group that no step has taken.
 
 Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: if n
 groups are taken before group k, their numbers are below k + W and differ from k, so n <= k + W - 1.
@@ -213,15 +213,14 @@ def oldest_admitted_version(
 ) -> int:
     """Return the oldest version whose tokens a group may contain; older tokens are stale.
 
-    The returned version is the first version of step max(0, floor(k / P) - S), which is the oldest
-    version that can be loaded when group k is admitted. If no token of the group is older than this
-    version, no token exceeds the age bound when the group is trained. A session may have older
-    tokens if its group was admitted again with another number after a recovery.
+    This is the first version that step max(0, floor(k / P) - S) published (0: the initial weights),
+    the oldest that the engines can hold when group k is admitted. Tokens of this version or a newer
+    one do not exceed the age bound when the group is trained. A session may have older tokens, if a
+    recovery admitted its group again with another number.
 
-    Args: num_ahead: how much larger the policy version was than the step's number when the term
-        started.
-        republished: versions of the term that were published for the same step as the version
-        before them (`actors.policy_age`).
+    Args: group_number: k. algorithm: has P (groups_per_step) and S (max_lag). num_ahead: the policy
+        version minus the number of trained steps, when the term began. republished: versions of
+        the term under which weights were published a second time (`actors.policy_age`).
     Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag

@@ -6,14 +6,14 @@
     await board.report.remote(replica, term, version, scores)          # after it has loaded
     status = await board.wait_published.remote(version, 1, 60.0)        # the training loop
 
-A waiting poll is a replica's heartbeat. The board copies each published buffer into an object that
-it owns, so that the weights outlive the trainer rank that put them, and a replica that starts later
-can still load the current version. The board is not restarted: its state refers to objects that die
-with the board.
+Each start or recovery of a run begins a new term. A replica shows by its waiting `poll` that it is
+alive. The board copies each published buffer into an object that it owns, so that the weights
+outlive the trainer rank that put them, and a replica that starts later can still load the current
+version. The board is not restarted, because its objects die with it.
 
-A run's board is detached: board and engines outlive a supervisor if a new one replaces it in time.
-If no term has called the board for `orphan_timeout_s`, the board deletes the run's Serve
-applications and ends.
+A run's board is a detached actor: if a supervisor dies and a new one replaces it in time, board and
+engines continue. If no supervisor has called the board for `orphan_timeout_s`, the board deletes
+the run's Serve applications and ends.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class WeightBoard:
     # Methods for the trainer and the supervisor
 
     async def open_term(self, term: int) -> Keeping | None:
-        """Announce a new term of the run to the board, which from now on refuses older terms.
+        """Record that the run begins a new term (by a start or a recovery); refuse older terms.
 
         Returns: the settings with which the board was started; None if it is not detached.
         Raises: StaleTerm if a newer term is known.
@@ -179,14 +179,15 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Form a group of replicas for a broadcast, and return the caller's own seat.
+        """Form a group of replicas for a broadcast; called by the trainer, which sends the weights.
 
-        Wait up to timeout_s for the first replica that requests a seat, and then up to
-        `INVITATION_S` for others. After failed broadcasts, only some of them get a seat
-        (`Board.seat`); the others wait for the next group. Return None if there is no replica to
-        seat, or if `version` is no longer the current version.
+        Wait up to timeout_s for the first replica that requests to take part, and then up to
+        `INVITATION_S` for others. After failed broadcasts, only some of them take part
+        (`Board.seat`); the others wait for the next group.
 
-        Args: store: address of the store at which the caller, which has rank 0, meets the replicas.
+        Args: store: address at which the replicas meet the trainer, which has rank 0.
+        Returns: the trainer's own place in the group; None if no replica takes part, or if
+            `version` is no longer the current version.
         Raises: StaleTerm if a newer term is known.
         """
         self._board.check_term(term)
@@ -269,9 +270,9 @@ class WeightBoard:
         return work
 
     async def take_seat(self, replica_id: str, timeout_s: float) -> Seat | None:
-        """Wait up to timeout_s for a seat in a broadcast of the current publication.
+        """Wait up to timeout_s for a place in a broadcast of the current publication.
 
-        Returns: the seat; None if no group was formed in time. The replica must then poll again.
+        Returns: the place; None if no group was formed in time. The replica must then poll again.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s

@@ -1,4 +1,4 @@
-"""The weight board's state: the publication, the replicas that have it, and seats in broadcasts.
+"""The weight board's state: the publication, the replicas that have it, and groups for broadcasts.
 
     board.publish(Publication(term=1, version=7, groups=groups), now=0.0)    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
@@ -6,10 +6,11 @@
     board.report("a", 1, version=7, scores=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
-Times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Invariants: a
-publication's (term, version) never decreases, and a term older than the newest known term is
-refused; a replica is live while its lease lasts, and only live replicas are waited for; a replica
-holds a version after it has reported that the version was loaded, by either kind of transfer.
+Times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Each start or
+recovery of a run begins a new term. Invariants: a publication's (term, version) never decreases,
+and calls of a term older than the newest known term are refused; a replica is live for a limited
+time after each sign of life (its lease), and only live replicas are waited for; a replica holds a
+version after it has reported that it has loaded the version.
 """
 
 from __future__ import annotations
@@ -190,19 +191,23 @@ def check_tokens(vocab_size: int) -> Int32s:
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return how many engines a broadcast may have if one of them failed in earlier broadcasts.
+    """Return how many engines a broadcast may have, given one engine's failed broadcasts.
 
-    The first failure changes nothing: if a member had died, the next broadcast is without it. Each
-    further failure divides the number by four.
-    Args: num_waiting: number of engines that wait for a seat. num_failed: number of consecutive
-    broadcasts that failed for the engine.
+    An engine that cannot take part makes the broadcast fail for all. After the first failure the
+    number stays the same, because a member that died is not in the next broadcast. Each further
+    failure divides the number by four.
+    Args: num_waiting: number of engines that wait for a broadcast. num_failed: number of
+    consecutive broadcasts that failed for the engine.
     Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
 
 
 class Board:
-    """Publications, replicas and seats. All times are seconds of one monotonic clock."""
+    """The publications, replicas and broadcast groups of a weight board.
+
+    All times are seconds of one monotonic clock.
+    """
 
     def __init__(self, *, now: float) -> None:
         self._newest_term: int | None = None
@@ -227,7 +232,10 @@ class Board:
     # Publications
 
     def check_term(self, term: int) -> None:
-        """Record a term. Raises: StaleTerm if a newer term is known."""
+        """Refuse a call of an older term; record the term if it is new.
+
+        Raises: StaleTerm if a newer term is known.
+        """
         if self._newest_term is not None and term < self._newest_term:
             raise StaleTerm(
                 f"board: got term {term}, expected at least {self._newest_term}; this run was "
@@ -271,10 +279,10 @@ class Board:
     # Replicas
 
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
-        """Record the time if a replica's start has made progress.
+        """Record that a replica is still starting, and how far its start has got.
 
-        work: a measure of the work that this start has done so far. It counts as progress if no
-        start has reported so much work since the last `_settle`.
+        work: a measure of the work that this start has done so far. It counts as progress only if
+        no start has got so far since the last `_settle`.
         """
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
@@ -394,9 +402,9 @@ class Board:
         self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
 
     def _settle(self, now: float) -> None:
-        """Set the measure of the replicas' progress back to the start.
+        """Forget how far the replicas' starts and loads have got; progress then counts from zero.
 
-        A start or a load then counts as progress only if it gets further than all others since this
+        A start or a load counts as progress only if it gets further than all others since this
         call. Otherwise the board would wait forever for a replica that crashes in each start or
         load, because Serve starts it again under another name.
         """
@@ -422,10 +430,10 @@ class Board:
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
-        """Return seats in a new group for the members that still wait, by the replica's name.
+        """Form a broadcast group of the members that still wait, and return the place of each.
 
-        The result is empty if none waits. After failed broadcasts not all members get a seat at
-        once. An engine that cannot take part makes its whole group fail, so groups become smaller
+        The result is empty if none waits. After failed broadcasts, only some of the members get a
+        place. An engine that cannot take part makes its whole group fail, so groups become smaller
         until this engine is in a group without other engines, fails and ends.
         """
         waiting = self.waiting()

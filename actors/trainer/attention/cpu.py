@@ -1,7 +1,7 @@
 """Attention over a forest on the CPU, forward and backward, by the blocks of a plan.
 
 torch's kernel computes the output out_b and the normaliser lse_b of attention to each block b of
-keys. They are combined to the attention to all keys: lse = log(sum_b exp(lse_b)),
+keys. The results of the blocks are combined: lse = log(sum_b exp(lse_b)),
 out = sum_b exp(lse_b - lse) out_b.   Source: Milakov and Gimelshein 2018, section 3, as used in
 FlashAttention (Dao et al. 2022, section 3.1). The gradient of a block needs only the whole row's
 `out` and `lse` (ibid., algorithm 4, lines 14 to 20), so each block is computed once in each
