@@ -2,7 +2,7 @@
 
 `find_misalignment` checks one turn before a sample is built of it; `find_misfit` checks a
 trajectory in the merge actor, where the trained model is known. Each returns None, or a sentence
-with the fault and its remedy that contains no payload.
+with the fault and its remedy. The sentence contains nothing of the payload.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ _DATA = "data"
 def _weighted(given: object) -> object:
     """Convert an option that names functions to a map from each name to its weight.
 
-    The user may write one name or a list of names, which all have weight 1, or a map, which is
-    returned unchanged. Raises: ValueError if a list has a name twice.
+    Raises: ValueError if a list has a name twice.
+    Example: "a" -> {"a": 1.0}; ["a", "b"] -> {"a": 1.0, "b": 1.0}; a map stays as it is
     """
     if not isinstance(given, str | list | tuple | None):
         return given

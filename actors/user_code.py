@@ -1,10 +1,11 @@
 """Call third-party code, which may hang, raise anything, or refuse to be cancelled.
 
-Invariant: `bounded` ends within its limit plus a second of grace, raises only the errors that its
-docstring names, and retrieves the late error of an abandoned call. A user's environment may fail a
-thousand times a minute: every trajectory has a one-line description of its error, and `FaultLog`
-writes the traceback once for each location. `LostCallCounter` counts the calls that gave no answer.
-The turn loop, the workers and the configuration's checks use this module.
+Invariant: `bounded` ends within its limit plus a second of grace, and raises only the errors that
+its docstring names. If an abandoned call fails later, its error is ignored.
+A user's environment may fail a thousand times a minute: every trajectory has a one-line description
+of its error, and `FaultLog` writes the traceback once for each location. `LostCallCounter` counts
+the calls that gave no answer. The turn loop, the workers and the configuration's checks use this
+module.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def note_of_close(error: BaseException) -> str:
 async def in_thread(
     call: Callable[[], _Result], *, on_start: Callable[[], None] | None = None
 ) -> _Result:
-    """Make a call that may block in a separate thread, and return its result.
+    """Make a blocking call in a thread, and return its result.
 
     asyncio has few default threads, so a few hanging calls would make all others wait.
     Args: on_start: called in the event loop after the thread has begun.

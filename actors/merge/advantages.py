@@ -139,14 +139,12 @@ def group_advantages(
 def discounted_suffix_sums(values: Float64s, factor: float) -> Float64s:
     """Sum the discounted values from each index onwards: S_t = sum_k factor^k x_{t+k}.
 
-    The sums are computed by doubling: after a pass with shift s each entry holds the sum of its
-    first 2s terms, so N values need log2(N) passes.
-
     Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64.
     Example: discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
     """
     sums = np.array(values, np.float64)
     shift = 1
+    # After each pass, an entry is the sum of its first 2 * shift terms: log2(N) passes suffice.
     while shift < sums.shape[0] and factor:
         sums[:-shift] = sums[:-shift] + factor**shift * sums[shift:]
         shift *= 2

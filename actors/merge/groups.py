@@ -132,11 +132,13 @@ def classify(
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    The policy has a rule for each outcome. A trajectory has the return r. The rule `train` trains
-    it with r, `train_clamped` with min(r, 0, worst_completed), and `train_penalised` with
-    r - penalty. `mask` keeps the trajectory out of the loss; its r still counts in the baseline if
-    the trajectory was graded. `score` acts like `train` on a graded trajectory, and like `mask` on
-    any other. `drop` keeps the trajectory out of the loss and the baseline.
+    The policy has one of these rules for each outcome; r is the trajectory's return:
+    - train: train the trajectory with r.
+    - train_clamped: train it with min(r, 0, worst_completed).
+    - train_penalised: train it with r - penalty.
+    - mask: keep it out of the loss; r still counts in the baseline if the trajectory was graded.
+    - score: train if the trajectory was graded, otherwise mask.
+    - drop: keep it out of the loss and the baseline.
 
     A trajectory is also out of the loss and the baseline if it does not fit the model, or if its
     rewards are not finite or exceed MAX_REWARD after shaping. A trajectory without tokens to train
@@ -293,7 +295,7 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
 
 
 def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
-    """Return a punishment that grows before a trajectory's length reaches its limit.
+    """Return the punishment of a trajectory that is almost as long as its limit, or longer.
 
     0 for L <= L_max - L_cache; (L_max - L_cache - L) / L_cache for L <= L_max; else -1.
     Source: DAPO, arXiv 2503.14476, equation 13 (deviation: L counts the sampled tokens of all

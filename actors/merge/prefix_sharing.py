@@ -29,7 +29,7 @@ _BEHIND_ALL_IDS = b"\xff\xff\xff\xff"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixForest:
-    """The layout of one row."""
+    """The layout of one row, in which samples share the tokens of their common prefixes."""
 
     token_ids: Int32s
     """[T] int32, the tokens of the forest."""
@@ -125,8 +125,8 @@ def row_experts(
     prefixes too, so that sharing prefixes changes no number.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
-    Returns: the row's records, None if no sample has any; and the number of records that are not
-        used and name other experts than the record that is used instead.
+    Returns: the row's records, None if no sample has any; and the number of records that were
+        replaced by a record with other experts.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
         the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c]; the number is 1 if b
         differs from a, otherwise 0.

@@ -295,7 +295,7 @@ def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
-    """Count turns, samples and tokens before and after merging."""
+    """Count a step's turns, the samples into which they were merged, and the saved tokens."""
     samples = [sample for trajectory in trajectories for sample in trajectory.samples]
     turns = [turn for sample in samples for turn in sample.turns]
     num_sampled = sum(turn.num_sampled for turn in turns)

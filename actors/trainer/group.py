@@ -252,7 +252,7 @@ class TrainerGroup:
             await asyncio.wait(asked, timeout=_LOOK_EVERY_S)
 
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
-        """Publish the ranks' weights on the weight board, from which the engines load them.
+        """Publish the ranks' weights on the weight board, so that the engines load them.
 
         The call ends when the board has its own copies of the buffers; it does not wait for the
         engines. If rank 0 broadcasts the weights to the engines, the board gets no buffers.

@@ -29,8 +29,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Score the targets under softmax(z), z = output_head(hidden) / temperature of the token.
 
-    log p = z_target - lse, H = lse - sum_j p_j z_j; backward, with gradients g of log p and h of H:
-    dz_j = g ([j = target] - p_j) - h p_j (log p_j + H), over the temperature.
+    log p = z_target - lse, H = lse - sum_j p_j z_j. The gradient for the logits before the division
+    by the temperature is (g ([j = target] - p_j) - h p_j (log p_j + H)) / temperature, where g and
+    h are the gradients of log p and H.
 
     Args: hidden: [M, D], of the head's type. targets: [M] int64. temperatures: [M] float32, > 0;
         None if all are 1. chunk_tokens: at least 1. has_entropy_gradient: whether entropies have a

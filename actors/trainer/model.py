@@ -162,10 +162,11 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """V(s_t) = w h_t + b, h_t: the body's last hidden state at token t.
+    """A model that predicts the value of each state: V(s_t) = w h_t + b.
 
-    It shares no weights with the policy, so that the two losses need no relative weight. The head
-    starts at 0: before the first update every value is 0, and advantages are the returns-to-go.
+    h_t is the body's last hidden state at token t. The model shares no weights with the policy, so
+    that the two losses need no relative weight. The head starts at 0: before the first update every
+    value is 0, and advantages are the returns-to-go.
     """
 
     def __init__(self, body: PreTrainedModel) -> None:

@@ -39,7 +39,7 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 
     Adapters are merged into the weights.
 
-    Args: dtype: type of the sent parameters: the type in which the trainer computes, so that
+    Args: dtype: type of the sent parameters. It is the type in which the trainer computes, so that
         trainer and engine round the weights in the same way.
     """
     parameters = {

@@ -494,8 +494,8 @@ def score_minibatches(
 class Reference:
     """The frozen policy with which KL terms compare the trained policy; used only for scoring.
 
-    Recorded experts are not replayed in the reference, because another policy chose them. A KL term
-    is measured against the reference with its own routing.
+    The reference uses its own routing: recorded experts are not replayed, because another policy
+    chose them.
     """
 
     def __init__(self, policy: ShardedModel[PolicyModel]) -> None:

@@ -513,7 +513,7 @@ def _together(
 ) -> None:
     """Run work on each rank whose does_run is true, and wait until all have ended.
 
-    If it fails on a rank, every rank raises this rank's error.
+    If the work fails on a rank, every rank raises this rank's error.
     """
     not_written = refused = ""
     if does_run:

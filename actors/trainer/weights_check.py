@@ -64,7 +64,10 @@ def check_weights(
 def _loaded_empty(
     config: PreTrainedConfig, stored: dict[str, Any], *, has_head: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load tensors into a model on the device meta; return it with transformers' report."""
+    """Let transformers match stored tensors with a configuration, by their names and shapes.
+
+    Returns: a model on the device meta, which has no numbers; and transformers' report.
+    """
     kind = AutoModelForCausalLM if has_head else AutoModel
     with _quietly():
         try:
@@ -180,11 +183,11 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Return the unexpected tensors that show that the files do not fit the configuration.
+    """Return those of the unexpected tensors whose presence is a fault of the model's files.
 
-    Such a tensor belongs to a kind of layer or module that the model has. The others do no harm:
-    they belong to parts that a causal model does not have, such as the layers that predict several
-    tokens at once (MTP), or are buffers of earlier versions of transformers.
+    It is a fault if the tensor belongs to a kind of layer or module that the model has. Other
+    tensors do no harm: they belong to parts that a causal model does not have, such as the layers
+    that predict several tokens at once (MTP), or are buffers of earlier versions of transformers.
     """
     parameters = {name for name, _ in model.named_parameters()}
     kinds = {_INTEGERS.sub("*", name) for name in parameters}

@@ -370,10 +370,10 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
     """Restore a group from its snapshot, without the payloads of its trajectories.
 
-    Rollouts that have left the ledger stay gone. All others are played again: they are pending.
+    Rollouts that have left the ledger stay gone. All others are pending, and are played again.
 
-    is_taken: whether a step has taken the group. If so, these rollouts are finished instead, with
-    lost payloads: if the step's batch is built already, no payload is needed.
+    is_taken: whether a step has taken the group. If so, the others are finished, with lost
+    payloads, and are not played again: the step's batch may be built already.
     """
     group = Group(
         number=snapshot.number,

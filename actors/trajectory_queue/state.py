@@ -346,9 +346,9 @@ class QueueState:
         """Begin a hold if is_held, otherwise end it. During a hold no rollouts are handed out.
 
         The engines sample no turns during a hold, so a rollout that was handed out before may end
-        by a time-out or an infrastructure error. It is then played again, and no failure counts.
-        A durable environment is an exception, because a new attempt would get the same result from
-        the client: its outcomes count as usual.
+        by a time-out or an infrastructure error. This rollout is played again, and no failure
+        counts. A durable environment is an exception, because a new attempt would get the same
+        result from the client: its outcomes count as usual.
         """
         self._is_held = is_held
         if is_held:

@@ -163,12 +163,15 @@ class WeightBoard:
             await asyncio.gather(*(self._answers(each) for each in self._board.laggards()))
 
     async def hold(self, is_held: bool) -> None:
-        """Order every replica to hold its turns, so that it samples nothing, or to resume turns."""
+        """Order every replica to interrupt its turns and sample nothing (is_held), or to resume."""
         self._board.hold(is_held)
         self._wake()
 
     async def status(self, term: int | None = None) -> BoardStatus:
-        """Return the board's status. term: the caller's term, which is recorded as alive."""
+        """Return the board's status.
+
+        term: the caller's term; by this call the board knows that the term lives.
+        """
         now = self._clock()
         if term is not None:
             self._board.check_term(term)

@@ -320,7 +320,7 @@ class Board:
             self._get_on(num_loaded, now=now)
 
     def hold(self, is_held: bool) -> None:
-        """Order all current and later replicas to hold their turns, or to resume them."""
+        """Order all replicas, also later ones, to interrupt their turns (is_held) or to resume."""
         self._is_held = is_held
 
     def next_for(self, replica_id: str) -> Publication | bool | None:

@@ -197,7 +197,7 @@ def _slots(plan: AttentionPlan) -> list[tuple[int, torch.Size]]:
 
 
 def _bucket_rows(rows: Tensor, start: int, bucket: torch.Size) -> Tensor:
-    """Return a bucket's rows of [S, H, D] as a view [num_pieces, H, length, D]."""
+    """Return the slots of one bucket, out of [S, H, D], as a view [num_pieces, H, length, D]."""
     stop = start + bucket.numel()
     return rows[start:stop].unflatten(0, bucket).transpose(1, 2)
 

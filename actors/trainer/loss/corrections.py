@@ -63,7 +63,7 @@ def token_log_ratio(current_logprobs: Tensor, denominator_logprobs: Tensor) -> T
     recomputed one).
 
     Args: both [M] float32, nats.
-    Returns: ln ratio_t, [M] float32, with gradient 1.
+    Returns: ln ratio_t, [M] float32, with a gradient for current_logprobs.
     Example: current ln .3, denominator ln .2 -> ln 1.5
     """
     return current_logprobs - denominator_logprobs

@@ -137,8 +137,9 @@ def outside_trust_region(
 ) -> tuple[Tensor, Tensor]:
     """Find the tokens that an update would push further out of the trust region.
 
-    outside_high: A > 0, p > q and D > bound. outside_low: A < 0, p < q and D > bound. A token that
-    moves back to the behaviour policy is never stopped.
+    With D the divergence between current policy p and behaviour policy q, outside_high is A > 0,
+    p > q and D > bound; outside_low is A < 0, p < q and D > bound. A token that moves back to the
+    behaviour policy is never stopped.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; as in the paper, the region is around the
     behaviour policy.
 

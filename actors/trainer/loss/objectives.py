@@ -40,7 +40,7 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: f
 def dual_clip(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, bound: float
 ) -> Tensor:
-    """Compute `ppo_clip` with a bound on the loss of a token of negative advantage and high ratio.
+    """Compute `ppo_clip`, with a bound on the loss of tokens with A < 0 and a high ratio.
 
     loss = -max(min(r A, clip(r) A), bound A) if A < 0, otherwise as `ppo_clip`.
     Source: Ye et al. 2020, arXiv 1912.09729, section "Dual-clip PPO".
