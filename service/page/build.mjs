@@ -1,4 +1,4 @@
-// Packs the page: `node build.mjs FILE`. The same sources give the same bytes.
+// Pack the page into one HTML file: `node build.mjs FILE`. The same sources give the same bytes.
 import { createHash } from "node:crypto";
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
@@ -8,7 +8,7 @@ import { build } from "esbuild";
 const here = dirname(fileURLToPath(import.meta.url));
 const read = (...path) => readFileSync(join(here, ...path), "utf8");
 
-// As `sources_digest` in packed.py.
+// The same digest as `sources_digest` in packed.py.
 function sourcesDigest() {
   const names = ["build.mjs", "package.json", "package-lock.json", "page.html", "tsconfig.json"];
   names.push(...readdirSync(join(here, "src")).map((name) => `src/${name}`));

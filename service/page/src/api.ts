@@ -1,4 +1,4 @@
-// The run's own API: asked with the key that is kept for as long as the tab is open.
+// Requests to the run's API. The API key is kept until the tab is closed.
 
 const KEY = "rayloom-key";
 
@@ -18,13 +18,13 @@ export function keepKey(key: string | null): void {
   else sessionStorage.setItem(KEY, key);
 }
 
-/** path: below /api/v1. Empty parameters are left out. Throws Refused; TypeError without a network. */
+/** GET a path below /api/v1, without the empty parameters. Throws Refused, or TypeError without a network. */
 export async function ask<Answer>(
   path: string,
   parameters: Record<string, string | number | null> = {},
   signal?: AbortSignal,
 ): Promise<Answer> {
-  // The run may be served below a prefix of its own.
+  // A proxy may serve the run below a path prefix.
   const base = location.pathname.endsWith("/") ? location.pathname : `${location.pathname}/`;
   const url = new URL(`${base}api/v1/${path}`, location.origin);
   for (const [name, value] of Object.entries(parameters)) {

@@ -1,4 +1,4 @@
-// Charts over training steps, by uPlot: one x axis for all, values under the pointer in every legend.
+// Charts over training steps, drawn by uPlot. All share the x axis: pointing at a step shows its values in every legend.
 
 import uPlot from "uplot";
 import { Child, duration, fill, h, on, percent, shortCount, significant } from "./dom";
@@ -13,9 +13,9 @@ export interface Curve {
   values: Column;
   mark?: Mark;
   width?: number;
-  /** In the legend while nothing is pointed at. */
-  told?: string;
-  /** The same at every step, told by its label alone. */
+  /** The legend's text while the pointer is elsewhere. */
+  idleText?: string;
+  /** The value is the same at every step and is in the label; the legend does not repeat it. */
   isBound?: boolean;
 }
 
@@ -23,13 +23,13 @@ export interface Chart {
   key: string;
   title: string;
   note: string;
-  /** Shown where nothing can be drawn. */
+  /** Text instead of a chart without values. */
   missing?: string;
   steps: number[];
   curves: Curve[];
   scale: Scale;
   isStacked?: boolean;
-  /** A value that the vertical axis shows in any case. */
+  /** A value that is always within the range of the vertical axis. */
   base?: number;
   size: "lead" | "half" | "small";
 }
@@ -54,14 +54,14 @@ export function shown(value: number, scale: Scale): string {
   return Math.abs(value) >= 1000 ? shortCount(value) : significant(value);
 }
 
-/** What a chart says without its drawing. */
-export function told(chart: Chart): string {
+/** Return a chart's content as text, for screen readers. */
+export function described(chart: Chart): string {
   const kind = chart.isStacked ? "Stacked chart" : "Line chart";
   const parts = chart.curves
     .filter((curve) => !curve.isBound)
     .map((curve) => {
       const values = known(curve.values);
-      if (curve.told) return `${curve.label} ${curve.told}`;
+      if (curve.idleText) return `${curve.label} ${curve.idleText}`;
       if (!values.length) return `${curve.label} not measured`;
       const [first, last] = [values[0], values[values.length - 1]];
       const most = values.reduce((a, b) => Math.max(a, b));
@@ -73,7 +73,7 @@ export function told(chart: Chart): string {
   return `${kind}; ${parts.join("; ")}.`;
 }
 
-/** A figure on the page, which takes new values as they come. */
+/** A chart on the page; `update` gives it new values. */
 export class Figure {
   readonly element: HTMLElement;
   private readonly legend = h("ul", { class: "legend" });
@@ -113,7 +113,7 @@ export class Figure {
     }
     const shape = JSON.stringify(chart.curves.map((curve) => [curve.label, curve.mark]));
     this.drawing.setAttribute("role", "img");
-    this.drawing.setAttribute("aria-label", told(chart));
+    this.drawing.setAttribute("aria-label", described(chart));
     if (this.plot && shape === this.shape) {
       this.plot.setData(this.data());
     } else {
@@ -140,7 +140,7 @@ export class Figure {
     if (width !== this.plot.width || height !== this.plot.height) this.plot.setSize({ width, height });
   }
 
-  /** Takes it off the page. */
+  /** Remove the chart from the page. */
   clear(): void {
     this.watcher.disconnect();
     figures.delete(this);
@@ -170,11 +170,11 @@ export class Figure {
     this.legend.classList.toggle("bare", !isNamed);
   }
 
-  /** index: of the step that is pointed at. */
+  /** Show the values of a step in the legend. index: the step's index in the chart, or null. */
   private showValues(index: number | null): void {
     this.chart.curves.forEach((curve, number) => {
       const value = index === null ? null : curve.values[index];
-      const rest = curve.isBound ? "" : (curve.told ?? "");
+      const rest = curve.isBound ? "" : (curve.idleText ?? "");
       const text = curve.isBound || !isKnown(value) ? rest : shown(value, this.chart.scale);
       this.values[number].textContent = text;
     });
@@ -183,7 +183,7 @@ export class Figure {
   private data(): uPlot.AlignedData {
     const { steps, curves, scale, isStacked } = this.chart;
     if (isStacked) {
-      // Each curve on those after it in the list, so that the first is drawn behind all others.
+      // A curve is stacked on the curves after it in the list; the first is drawn below all others.
       const sums = steps.map(() => 0);
       const tops = curves.map((curve) =>
         curve.values.map((value, at) => (sums[at] += value ?? 0)),
@@ -194,7 +194,7 @@ export class Figure {
     return [steps, ...rows];
   }
 
-  /** Exact zeros lie a decade below all else. */
+  /** Zero has no logarithm: draw it a decade below the smallest other value. */
   private logarithms(values: Column): Column {
     const floor = this.floor();
     return values.map((value) => {
@@ -331,7 +331,7 @@ export class Figure {
     this.tip.style.right = isRight ? `${this.drawing.clientWidth - left + 14}px` : "auto";
   }
 
-  /** By keyboard too: the arrows go from step to step. */
+  /** Let the pointer and the arrow keys select a step. */
   private makeReachable(plot: uPlot): void {
     plot.over.tabIndex = 0;
     const move = (by: number) => {
@@ -350,7 +350,7 @@ export class Figure {
   }
 }
 
-/** A band of full width for each step, however far apart the steps are. */
+/** Draw a bar for each step, without gaps between the bars. */
 const stairs: uPlot.Series.PathBuilder = (plot, number, first, last) => {
   const [steps, tops] = [plot.data[0], plot.data[number]];
   const path = new Path2D();
@@ -374,7 +374,7 @@ const stairs: uPlot.Series.PathBuilder = (plot, number, first, last) => {
 
 const figures = new Set<Figure>();
 
-/** Draw in the colours of the moment; print on white. */
+/** Redraw when the colour scheme changes, and in the light scheme for printing. */
 export function followTheme(): void {
   const redraw = () => figures.forEach((figure) => figure.redraw());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

@@ -1,4 +1,4 @@
-// What the page is given: service/report/document.py and service/inspect/view.py.
+// The documents that the page shows; service/report/document.py and service/inspect/view.py write them.
 
 export type Column = (number | null)[];
 export type Columns = Record<string, Column>;
@@ -62,13 +62,13 @@ export interface SampleDocument {
   segments: Segment[];
   ids: number[];
   texts: string[];
-  /** Numbers of `kinds`. */
+  /** For each token, an index of `kinds`. */
   kinds: number[];
   turns: Column;
   logprobs: Column;
   versions: Column;
   advantages: Column;
-  /** Positions behind which a line ends. */
+  /** Positions of the tokens that end a line. */
   line_ends: number[];
   faults: Record<string, string[]>;
 }

@@ -1,9 +1,9 @@
-// Elements, and numbers as people read them (as service/units.py writes them).
+// Create elements, and format numbers as service/units.py does.
 
 export type Child = Node | string | number | null | undefined | false;
 type Handlers = { [K in keyof HTMLElementEventMap]?: (event: HTMLElementEventMap[K]) => void };
 
-/** An element; attributes that are null or false are left out. Text is always text, never markup. */
+/** Return a new element. Attributes that are null or false are omitted; text is never read as markup. */
 export function h<Tag extends keyof HTMLElementTagNameMap>(
   tag: Tag,
   attributes: Record<string, string | number | boolean | null | undefined> = {},
@@ -12,7 +12,7 @@ export function h<Tag extends keyof HTMLElementTagNameMap>(
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    // The policy of the page forbids style attributes in markup, not this.
+    // The page's security policy forbids style attributes in markup, but allows this.
     if (name === "style") element.style.cssText = String(value);
     else element.setAttribute(name, value === true ? "" : String(value));
   }

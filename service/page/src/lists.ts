@@ -8,7 +8,7 @@ type Line = Record<string, unknown>;
 interface Filter {
   name: string;
   label: string;
-  /** What may be chosen; without these any text may be given. */
+  /** The choices; without them, the filter is a text field. */
   values?: string[];
 }
 
@@ -20,7 +20,7 @@ interface Head {
 
 export interface ListSpec {
   path: string;
-  /** Where the answer has its lines. */
+  /** The field of the answer that contains the lines. */
   lines: string;
   title: string;
   none: string;
@@ -60,7 +60,7 @@ export const LISTS: Record<string, ListSpec> = {
     path: "rollouts",
     lines: "rollouts",
     title: "Tasks and their rollouts",
-    none: "No such task is known.",
+    none: "No task matches.",
     filters: [
       { name: "status", label: "status", values: ["queued", "running", "finished", "trained", "evicted", "cancelled"] },
       { name: "environment", label: "environment" },
@@ -82,7 +82,7 @@ export const LISTS: Record<string, ListSpec> = {
     path: "sessions",
     lines: "sessions",
     title: "Sessions",
-    none: "No such session is known.",
+    none: "No session matches.",
     filters: [
       { name: "status", label: "status", values: ["queued", "open", "finished", "discarded", "expired"] },
       { name: "group", label: "group" },
@@ -101,7 +101,7 @@ export const LISTS: Record<string, ListSpec> = {
     path: "journal",
     lines: "trajectories",
     title: "Trajectories of the journal",
-    none: "No such trajectory is in the journal.",
+    none: "The journal contains no trajectory that matches.",
     filters: [
       { name: "step", label: "step" },
       { name: "task", label: "task" },
@@ -121,14 +121,14 @@ export const LISTS: Record<string, ListSpec> = {
   },
 };
 
-/** A list on the page, asked for anew when a filter changes. */
+/** A list on the page. When a filter changes, it is requested again. */
 export class ListView {
   private readonly rows = h("div", { class: "table card list" });
   private readonly more = h("button", { type: "button", class: "more", hidden: true }, "more");
   private readonly chosen: Record<string, string> = {};
   private lines: Line[] = [];
   private next: string | number | null = null;
-  private asked = new AbortController();
+  private request = new AbortController();
 
   constructor(
     private readonly root: HTMLElement,
@@ -146,7 +146,7 @@ export class ListView {
   }
 
   close(): void {
-    this.asked.abort();
+    this.request.abort();
     fill(this.root);
   }
 
@@ -166,24 +166,24 @@ export class ListView {
     return h("label", {}, label, on(input, { change: () => changed(input.value) }));
   }
 
-  private async load(isAnew: boolean): Promise<void> {
-    this.asked.abort();
-    this.asked = new AbortController();
-    const cursor = isAnew ? null : this.next;
+  private async load(isFirstPage: boolean): Promise<void> {
+    this.request.abort();
+    this.request = new AbortController();
+    const cursor = isFirstPage ? null : this.next;
     try {
       const answer = await ask<Line>(
         this.spec.path,
         { ...this.chosen, cursor, limit: 50 },
-        this.asked.signal,
+        this.request.signal,
       );
       const found = (answer[this.spec.lines] ?? []) as Line[];
-      this.lines = isAnew ? found : [...this.lines, ...found];
+      this.lines = isFirstPage ? found : [...this.lines, ...found];
       this.next = (answer.next ?? null) as string | number | null;
       this.draw();
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") return;
       if (error instanceof Refused && [404, 405].includes(error.status)) {
-        fill(this.rows, h("p", { class: "missing" }, "This run has no such list."));
+        fill(this.rows, h("p", { class: "missing" }, "This run does not have this list."));
       } else if (error instanceof Refused && error.status === 422) {
         fill(this.rows, h("p", { class: "missing" }, error.message));
       } else {
@@ -220,7 +220,7 @@ export class ListView {
   }
 }
 
-/** A task, and each of its rollouts. */
+/** Show a task and each of its rollouts. */
 export async function showTask(
   root: HTMLElement,
   id: string,
@@ -254,7 +254,7 @@ export async function showTask(
           { class: "words" },
           sample.step === null || sample.step === undefined
             ? null
-            : h("a", { href: `#/trajectories/${encodeURIComponent(`${id}-${text(sample.index)}`)}` }, "each token"),
+            : h("a", { href: `#/trajectories/${encodeURIComponent(`${id}-${text(sample.index)}`)}` }, "tokens"),
         ),
       );
     fill(

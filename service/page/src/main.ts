@@ -1,5 +1,5 @@
-// Rayloom's page. With a document inside it shows that, and asks nobody; without one it is the page
-// of a live run, and asks the API that it came from.
+// The entry point of the page. If the HTML file contains a document (a report or a trajectory), the page
+// shows it, without any request. Otherwise it is the page of a live run, and requests the run's API.
 
 import "../node_modules/uplot/dist/uPlot.min.css";
 import "./page.css";
@@ -28,7 +28,7 @@ function showDocument(page: HTMLElement, doc: PageDocument): void {
   else new TrajectoryView(page, doc);
 }
 
-/** The page of a live run: what the address names after the #. */
+/** The page of a live run. The part of the URL after # selects the view. */
 class LivePage {
   private readonly nav = h("nav", { "aria-label": "Views" });
   private readonly banner = h("p", { class: "banner", role: "alert", hidden: true });
@@ -112,13 +112,13 @@ class LivePage {
     }
   }
 
-  /** Says what went wrong, or asks for the key. Returns: whether trying again may help. */
+  /** Show the error, or the form for the API key. Return whether the request can succeed later. */
   private failed(error: unknown): boolean {
     if (error instanceof Refused && error.status === 401) {
       this.askForKey();
       return false;
     }
-    const text = error instanceof Refused ? error.message : "The run does not answer; it is asked again.";
+    const text = error instanceof Refused ? error.message : "The run does not answer; the page tries again.";
     fill(this.banner, text);
     this.banner.hidden = false;
     return !(error instanceof Refused) || error.status >= 500;
@@ -131,11 +131,11 @@ class LivePage {
     const form = h(
       "form",
       { class: "key card" },
-      h("h2", {}, "This run asks for a key"),
-      wasWrong ? h("p", { class: "note wrong" }, "The key that was given is not its key.") : null,
-      h("label", {}, "Key", input),
+      h("h2", {}, "This run requires an API key"),
+      wasWrong ? h("p", { class: "note wrong" }, "This is not the API key of the run.") : null,
+      h("label", {}, "API key", input),
       h("button", { type: "submit" }, "Show the run"),
-      h("p", { class: "note" }, "It is kept until this tab is closed, and sent to this run alone."),
+      h("p", { class: "note" }, "The key is kept until you close this tab, and is sent only to this run."),
     );
     on(form, {
       submit: (event) => {

@@ -1,4 +1,4 @@
-// A run: its verdict, figures, tables and reference, live or finished.
+// The view of a live or finished run: its verdict, charts, tables and configuration.
 
 import { Chart, Curve, Figure, known, shown } from "./charts";
 import { Child, duration, fill, h, moment, percent } from "./dom";
@@ -31,7 +31,7 @@ interface BandSpec {
   parts: string[];
 }
 
-/** Of each value and the ones before it, as far as they are known. */
+/** Return the mean of each value and the `width` - 1 values before it, without the unknown ones. */
 export function trailingMean(values: Column, width: number): Column {
   return values.map((_, at) => {
     const found = known(values.slice(Math.max(0, at - width + 1), at + 1));
@@ -63,7 +63,7 @@ function rewardChart(doc: RunDocument): Chart {
   const mean = trailingMean(rewards, AVERAGED_STEPS);
   const curves: Curve[] = [
     { label: "training, each step", role: "blue", mark: "faint", width: 1, values: spread(steps, rewards) },
-    { label: `mean of ${AVERAGED_STEPS} steps`, role: "blue", width: 2.4, values: spread(steps, mean), told: last(mean) },
+    { label: `mean of ${AVERAGED_STEPS} steps`, role: "blue", width: 2.4, values: spread(steps, mean), idleText: last(mean) },
   ];
   if (known(evaluations.reward).length) {
     curves.push({
@@ -72,7 +72,7 @@ function rewardChart(doc: RunDocument): Chart {
       mark: "dot",
       width: 1,
       values: spread(evaluations.step, evaluations.reward),
-      told: last(evaluations.reward),
+      idleText: last(evaluations.reward),
     });
   }
   if (doc.is_scaled) {
@@ -118,7 +118,7 @@ function stackedCharts(doc: RunDocument): Chart[] {
       label,
       role,
       values: values.map((value, at) => (totals[at] ? (value ?? 0) / totals[at] : 0)),
-      told: percent(inAll(doc.outcomes, parts) / all),
+      idleText: percent(inAll(doc.outcomes, parts) / all),
     })),
     scale: "share",
     isStacked: true,
@@ -134,7 +134,7 @@ function stackedCharts(doc: RunDocument): Chart[] {
       label,
       role,
       values,
-      told: duration(inAll(doc.stage_seconds, parts)),
+      idleText: duration(inAll(doc.stage_seconds, parts)),
     })),
     scale: "seconds",
     isStacked: true,
@@ -153,7 +153,7 @@ function lineChart(doc: RunDocument, spec: FigureSpec, size: "half" | "small"): 
     .map(({ label, role, dashes, values }) => {
       const mark = dashes ? ("dash" as const) : undefined;
       const found = known(values);
-      return { label, role, values, mark, told: size === "small" ? shown(found[found.length - 1], "number") : undefined };
+      return { label, role, values, mark, idleText: size === "small" ? shown(found[found.length - 1], "number") : undefined };
     });
   if (spec.key === "age" && doc.policy_age_bound !== null && curves.length) {
     const bound = doc.policy_age_bound;
@@ -199,7 +199,7 @@ function definitions(list: [string, string][]): HTMLElement {
   );
 }
 
-/** The run on the page; `update` changes what has changed, and leaves the rest where it is. */
+/** A run on the page. `update` shows a newer document, and keeps the charts that are drawn already. */
 export class RunView {
   private readonly header = h("header");
   private readonly keys = h("section", { "aria-label": "Key figures" });
@@ -215,8 +215,8 @@ export class RunView {
     h(
       "p",
       { class: "note" },
-      "Over each step's trained tokens, all weighing the same, and over its returns. What the loss " +
-        "does not ask for is not here; first and last are of the steps that know a number.",
+      "Computed over the trained tokens of each step, with equal weights, and over its returns. Only " +
+        "statistics that this loss uses are shown. First and last: the first and last step with a value.",
     ),
     this.lossFigures,
     this.lossTables,
@@ -224,7 +224,7 @@ export class RunView {
   private readonly none = h(
     "p",
     { class: "missing" },
-    "There is nothing to draw before the first training step.",
+    "The charts begin with the first training step.",
   );
   private readonly tables = h("div", { class: "tables" });
   private readonly reference = h("section", { "aria-label": "Reference" });
@@ -239,13 +239,13 @@ export class RunView {
       h(
         "section",
         { "aria-label": "Figures" },
-        h("h2", {}, "How it went"),
+        h("h2", {}, "Progress"),
         this.none,
         this.plots,
         this.small,
         this.fold,
       ),
-      h("section", { "aria-label": "Tables" }, h("h2", {}, "In numbers"), this.tables),
+      h("section", { "aria-label": "Tables" }, h("h2", {}, "Tables"), this.tables),
       this.reference,
     );
   }
@@ -342,7 +342,7 @@ export class RunView {
     );
   }
 
-  /** The figures that are there stay; the others come and go. */
+  /** Show these charts: update those that are shown already, add new ones, and remove the others. */
   private show(place: HTMLElement, charts: Chart[]): void {
     const elements = charts.map((chart) => {
       const found = this.figures.get(chart.key);
@@ -368,14 +368,14 @@ export class RunView {
   private updateReference(doc: RunDocument): void {
     fill(
       this.reference,
-      h("h2", {}, "For the record"),
+      h("h2", {}, "Definitions and configuration"),
       h("details", { class: "card", open: !doc.live }, h("summary", {}, "What each number means"), definitions(doc.definitions)),
       h("details", { class: "card" }, h("summary", {}, "Effective configuration"), h("pre", {}, doc.config_text)),
     );
   }
 }
 
-/** A live run's document, completed by the steps that the page has. */
+/** Return the newer document of a live run, with the steps that the page already has before its own. */
 export function joined(before: RunDocument | null, next: RunDocument): RunDocument {
   if (before === null || before.term !== next.term || next.after === 0) return next;
   const old = before.steps.step?.length ?? 0;

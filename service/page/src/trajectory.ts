@@ -1,4 +1,4 @@
-// A trajectory: the tree of its samples, each token with its columns, coloured by what is asked for.
+// The view of a trajectory: the tree of its samples, and each token, coloured by one of its columns.
 
 import { Child, fill, h, on, significant } from "./dom";
 import type { SampleDocument, Segment, TrajectoryDocument } from "./documents";
@@ -12,9 +12,9 @@ const PAINTS: [Paint, string][] = [
   ["version", "version"],
 ];
 const VERSION_ROLES = ["sky", "yellow", "green", "purple", "orange", "blue"];
-/** Tokens of a segment that are drawn at once; the rest is a button. */
+/** Number of tokens of a segment that are drawn at first; a button draws more. */
 const MOST = 4000;
-/** Shared tokens that are shown at once. */
+/** Up to this number of tokens, a prefix that a sample shares with another one is not folded. */
 const FEW = 200;
 
 export class TrajectoryView {
@@ -85,7 +85,7 @@ export class TrajectoryView {
     );
   }
 
-  /** Which sample parts from which, where: a bar each, as long as its tokens. */
+  /** Draw a bar for each sample, as long as its tokens, below the sample whose prefix it shares. */
   private tree(): HTMLElement | null {
     const { samples } = this.doc;
     if (samples.length < 2) return null;
@@ -115,7 +115,7 @@ export class TrajectoryView {
     const list = h("ol", { class: "tree card" }, ...samples.map(line));
     on(list, {
       click: (event) => {
-        // An anchor would change the route.
+        // Following the link would change the part of the URL that selects the view.
         const link = (event.target as HTMLElement).closest("a");
         if (!link) return;
         event.preventDefault();
@@ -127,7 +127,7 @@ export class TrajectoryView {
       { "aria-label": "Tree" },
       h("h2", {}, "Tree"),
       list,
-      h("p", { class: "note" }, "Grey: shared with the sample that it parts from. Green: replies."),
+      h("p", { class: "note" }, "Grey: the prefix that the sample shares with the sample above it. Green: replies."),
     );
   }
 
@@ -160,7 +160,7 @@ export class TrajectoryView {
           "ul",
           { class: "keys card" },
           ...doc.kinds.map((kind) => entry(kind.name, kind.meaning, kind.count, kind.explanation)),
-          entry("fault", "fault", doc.num_faulty, "turns, record and template disagree"),
+          entry("fault", "fault", doc.num_faulty, "the turns, the record and the chat template contradict each other"),
         ),
       );
       return;
@@ -175,7 +175,7 @@ export class TrajectoryView {
     const at = paint === "advantage" ? [-1, -0.5, 0, 0.5, 1] : [0, -0.25, -0.5, -0.75, -1];
     const entry = (share: number) =>
       h("li", {}, h("span", { class: "t heat", style: heat(share) }, significant(share * most)));
-    const unit = paint === "advantage" ? "the advantage that the trainer was given" : "nats, of the sampler";
+    const unit = paint === "advantage" ? "advantage, as the trainer used it" : "nats, computed by the engine when it sampled the token";
     fill(this.keys, h("ul", { class: "keys scale card" }, ...at.map(entry), h("li", {}, unit)));
   }
 
@@ -191,7 +191,7 @@ export class TrajectoryView {
     const last = sample.ids.length;
     const cut = (from: number, to: number) =>
       sample.segments
-        // A reply may be without a token.
+        // A reply may have no tokens.
         .filter(({ start, end }) =>
           start === end ? from <= start && (start < to || to === last) : start < to && end > from,
         )
@@ -213,7 +213,7 @@ export class TrajectoryView {
     );
   }
 
-  /** Filled when it is opened. */
+  /** Return an element that creates its content when it is opened first. */
   private folded(label: string, inside: () => HTMLElement[], isOpen = false): HTMLElement {
     const fold = h("details", { class: "shared", open: isOpen }, h("summary", {}, label));
     const fillOnce = () => {
@@ -288,7 +288,7 @@ export class TrajectoryView {
   private point(target: HTMLElement | null): void {
     const span = target?.closest<HTMLElement>("[data-at]") ?? this.pinned;
     this.tip.hidden = span === null;
-    if (span) this.tip.textContent = this.told(Number(span.dataset.sample), Number(span.dataset.at));
+    if (span) this.tip.textContent = this.described(Number(span.dataset.sample), Number(span.dataset.at));
   }
 
   private pin(target: HTMLElement | null): void {
@@ -299,8 +299,8 @@ export class TrajectoryView {
     this.point(this.pinned);
   }
 
-  /** All that is known of a token, in one line; what is not known is left out. */
-  private told(number: number, at: number): string {
+  /** Return the known facts about a token as one line. */
+  private described(number: number, at: number): string {
     const sample = this.doc.samples[number];
     const [turn, logprob, version, advantage] = [
       sample.turns[at],
@@ -317,7 +317,7 @@ export class TrajectoryView {
       logprob === null ? null : `logprob ${logprob.toFixed(4)}`,
       version === null ? null : `version ${version}`,
       advantage === null ? null : `advantage ${significant(advantage, 4)}`,
-      sample.parent !== null && at === sample.num_shared ? "the history differs from here" : null,
+      sample.parent !== null && at === sample.num_shared ? "here the sample departs from the sample above it" : null,
       ...(sample.faults[at] ?? []).map((fault) => `FAULT: ${fault}`),
     ];
     return parts.filter((part) => part !== null).join(" · ");
@@ -343,7 +343,7 @@ export class TrajectoryView {
               "tr",
               {},
               ...head.map((name) => h("th", { scope: "col" }, name)),
-              h("th", { scope: "col", class: "words" }, "is"),
+              h("th", { scope: "col", class: "words" }, "kind"),
             ),
           ),
           h("tbody", {}, ...rows),
@@ -379,7 +379,7 @@ export class TrajectoryView {
   }
 }
 
-/** share: from -1, the lowest, to 1. */
+/** Return the style of a value. share: the value divided by the largest absolute value. */
 function heat(share: number): string {
   const role = share < 0 ? "orange" : "blue";
   return `background: color-mix(in srgb, var(--${role}) ${Math.round(8 + 62 * Math.abs(share))}%, transparent)`;
