@@ -25,9 +25,9 @@ $(STAMP): $(DEPENDENCIES) locks/dev.txt locks/source-dev.txt pyproject.toml
 
 deps: $(DEPENDENCIES) ## what Rayloom needs to run, as images want it; LOCK=cuda: on NVIDIA GPUs
 
-# pip is asked for torch's CPU build as it is configured; only where it has none, PyTorch's own
-# index is named, for torch alone. All but those of source.txt and source-dev.txt come as wheels, and
-# those are Python alone, so that no compiler is needed.
+# Install torch's CPU build from pip's configured index, or from PyTorch's own index if it is not there.
+# All other packages are wheels, except those of source.txt and source-dev.txt, which are pure Python: no
+# compiler is needed.
 $(DEPENDENCIES): locks/$(LOCK).txt locks/source.txt locks/torch-cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -104,11 +104,11 @@ lint: setup ## style, types and plain English
 
 RESOLVE := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-header --no-annotate \
 	--python-version 3.11 --python-platform x86_64-manylinux_2_36 --excludes locks/excluded.txt
-# What another file has already.
+# Exclude the packages of another lock file.
 WITHOUT = $$(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' $(1))
 
-# A version that is locked stays where it still serves. Upgraded, the GPU's begin as the CPU's are, and
-# so the tests on CPU speak for most of them.
+# A locked version stays if it still fits. An upgrade resolves the GPU's lock file beginning with the
+# versions of the CPU's, so that the tests on CPU cover most of its packages.
 lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRADE=1: the newest versions
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source.in -o locks/source.txt
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source-dev.in -o locks/source-dev.txt

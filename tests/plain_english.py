@@ -23,6 +23,21 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("actors", "service", "deploy", "rayloom", "benchmarks")
 PAGES = ("README.md", "docs")
+# Other files with texts: the chart, dashboards, alerts, configurations, the web page, the Makefile.
+TEXTS = (
+    "helm/**/*.yaml",
+    "helm/**/*.tpl",
+    "helm/**/*.txt",
+    "helm/values.schema.json",
+    "deploy/**/*.yaml",
+    "deploy/docker/*",
+    "docs/**/*.yaml",
+    "service/page/src/*",
+    "service/page/page.html",
+    "Makefile",
+    "pyproject.toml",
+    ".ci/run",
+)
 # Each phrase with what to write. A phrase is here because it was used for something else than an
 # English reader takes it for.
 PHRASES = {
@@ -123,7 +138,7 @@ def check_python(path: str, source: str) -> Iterator[Finding]:
 
 
 def check_page(path: str, text: str) -> Iterator[Finding]:
-    """Yield the findings in a page, outside its blocks of code."""
+    """Yield the findings in a page or another text, outside its blocks of code."""
     prose = re.sub(
         r"^```.*?^```", lambda block: re.sub(r"[^\n]", " ", block[0]), text, flags=re.M | re.S
     )
@@ -140,6 +155,9 @@ def check_tree(root: Path) -> list[Finding]:
             found += check_python(file.relative_to(root).as_posix(), file.read_text())
     for page in PAGES:
         for file in [root / page] if page.endswith(".md") else sorted((root / page).rglob("*.md")):
+            found += check_page(file.relative_to(root).as_posix(), file.read_text())
+    for text in TEXTS:
+        for file in sorted(root.glob(text)):
             found += check_page(file.relative_to(root).as_posix(), file.read_text())
     return found
 

@@ -1,5 +1,5 @@
-{{/* Checks that only the chart can make: of its values against each other, and of the configuration against the pods.
-     Rayloom itself checks the configuration alone (`rayloom check`). Every message names the key, what was got, what
+{{/* Checks that only the chart can make: contradictions among the values, and between the configuration and the pods.
+     `rayloom check` checks the configuration without the chart. Every message names the key, what was got, what
      was expected and what to do. All problems are reported together. */}}
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
@@ -22,7 +22,7 @@
 
 {{- define "rayloom.nameProblems" -}}
 {{- if and (hasKey .Values "enabled") (not .Values.enabled) }}
-- "enabled: got false, which is read by an umbrella chart whose condition it is; expected true here: leave the chart out, or take the pods away by suspend"
+- "enabled: got false, which only an umbrella chart reads, as the condition of this chart; expected true here: do not install the chart, or remove its pods by suspend"
 {{- end }}
 {{- $name := include "rayloom.fullname" . -}}
 {{- if gt (len $name) 47 }}
@@ -36,48 +36,48 @@
 {{/* Keys that other charts have and this chart does not have, with the reason. The schema accepts them, so that this
      check can give the reason. */}}
 {{- define "rayloom.keyProblems" -}}
-{{- $ids := "expected the user's and the groups' ids in podSecurityContext, as {runAsUser: 1000, fsGroup: 1000, supplementalGroups: [5000]}; put it there" -}}
-{{- $scale := "expected replicas alone: a run places all of its parts at the start and keeps them, so that Ray's autoscaler would find no pod idle and none missing (and it needs a token of the API server in the head, which no pod has); set replicas, and change it while the run is suspended" -}}
+{{- $ids := "expected the ids of the user and of the groups in podSecurityContext, such as {runAsUser: 1000, fsGroup: 1000, supplementalGroups: [5000]}; put it there" -}}
+{{- $scale := "expected replicas: a run starts all of its parts at the beginning and keeps them, so Ray's autoscaler would never add or remove a pod (it also needs a token of the API server, which no pod has); set replicas, and change it while the run is suspended" -}}
 {{- range $group := list "pods" "head" "inference" "trainer" "environment" }}
 {{- $given := index $.Values $group }}
 {{- range $key := list "fsGroup" "supplementalGroups" }}
 {{- if hasKey $given $key }}
-- {{ printf "%s.%s: is no key here, %s" $group $key $ids | quote }}
+- {{ printf "%s.%s: is not a key of this chart, %s" $group $key $ids | quote }}
 {{- end }}
 {{- end }}
 {{- if hasKey $given "securityContext" }}
-- {{ printf "%s.securityContext: is no key here, %s; those of the container are capabilities and readOnlyRootFilesystem" $group $ids | quote }}
+- {{ printf "%s.securityContext: is not a key of this chart, %s; the container's settings are capabilities and readOnlyRootFilesystem" $group $ids | quote }}
 {{- end }}
 {{- if or (hasKey $given "minReplicas") (hasKey $given "maxReplicas") }}
-- {{ printf "%s.minReplicas, maxReplicas: are no keys here, %s" $group $scale | quote }}
+- {{ printf "%s.minReplicas, maxReplicas: are not keys of this chart, %s" $group $scale | quote }}
 {{- end }}
 {{- end }}
 {{- range $key, $given := .Values }}
 {{- if regexMatch "^(head|inference|trainer|environment)(s|[-_A-Z0-9].*)$" $key }}
-- {{ printf "%s: is no key here, expected one group of equal pods for each role: head, inference, trainer and environment, as Rayloom places its parts by the role; put its values into %s" $key (regexFind "^(head|inference|trainer|environment)" $key) | quote }}
+- {{ printf "%s: is not a key of this chart, expected one group of equal pods for each of the roles head, inference, trainer and environment; put its values into %s" $key (regexFind "^(head|inference|trainer|environment)" $key) | quote }}
 {{- end }}
 {{- end }}
 {{- if hasKey .Values.checkpoints "uri" }}
-- "checkpoints.uri: is no key here, expected a volume: checkpoints are directories that are renamed when they are whole, which object stores do not do; name a storage class, or a claim by existingClaim"
+- "checkpoints.uri: is not a key of this chart, expected a volume: a finished checkpoint is a renamed directory, and object stores cannot rename directories; name a storage class, or a claim by existingClaim"
 {{- end }}
 {{- if hasKey .Values "tags" }}
-- "tags: is read by helm at the top of an umbrella chart's values only, where it chooses charts; expected none here: put it there, or take it out"
+- "tags: helm reads this key only at the top of an umbrella chart's values, where it selects subcharts; expected none here: move it there, or remove it"
 {{- end }}
 {{- if hasKey (dig "model" dict .Values.config) "revision" }}
-- "config.model.revision: is no key here, expected the commit by the model's name in modelCache.revisions, such as {Qwen/Qwen3-0.6B: 40 digits}, with modelCache.enabled; put it there"
+- "config.model.revision: is not a key of this chart, expected the commit by the model's name in modelCache.revisions, such as {Qwen/Qwen3-0.6B: 40 digits}, with modelCache.enabled; put it there"
 {{- end }}
 {{- range list "checkpoints" "modelCache" }}
 {{- $modes := empty (index $.Values .).existingClaim | ternary (index $.Values .).accessModes list }}
 {{- if has "ReadWriteOncePod" $modes }}
-- {{ printf "%s.accessModes: got ReadWriteOncePod, expected ReadWriteMany, or ReadWriteOnce on one node: every pod mounts the volume, and this mode lets a single one" . | quote }}
+- {{ printf "%s.accessModes: got ReadWriteOncePod, expected ReadWriteMany, or ReadWriteOnce on one node: every pod mounts the volume, but this mode allows only one pod" . | quote }}
 {{- end }}
 {{- if has "ReadOnlyMany" $modes }}
-- {{ printf "%s.accessModes: got ReadOnlyMany, expected ReadWriteMany, or ReadWriteOnce on one node: pods write to it; a volume that has the models already is named by modelCache.existingClaim" . | quote }}
+- {{ printf "%s.accessModes: got ReadOnlyMany, expected ReadWriteMany, or ReadWriteOnce on one node: pods write to it; if the models are already on a volume, name it by modelCache.existingClaim" . | quote }}
 {{- end }}
 {{- end }}
 {{- range $mode := .Values.database.accessModes }}
 {{- if not (hasPrefix "ReadWriteOnce" $mode) }}
-- {{ printf "database.accessModes: got %s, expected ReadWriteOnce or ReadWriteOncePod: the head alone uses the database, and SQLite breaks on a network file system; choose one of them" $mode | quote }}
+- {{ printf "database.accessModes: got %s, expected ReadWriteOnce or ReadWriteOncePod: only the head uses the database, and SQLite breaks on a network file system; choose one of them" $mode | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -98,7 +98,7 @@
 {{- else if or (kindIs "float64" .value) (kindIs "int64" .value) (kindIs "int" .value) -}}
 {{- $number := float64 .value -}}
 {{- if or (ge $number 9007199254740992.0) (le $number -9007199254740992.0) }}
-- {{ printf "%s: got %.0f, expected a number between -2^53 and 2^53: helm cannot tell larger integers apart, and this one may be another than you wrote; write it as a text, or choose a smaller one" .path $number | quote }}
+- {{ printf "%s: got %.0f, expected a number between -2^53 and 2^53: helm rounds larger integers, so this may not be the number that you wrote; write it as a text, or choose a smaller one" .path $number | quote }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -112,7 +112,7 @@
 {{- if or (contains "@" $name) (contains ":" (base $name)) }}
 - {{ printf "%s.repository: got %s, expected a repository without a tag or a digest; put that into %s.tag or %s.digest" $where $name $where $where | quote }}
 {{- else if and $name (not (regexMatch "^[a-z0-9._:/-]+$" $name)) }}
-- {{ printf "%s.repository: got %s, expected small letters, digits and . _ - / alone; correct it" $where $name | quote }}
+- {{ printf "%s.repository: got %s, expected only small letters, digits and . _ - /; correct it" $where $name | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -174,7 +174,7 @@
 {{- /* A scratch volume, which each pod has for itself, may be mounted for Ray's spilled objects. */}}
 {{- $isIn := and (has $place (list "/tmp/ray" "/dev/shm" "/opt/rayloom" "/database" "/secrets" "/proc" "/sys")) (hasPrefix (printf "%s/" $place) $path) }}
 {{- if and (or $isOver $isIn) (not (and $mount.isScratch (hasPrefix "/tmp/ray" $path))) (not (and (eq $path "/tmp") (eq $place "/tmp/ray"))) }}
-- {{ printf "%s: got %s, where the pod needs %s of its own; expected a directory that nothing else uses, such as /data; choose another" $mount.where $path $place | quote }}
+- {{ printf "%s: got %s, which overlaps %s, a directory that the pod uses; expected an unused one, such as /data; choose another" $mount.where $path $place | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -212,7 +212,7 @@
 {{- $_ := set $users (toString $group.podSecurityContext.runAsUser) $name }}
 {{- include "rayloom.groupProblems" (dict "context" $ "name" $name "group" $group "container" (first $pod.containers)) }}
 {{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
-- {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
+- {{ printf "%s.resources: got %s, which the chart adds from gpus; set %s.gpus, and remove it here" $name $group.gpuResource $name | quote }}
 {{- end }}
 {{- /* The object store has 80% of it, and Ray does not start with a store of less than 75 MiB. */}}
 {{- if lt (include "rayloom.quantity" $group.shmSize | float64) 98304000.0 }}
@@ -220,11 +220,11 @@
 {{- end }}
 {{- $memory := get $group.resources.limits "memory" }}
 {{- if and $memory (ge (include "rayloom.quantity" $group.shmSize | float64) (include "rayloom.quantity" $memory | float64)) }}
-- {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, of which it is a part; lower it or raise the limit" $name $group.shmSize $memory | quote }}
+- {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, because /dev/shm counts as memory; lower it or raise the limit" $name $group.shmSize $memory | quote }}
 {{- end }}
 {{- end }}
 {{- if and (hasKey $users "0") (gt (len $users) 1) }}
-- {{ printf "podSecurityContext.runAsUser: got 0 for %s and another user for %s, expected the same for all: they write to one volume, and root's files are not the other's to change; set it in pods" (get $users "0") (omit $users "0" | values | first) | quote }}
+- {{ printf "podSecurityContext.runAsUser: got 0 for %s and another user for %s, expected the same for all: all pods write to one volume, and only root can change root's files; set it in pods" (get $users "0") (omit $users "0" | values | first) | quote }}
 {{- end }}
 {{- end -}}
 
@@ -235,13 +235,13 @@
 {{- range .pod.tolerations }}
 {{- $operator := default "Equal" .operator }}
 {{- if and (eq $operator "Exists") .value }}
-- {{ printf "%s.tolerations: got the value %s with operator Exists, expected none: it tolerates any value; take the value out, or set the operator to Equal" $name .value | quote }}
+- {{ printf "%s.tolerations: got the value %s with operator Exists, expected none: it tolerates any value; remove the value, or set the operator to Equal" $name .value | quote }}
 {{- end }}
 {{- if and (eq $operator "Equal") (not .key) }}
-- {{ printf "%s.tolerations: got operator Equal without a key, expected a key; name the taint's, or set the operator to Exists, which without a key tolerates every taint" $name | quote }}
+- {{ printf "%s.tolerations: got operator Equal without a key, expected a key; name the key of the taint, or set the operator to Exists, which without a key tolerates every taint" $name | quote }}
 {{- end }}
 {{- if and (hasKey . "tolerationSeconds") (ne (default "" .effect) "NoExecute") }}
-- {{ printf "%s.tolerations: got tolerationSeconds with the effect %s, expected NoExecute, which alone evicts pods; set the effect, or take tolerationSeconds out" $name (default "none" .effect) | quote }}
+- {{ printf "%s.tolerations: got tolerationSeconds with the effect %s, expected NoExecute, the only effect that evicts pods; set it, or remove tolerationSeconds" $name (default "none" .effect) | quote }}
 {{- end }}
 {{- end }}
 {{- range .pod.topologySpreadConstraints }}
@@ -254,7 +254,7 @@
 {{- end }}
 {{- range .pod.hostAliases }}
 {{- if not (regexMatch "^(((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])|[0-9a-fA-F:]*:[0-9a-fA-F:.]+)$" (default "" .ip)) }}
-- {{ printf "%s.hostAliases: got the ip %s, expected an address such as 10.0.0.1; a name belongs into hostnames" $name (default "none" .ip) | quote }}
+- {{ printf "%s.hostAliases: got the ip %s, expected an address such as 10.0.0.1; put names into hostnames" $name (default "none" .ip) | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -266,47 +266,47 @@
 {{- $user := toString $group.podSecurityContext.runAsUser }}
 {{- $added := dig "capabilities" "add" list $group }}
 {{- if and $added (ne $user "0") }}
-- {{ printf "%s.capabilities: got %s for user %s, expected runAsUser 0: Linux gives capabilities that are added to processes of root alone; to lock memory for RDMA raise the nodes' limit (LimitMEMLOCK=infinity of the container runtime), or set pods.podSecurityContext.runAsUser to 0" $name (join ", " $added) (ternary "of the image" $user (eq $user "<nil>")) | quote }}
+- {{ printf "%s.capabilities: got %s for user %s, expected runAsUser 0: Linux gives added capabilities only to processes of root; to lock memory for RDMA raise the nodes' limit (LimitMEMLOCK=infinity of the container runtime), or set pods.podSecurityContext.runAsUser to 0" $name (join ", " $added) (ternary "of the image" $user (eq $user "<nil>")) | quote }}
 {{- end }}
 {{- if and $group.hostNetwork .context.Values.networkPolicy.enabled }}
-- {{ printf "%s.hostNetwork: got true with networkPolicy.enabled: a policy knows pods by their own addresses, and would cut this one off; switch one of them off" $name | quote }}
+- {{ printf "%s.hostNetwork: got true with networkPolicy.enabled: a network policy selects pods by their own addresses, and would block this one; disable one of them" $name | quote }}
 {{- end }}
 {{- if and (eq $group.dnsPolicy "None") (not (dig "nameservers" list $group.dnsConfig)) }}
-- {{ printf "%s.dnsPolicy: got None without dnsConfig.nameservers; expected name servers: name some, or choose another policy" $name | quote }}
+- {{ printf "%s.dnsPolicy: got None without dnsConfig.nameservers; expected name servers; add some, or choose another policy" $name | quote }}
 {{- end }}
 {{- range $kind := list "livenessProbe" "readinessProbe" "startupProbe" }}
 {{- $probe := get $.container $kind | default dict }}
 {{- $asked := list }}
 {{- range list "exec" "grpc" "httpGet" "tcpSocket" }}{{- if hasKey $probe . }}{{- $asked = append $asked . }}{{- end }}{{- end }}
 {{- if gt (len $asked) 1 }}
-- {{ printf "%s.%s: got %s, expected one of them; take the others out, here or in pods" $name $kind (join " and " $asked) | quote }}
+- {{ printf "%s.%s: got %s, expected only one of them; remove the others, here or in pods" $name $kind (join " and " $asked) | quote }}
 {{- end }}
 {{- if and (ne $kind "readinessProbe") (ne (int (default 1 $probe.successThreshold)) 1) }}
-- {{ printf "%s.%s.successThreshold: got %v, expected 1: Kubernetes takes no other of this probe; take it out" $name $kind $probe.successThreshold | quote }}
+- {{ printf "%s.%s.successThreshold: got %v, expected 1, the only value that Kubernetes allows for this probe; remove it" $name $kind $probe.successThreshold | quote }}
 {{- end }}
 {{- end }}
 {{- $claims := list }}
 {{- range $group.resourceClaims }}
 {{- $claims = append $claims .name }}
 {{- if eq (empty .resourceClaimName) (empty .resourceClaimTemplateName) }}
-- {{ printf "%s.resourceClaims: got %s with both or neither of resourceClaimName and resourceClaimTemplateName, expected one; with several pods only the second gives each its own" $name .name | quote }}
+- {{ printf "%s.resourceClaims: %s has both or neither of resourceClaimName and resourceClaimTemplateName, expected one; for several pods use resourceClaimTemplateName, which makes a claim for each pod" $name .name | quote }}
 {{- end }}
 {{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.resourceClaims" $name) "names" $claims) }}
 {{- range $group.resources.claims }}
 {{- if not (has .name $claims) }}
-- {{ printf "%s.resources.claims: got %s, expected a name of resourceClaims (%s); add it there, or to pods.resourceClaims" $name .name (join ", " $claims | default "none") | quote }}
+- {{ printf "%s.resources.claims: got %s, expected a name from resourceClaims (%s); add it there, or to pods.resourceClaims" $name .name (join ", " $claims | default "none") | quote }}
 {{- end }}
 {{- end }}
 {{- if and $group.gpus (not $group.gpuResource) (not $group.resources.claims) }}
-- {{ printf "%s.gpuResource: got none, and resources.claims has none, with %v gpus; expected one of them: Kubernetes would give the pod no GPU" $name $group.gpus | quote }}
+- {{ printf "%s.gpuResource: got none, and resources.claims has none, with %v gpus; expected one of the two, otherwise Kubernetes gives the pod no GPU" $name $group.gpus | quote }}
 {{- end }}
 {{- end -}}
 
 {{/* Names that occur more than once. Takes: key (that has the names), names. */}}
 {{- define "rayloom.repetitions" -}}
 {{- range include "rayloom.repeated" .names | fromJsonArray }}
-- {{ printf "%s: %s is named twice, or is set by the chart; expected it once: remove one, here or in pods" $.key . | quote }}
+- {{ printf "%s: %s is set twice, or is also set by the chart; expected it once: remove one, here or in pods" $.key . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -320,10 +320,10 @@
 {{- range .container.env }}
 {{- $variables = append $variables .name }}
 {{- if has .name $operators }}
-- {{ printf "%s.env: %s is set by the operator; take it out (auth, gcs)" $where .name | quote }}
+- {{ printf "%s.env: %s is set by the operator; remove it (see auth and gcs)" $where .name | quote }}
 {{- end }}
 {{- if hasKey $inFiles .name }}
-- {{ printf "%s.env: got %s, expected none: pods read it from a file, which Kubernetes replaces when the Secret changes; name the Secret by %s" $where .name (get $inFiles .name) | quote }}
+- {{ printf "%s.env: %s must not be a variable: pods read it from a file, which Kubernetes updates when the Secret changes; name the Secret by %s" $where .name (get $inFiles .name) | quote }}
 {{- end }}
 {{- end }}
 {{- $paths := list }}
@@ -333,7 +333,7 @@
 - {{ printf "%s.volumeMounts: %s is mounted at %s, expected an absolute path, such as /%s; correct it" $where .name .mountPath .mountPath | quote }}
 {{- end }}
 {{- if not (has .name $.volumes) }}
-- {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to the group's volumes or to pods.volumes" $where .name .mountPath | quote }}
+- {{ printf "%s.volumeMounts: %s is mounted at %s, but the volume does not exist; add it to the group's volumes or to pods.volumes" $where .name .mountPath | quote }}
 {{- end }}
 {{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.env" $where) "names" $variables) }}
@@ -346,7 +346,7 @@
 {{- $limit := get $limits $name }}
 {{- /* If there is a limit without a request, Kubernetes uses the limit as the request. */}}
 {{- if and (contains "/" $name) (hasKey $requests $name) (ne (toString $request) (toString $limit)) }}
-- {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $where (default "none" $request) (default "none" $limit) $name | quote }}
+- {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected equal values: Kubernetes does not overcommit it" $where (default "none" $request) (default "none" $limit) $name | quote }}
 {{- else if and (hasKey $requests $name) (hasKey $limits $name) (gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64)) }}
 - {{ printf "%s.resources.requests.%s: got %v, expected at most the limit, %v; lower the first or raise the second" $where $name $request $limit | quote }}
 {{- end }}
@@ -390,7 +390,7 @@
 {{- if gt (int $part.count) (int $places) }}
 - {{ printf "%s: %d pods of %v CPUs and %v GPUs have room for %d %s of %v CPUs and %v GPUs%s, config asks for %d; raise replicas, rayCpus or gpus of the group, or lower config.%s" $name (int $group.replicas) $group.rayCpus $group.gpus (int $places) $part.part $part.cpus $part.gpus (ternary " beside the engines (trainer.replicas is 0)" "" $isShared) (int $part.count) $part.keys | quote }}
 {{- else if and $group.gpus (eq (float64 $part.gpus) 0.0) (not $isShared) }}
-- {{ printf "%s.gpus: reserves %v GPUs a pod, and config gives %s none; set gpus to 0, or ask for some by config.%s" $part.group $group.gpus $part.part $part.keys | quote }}
+- {{ printf "%s.gpus: got %v GPUs for each pod, but config gives %s none; set gpus to 0, or request GPUs by config.%s" $part.group $group.gpus $part.part $part.keys | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -423,30 +423,30 @@
 {{- if and (hasKey $model $key) (not (kindIs "invalid" (index $model $key))) }}{{- $given = append $given $key }}{{- end }}
 {{- end }}
 {{- if gt (len $given) 1 }}
-- {{ printf "config.model: got path %s and tiny, expected one of them; a value set below may name the other: take it out by null, such as {tiny: null}" $model.path | quote }}
+- {{ printf "config.model: got path %s and tiny, expected one of them; values files below may set the other one: remove it with null, such as {tiny: null}" $model.path | quote }}
 {{- else if and $model (not $given) }}
 - "config.model: got neither path nor tiny, expected one of them; name a model as path, or {tiny: {}} for the built-in one"
 {{- end }}
 {{- range $key, $path := dict "model.path" (default "" $model.path) "algorithm.reference" (dig "algorithm" "reference" "" .Values.config | default "") "algorithm.critic.model" (dig "algorithm" "critic" "model" "" .Values.config | default "") }}
 {{- if contains "://" $path }}
-- {{ printf "config.%s: got %s, expected a name of a hub, or a directory of the pods: models are not loaded from addresses; copy it to a volume that pods.volumes and pods.volumeMounts have, and give its directory" $key $path | quote }}
+- {{ printf "config.%s: got %s, expected the name of a model on a hub, or a directory in the pods; models are not loaded from URLs: copy it to a volume, mount that by pods.volumes and pods.volumeMounts, and name the directory" $key $path | quote }}
 {{- end }}
 {{- end }}
 {{- if and (eq .Values.mode "job") (eq (dig "environment" "" (default dict (get (default dict .Values.config) "tasks")) | default "") "session") }}
 - "config.tasks.environment: got session with mode job, which has no API for the agents; expected mode service; set it, or choose another environment"
 {{- end }}
 {{- if eq (int $config.service.port) (int $config.metrics.port) }}
-- {{ printf "config.metrics.port: got %d, which is config.service.port too; expected two ports of the head: choose another" (int $config.metrics.port) | quote }}
+- {{ printf "config.metrics.port: got %d, which is also config.service.port; expected different ports: choose another" (int $config.metrics.port) | quote }}
 {{- end }}
 {{- $taken := list 6379 8080 8265 10001 44217 44227 52365 -}}
 {{- range $section := list "service" "metrics" }}
 {{- $host := index $config $section "host" -}}
 {{- $port := int (index $config $section "port") -}}
 {{- if or (eq $host "localhost") (hasPrefix "127." $host) (eq $host "::1") }}
-- {{ printf "config.%s.host: got %s, expected 0.0.0.0; a Service reaches a pod at its own address, never at loopback" $section $host | quote }}
+- {{ printf "config.%s.host: got %s, expected 0.0.0.0; a Service reaches a pod at the pod's own address, not at loopback" $section $host | quote }}
 {{- end }}
 {{- if or (has $port $taken) (and (ge $port 10002) (le $port 19999)) (lt $port 1024) }}
-- {{ printf "config.%s.port: got %d, expected 1024 or more and none of Ray's own (10002 to 19999, %s); choose another" $section $port (join ", " $taken) | quote }}
+- {{ printf "config.%s.port: got %d, expected 1024 or more, and not a port of Ray (10002 to 19999, %s); choose another" $section $port (join ", " $taken) | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -465,7 +465,7 @@
 {{- end }}
 {{- with .Values.workspace }}
 {{- if gt (len (compact (list (empty .files | ternary "" "x") .existingConfigMap .existingClaim))) 1 }}
-- "workspace: got several of files, existingConfigMap and existingClaim, expected one; take the others out"
+- "workspace: got several of files, existingConfigMap and existingClaim, expected one; remove the others"
 {{- end }}
 {{- if gt (len (toJson .files)) 1000000 }}
 - "workspace.files: got more than a ConfigMap holds, 1 MiB; put them on a volume and name it as existingClaim"
@@ -473,7 +473,7 @@
 {{- end }}
 {{- $environments := include "rayloom.serviceAccountName" (dict "context" . "name" "environment") }}
 {{- if and .Values.serviceAccount.create (eq .Values.serviceAccount.name $environments) }}
-- {{ printf "serviceAccount.name: got %s, the account of environment pods, which is to have no rights; choose another" $environments | quote }}
+- {{ printf "serviceAccount.name: got %s, the account of environment pods, which must not have rights; choose another" $environments | quote }}
 {{- end }}
 {{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
 - "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
@@ -483,42 +483,42 @@
 {{- end }}
 {{- $checkpoints := .Values.checkpoints }}
 {{- if and .Values.service.loadBalancerSourceRanges (ne .Values.service.type "LoadBalancer") }}
-- {{ printf "service.loadBalancerSourceRanges: got some with type %s, expected LoadBalancer: Kubernetes refuses them otherwise; set the type, or use networkPolicy" .Values.service.type | quote }}
+- {{ printf "service.loadBalancerSourceRanges: got ranges with type %s, expected LoadBalancer: Kubernetes refuses ranges for other types; set the type, or use networkPolicy" .Values.service.type | quote }}
 {{- end }}
 {{- $database := .Values.database }}
 {{- if and $database.existingSecret $database.existingClaim }}
 - "database: got existingSecret and existingClaim, expected one of them: a run has its database in PostgreSQL, or on a volume"
 {{- end }}
 {{- if and $database.existingClaim (eq $database.existingClaim $checkpoints.existingClaim) }}
-- {{ printf "database.existingClaim: got %s, which is checkpoints.existingClaim too; expected a volume of its own: every pod has that one" $database.existingClaim | quote }}
+- {{ printf "database.existingClaim: got %s, which is also checkpoints.existingClaim; expected another volume: every pod mounts that one" $database.existingClaim | quote }}
 {{- end }}
 {{- if and $database.existingClaim .Values.modelCache.enabled (eq $database.existingClaim .Values.modelCache.existingClaim) }}
-- {{ printf "database.existingClaim: got %s, which is modelCache.existingClaim too; expected a volume of its own: every pod has that one" $database.existingClaim | quote }}
+- {{ printf "database.existingClaim: got %s, which is also modelCache.existingClaim; expected another volume: every pod mounts that one" $database.existingClaim | quote }}
 {{- end }}
 {{- /* A storage class with ReadWriteMany is a network file system, on which SQLite breaks (docs/storage.md). */}}
 {{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (not $database.existingClaim) (eq $database.storageClass $checkpoints.storageClass) }}
-- {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
+- {{ printf "database.storageClass: got %s, the class of checkpoints, which must support ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or set a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
 {{- $outside := list }}
 {{- if .Values.database.existingSecret }}{{- $outside = append $outside "the database" }}{{- end }}
 {{- if eq .Values.gcs.backend "redis" }}{{- $outside = append $outside "Redis" }}{{- end }}
 {{- if include "rayloom.hubContents" . | fromJsonArray }}{{- $outside = append $outside "the model hub" }}{{- end }}
 {{- if and .Values.networkPolicy.enabled $outside (not .Values.networkPolicy.egress) }}
-- {{ printf "networkPolicy.egress: got none with networkPolicy.enabled; the pods could not reach %s: expected rules that allow it" (join ", " $outside) | quote }}
+- {{ printf "networkPolicy.egress: got none with networkPolicy.enabled; the pods could not reach %s; add rules that allow it" (join ", " $outside) | quote }}
 {{- end }}
 {{- $named := list }}
 {{- range include "rayloom.hubContents" . | fromJsonArray }}{{- $named = append $named .name }}{{- end }}
 {{- range $name, $_ := .Values.modelCache.revisions }}
 {{- if not (has $name $named) }}
-- {{ printf "modelCache.revisions: got %s, expected names of a hub that config has (%s); correct the name, or take it out" $name (join ", " (uniq $named) | default "none") | quote }}
+- {{ printf "modelCache.revisions: got %s, expected hub names that config uses (%s); correct the name, or remove it" $name (join ", " (uniq $named) | default "none") | quote }}
 {{- end }}
 {{- end }}
 {{- if and .Values.modelCache.revisions (not .Values.modelCache.enabled) }}
-- "modelCache.revisions: got some without modelCache.enabled, with which alone they are fetched; set it to true, or take them out"
+- "modelCache.revisions: got revisions without modelCache.enabled, without which the chart does not download models; set it to true, or remove them"
 {{- end }}
 {{- $model := dig "model" "path" "" .Values.config | default "" }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.environmentEgress) (not .Values.modelCache.enabled) (has $model (include "rayloom.hubModels" . | fromJsonArray)) }}
-- {{ printf "networkPolicy.environmentEgress: got none with networkPolicy.enabled; environment pods load the tokenizer of %s from the model hub: expected rules that allow it, or modelCache.enabled, with which the head alone asks the hub" $model | quote }}
+- {{ printf "networkPolicy.environmentEgress: got none with networkPolicy.enabled; environment pods load the tokenizer of %s from the model hub; add rules that allow it, or set modelCache.enabled, with which only the head uses the hub" $model | quote }}
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"
@@ -553,7 +553,7 @@
 {{- range $key, $names := dict "disabled" $chosen.disabled "labelsOf" (keys $chosen.labelsOf | sortAlpha) }}
 {{- range $name := $names }}
 {{- if not (has $name $alerts) }}
-- {{ printf "monitoring.rules.%s: got %s, which is no alert, expected one of %s; correct it, or take it out" $key $name (join ", " (sortAlpha $alerts)) | quote }}
+- {{ printf "monitoring.rules.%s: got %s, which is not an alert, expected one of %s; correct it, or remove it" $key $name (join ", " (sortAlpha $alerts)) | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -573,9 +573,9 @@
 {{- if and $isOurs (not .metadata.ownerReferences) (not .spec.suspend) }}
 {{- $before := default dict .metadata.annotations }}
 {{- if or (ne $kind $own) (ne .metadata.name $name) }}
-- {{ printf "mode, nameOverride, fullnameOverride: %s %s of this release runs, and would make room for %s %s while its pods still end; two clusters would hold the run: suspend it first" $kind .metadata.name $own $name | quote }}
+- {{ printf "mode, nameOverride, fullnameOverride: %s %s of this release is running, and would be replaced by %s %s before its pods have ended, so that two clusters would have the run; suspend it first" $kind .metadata.name $own $name | quote }}
 {{- else if and (eq $own "RayService") (not $.Values.suspend) (ne (get $before "rayloom/cluster") (index $digests "rayloom/cluster")) (ne (get $before "rayloom/serve") (index $digests "rayloom/serve")) }}
-- {{ printf "RayService %s runs, and both its configuration and its pods change: the first would hold at once, on pods of before; suspend it first, or change one after the other" $name | quote }}
+- {{ printf "RayService %s is running, and both its configuration and its pods change; the new configuration would take effect at once, on the old pods: suspend it first, or change one after the other" $name | quote }}
 {{- end }}
 {{- end }}
 {{- end }}

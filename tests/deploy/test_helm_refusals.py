@@ -85,7 +85,7 @@ CONTRADICTIONS: list[Case] = [
      "trainer: 1 pods of 2 CPUs and 0 GPUs have room for 0"),
     ("config: {rollouts: {num_actors: 2}}",
      "environment: 1 pods of 1 CPUs and 0 GPUs have room for 1"),
-    ("trainer: {gpus: 1}", "trainer.gpus: reserves 1 GPUs a pod", "ranks none"),
+    ("trainer: {gpus: 1}", "trainer.gpus: got 1 GPUs for each pod", "ranks none"),
     ("config: {trainer: {device: cuda, gpus_per_rank: 1}}",
      "trainer: 1 pods of 2 CPUs and 0 GPUs have room for 0 ranks", "asks for 2"),
     # Six GPUs would do for three engines of two, were they not on pods of three.
@@ -151,7 +151,7 @@ CONTRADICTIONS: list[Case] = [
     ("image: {repository: Registry/Rayloom}",
      "image.repository: got Registry/Rayloom", "small letters"),
     *(
-        (f"{key}: {{mountPath: {path}}}", f"{key}.mountPath: got {path}, where the pod needs")
+        (f"{key}: {{mountPath: {path}}}", f"{key}.mountPath: got {path}, which overlaps")
         for key in ("checkpoints", "workspace", "modelCache")
         for path in (
             "/tmp", "/tmp/ray", "/tmp/ray/session_latest", "/dev", "/dev/shm", "/home",
@@ -161,7 +161,7 @@ CONTRADICTIONS: list[Case] = [
     ),
     ("pods: {volumes: [{name: v, persistentVolumeClaim: {claimName: v}}], "
      "volumeMounts: [{name: v, mountPath: /tmp/ray}]}",
-     "pods.volumeMounts: got /tmp/ray, where the pod needs /tmp/ray of its own"),
+     "pods.volumeMounts: got /tmp/ray, which overlaps /tmp/ray"),
     *(
         (f"config: {{tasks: {{options: {{a: [{{high: {number}}}]}}}}}}",
          f"config.tasks.options.a.0.high: got {number}, expected a number between")
@@ -173,26 +173,26 @@ CONTRADICTIONS: list[Case] = [
      "config.model: got path Qwen/Qwen3-0.6B and tiny, expected one of them"),
     ("config: {model: {tiny: null}}", "config.model: got neither path nor tiny"),
     ("trainer: {resources: {limits: {nvidia.com/gpu: 1}}}",
-     "trainer.resources: has nvidia.com/gpu", "set trainer.gpus"),
+     "trainer.resources: got nvidia.com/gpu", "set trainer.gpus"),
     ("trainer: {env: [{name: A, value: '1'}, {name: A, value: '2'}]}",
-     "trainer.env: A is named twice"),
+     "trainer.env: A is set twice"),
     ("environment: {env: [{name: RAYLOOM_API_KEY, value: x}]}",
-     "environment.env: got RAYLOOM_API_KEY, expected none", "auth.api.existingSecret"),
+     "environment.env: RAYLOOM_API_KEY must not be a variable", "auth.api.existingSecret"),
     ("service: {loadBalancerSourceRanges: [10.0.0.0/8]}",
-     "service.loadBalancerSourceRanges: got some with type ClusterIP"),
+     "service.loadBalancerSourceRanges: got ranges with type ClusterIP"),
     ("environment: {env: [{name: HOME, value: /x}]}",
-     "environment.env: HOME is named twice, or is set by the chart"),
+     "environment.env: HOME is set twice, or is also set by the chart"),
     ("{pods: {env: [{name: A, value: '1'}]}, head: {env: [{name: A, value: '1'}]}}",
-     "head.env: A is named twice"),
+     "head.env: A is set twice"),
     ("pods: {volumeMounts: [{name: data, mountPath: /data}]}",
-     "trainer.volumeMounts: data is mounted at /data, and there is no such volume"),
+     "trainer.volumeMounts: data is mounted at /data, but the volume does not exist"),
     ("trainer: {volumeMounts: [{name: tmp, mountPath: /checkpoints}]}",
-     "trainer.volumeMounts: /checkpoints is named twice"),
+     "trainer.volumeMounts: /checkpoints is set twice"),
     ("trainer: {volumeMounts: [{name: checkpoints, mountPath: /tmp/}]}",
-     "trainer.volumeMounts: /tmp is named twice"),
-    ("trainer: {volumes: [{name: shm, emptyDir: {}}]}", "trainer.volumes: shm is named twice"),
+     "trainer.volumeMounts: /tmp is set twice"),
+    ("trainer: {volumes: [{name: shm, emptyDir: {}}]}", "trainer.volumes: shm is set twice"),
     ("trainer: {sidecars: [{name: ray-worker, image: x}]}",
-     "trainer.initContainers or sidecars: ray-worker is named twice"),
+     "trainer.initContainers or sidecars: ray-worker is set twice"),
     ("trainer: {sidecars: [{name: logs, image: x, resources: {requests: {cpu: 2}, "
      "limits: {cpu: 500m}}}]}",
      "trainer.sidecars.logs.resources.requests.cpu: got 2", "the limit, 500m"),
@@ -211,22 +211,23 @@ CONTRADICTIONS: list[Case] = [
     ("database: {existingSecret: a, existingClaim: b}",
      "database: got existingSecret and existingClaim, expected one of them"),
     ("{database: {existingClaim: a}, checkpoints: {existingClaim: a}}",
-     "database.existingClaim: got a, which is checkpoints.existingClaim too"),
+     "database.existingClaim: got a, which is also checkpoints.existingClaim"),
     ("config: {service: {host: 127.0.0.1}}",
      "config.service.host: got 127.0.0.1, expected 0.0.0.0"),
     ("config: {metrics: {host: localhost}}",
      "config.metrics.host: got localhost, expected 0.0.0.0"),
     ("config: {service: {port: 8265}}",
-     "config.service.port: got 8265, expected 1024 or more", "Ray's own"),
+     "config.service.port: got 8265, expected 1024 or more", "a port of Ray"),
     ("config: {metrics: {port: 0}}", "config.metrics.port: got 0, expected 1024 or more"),
     ("config: {metrics: {port: 8000}}",
-     "config.metrics.port: got 8000, which is config.service.port too"),
+     "config.metrics.port: got 8000, which is also config.service.port"),
     ("serviceAccount: {name: demo-rayloom-environment}",
      "serviceAccount.name: got demo-rayloom-environment, the account of environment pods"),
     ("gcs: {backend: redis}", "gcs.redis.address: got none", "redis:6379"),
-    ("tags: {a: true}", "tags: is read by helm at the top of an umbrella chart's"),
+    ("tags: {a: true}", "tags: helm reads this key only at the top of an umbrella chart's"),
     *(
-        (f"{group}: {{{key}: {value}}}", f"{group}.{key}: is no key here", "in podSecurityContext")
+        (f"{group}: {{{key}: {value}}}", f"{group}.{key}: is not a key of this chart",
+         "in podSecurityContext")
         for group in ("pods", "trainer")
         for key, value in (
             ("securityContext", "{runAsUser: 5000}"), ("fsGroup", 5000),
@@ -234,20 +235,21 @@ CONTRADICTIONS: list[Case] = [
         )
     ),
     ("environment: {minReplicas: 0, maxReplicas: 10}",
-     "environment.minReplicas, maxReplicas", "no pod idle", "set replicas"),
+     "environment.minReplicas, maxReplicas", "never add or remove a pod", "set replicas"),
     *(
-        (f"{key}: {{replicas: 1}}", f"{key}: is no key here, expected one group",
+        (f"{key}: {{replicas: 1}}", f"{key}: is not a key of this chart, expected one group",
          f"put its values into {group}")
         for key, group in (
             ("environment2", "environment"), ("trainer-b200", "trainer"),
             ("inferenceLarge", "inference"), ("environments", "environment"),
         )
     ),
-    ("checkpoints: {uri: 's3://a/b'}", "checkpoints.uri: is no key here", "existingClaim"),
+    ("checkpoints: {uri: 's3://a/b'}", "checkpoints.uri: is not a key of this chart",
+     "existingClaim"),
     ("config: {model: {tiny: null, path: a/b, revision: abc}}",
-     "config.model.revision: is no key here", "modelCache.revisions"),
+     "config.model.revision: is not a key of this chart", "modelCache.revisions"),
     ("config: {model: {tiny: null, path: 's3://a/b'}}",
-     "config.model.path: got s3://a/b, expected a name of a hub, or a directory"),
+     "config.model.path: got s3://a/b, expected the name of a model on a hub, or a directory"),
     ("config: {algorithm: {reference: 'hf://a/b'}}", "config.algorithm.reference: got hf://a/b"),
     *(
         (f"{key}: {{accessModes: [{mode}]}}", f"{key}.accessModes: got {mode}, expected", "Many")
@@ -265,38 +267,38 @@ CONTRADICTIONS: list[Case] = [
     ("pods: {dnsPolicy: None}", "head.dnsPolicy: got None without dnsConfig"),
     ("{pods: {livenessProbe: {tcpSocket: {port: 6379}}}, "
      "head: {livenessProbe: {exec: {command: ['true']}}}}",
-     "head.livenessProbe: got exec and tcpSocket, expected one of them"),
+     "head.livenessProbe: got exec and tcpSocket, expected only one of them"),
     ("head: {startupProbe: {successThreshold: 2}}",
      "head.startupProbe.successThreshold: got 2, expected 1"),
     ("trainer: {resources: {claims: [{name: gpu}]}}",
-     "trainer.resources.claims: got gpu, expected a name of resourceClaims (none)"),
+     "trainer.resources.claims: got gpu, expected a name from resourceClaims (none)"),
     ("trainer: {resourceClaims: [{name: gpu}]}",
-     "trainer.resourceClaims: got gpu with both or neither"),
+     "trainer.resourceClaims: gpu has both or neither"),
     ("trainer: {resourceClaims: [{name: gpu, resourceClaimTemplateName: a}, {name: gpu, "
      "resourceClaimTemplateName: a}]}",
-     "trainer.resourceClaims: gpu is named twice"),
+     "trainer.resourceClaims: gpu is set twice"),
     ("{config: {trainer: {device: cuda, gpus_per_rank: 1}}, trainer: {gpus: 2, gpuResource: ''}}",
      "trainer.gpuResource: got none, and resources.claims has none, with 2 gpus"),
     ("{database: {existingClaim: one}, modelCache: {enabled: true, existingClaim: one}}",
-     "database.existingClaim: got one, which is modelCache.existingClaim too"),
+     "database.existingClaim: got one, which is also modelCache.existingClaim"),
     ("rayVersion: 2.51.0", "rayVersion: got 2.51.0", "2.52.0 or newer"),
     ("{networkPolicy: {enabled: true, operatorNamespace: ray}, "
      "database: {existingSecret: postgres}, gcs: {backend: redis, "
      "redis: {address: 'redis:6379'}}}",
-     "networkPolicy.egress: got none", "could not reach the database, Redis:"),
+     "networkPolicy.egress: got none", "could not reach the database, Redis;"),
     ("networkPolicy: {enabled: true}", "networkPolicy.operatorNamespace", "namespace"),
     # Each environment actor loads the tokenizer.
     ("{networkPolicy: {enabled: true, operatorNamespace: ray, egress: [{}]}, "
      "config: {model: {tiny: null, path: Qwen/Qwen3-0.6B}}}",
      "networkPolicy.environmentEgress: got none", "modelCache.enabled"),
-    ("head: {env: [{name: RAY_AUTH_TOKEN, value: x}]}", "head.env: RAY_AUTH_TOKEN", "take it out"),
+    ("head: {env: [{name: RAY_AUTH_TOKEN, value: x}]}", "head.env: RAY_AUTH_TOKEN", "remove it"),
 ]  # fmt: skip
 # `make test` runs these too.
 QUICK: list[Case] = [
     *((f"monitoring: {{podMonitor: {{enabled: true, seriesLabels: {{{label}: a}}}}}}",
        "seriesLabels") for label in ("release", "namespace", "run", "__name__", "a-b")),
     *((f"monitoring: {{rules: {{enabled: true, {key}: {value}}}}}",
-       f"monitoring.rules.{key}: got RayloomNoSuch, which is no alert, expected one of Rayloom")
+       f"monitoring.rules.{key}: got RayloomNoSuch, which is not an alert, expected one of Rayloom")
       for key, value in (("disabled", "[RayloomNoSuch]"), ("labelsOf", "{RayloomNoSuch: {a: b}}"))),
     *((f"{{config: {{tasks: {{dataset: x/y}}}}, modelCache: {cache}}}", words) for cache, words in (
         (f"{{enabled: true, revisions: {{a/b: {COMMIT}}}}}", "got a/b, expected names of a hub"),
