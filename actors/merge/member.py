@@ -69,7 +69,8 @@ class Member:
     def is_malformed_rewarded(self) -> bool:
         """Whether the environment gave a positive return and the outcome is malformed_tool_call.
 
-        The step's report counts such trajectories, and they raise an alarm.
+        False if the member has a `problem`. The step's report counts these trajectories, and they
+        raise an alarm.
         """
         is_malformed = self.trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
         return is_malformed and not self.problem and self.trajectory.episode_return > 0

@@ -134,7 +134,10 @@ class PolicyAnswer(StrictBody):
     version: int
     is_trained: bool = Field(description="whether it is the trainer's newest version")
     is_published: bool = Field(description="whether engines load this version, or have it")
-    is_republished: bool = Field(description="the weights of the version before, published again")
+    is_republished: bool = Field(
+        description="whether it replaced the version before it, of the same step, because "
+        "restarted ranks have other weights"
+    )
     checkpoints: list[str]
     replicas: list[ReplicaAnswer]
 
