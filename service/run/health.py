@@ -44,7 +44,7 @@ REMEDIES = {
     Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
     Outcome.TRUNCATED_CONTEXT: "raise model.max_context_tokens, or shorten the prompts",
     Outcome.WALL_TIMEOUT: "check what the rollouts wait for, or raise rollouts.turn_deadline_s",
-    Outcome.STALE: "lower algorithm.max_lag",
+    Outcome.STALE: "upload samples of newer policy versions, or raise algorithm.max_lag",
     Outcome.AGENT_ERROR: "check the model's chat template and rollouts.template_options",
     Outcome.ENVIRONMENT_ERROR: "fix the environment, or its tasks",
     Outcome.REWARD_ERROR: "fix the reward function",
