@@ -1,7 +1,8 @@
-"""Real frameworks' agents, each in an environment of its own, and who plays sessions with them.
+"""Agents of real frameworks, each installed in its own virtual environment, and how to start them.
 
-An agent is a program of docs/examples/agents, unchanged. It is started with a session's variables,
-its arguments and a directory; its reward is computed from what it printed and wrote.
+An agent is a program of docs/examples/agents, unchanged. It is started with the environment
+variables of a session, with arguments and in a directory. Its reward is computed from its output
+and from the files that it wrote.
 """
 
 from __future__ import annotations
@@ -24,41 +25,43 @@ from worlds.runs.run_driver import ROOT
 
 EXAMPLES = ROOT / "docs" / "examples" / "agents"
 HERE = Path(__file__).parent
-# Beside other environments that tests and benchmarks make; kept as long as the versions are.
+# Tests and benchmarks make other environments in the same directory. An environment is kept until
+# its pinned versions change.
 ENVIRONMENTS = ROOT / "build" / "agents"
 INSTALL_S = 900.0
 PLAY_S = 300.0
 SECRET = 5
 HIGHEST = 8
-# What no program of ours may find in its environment: its model is named by the session alone.
+# Variables that agents must not inherit: only the session says which model an agent uses.
 _OURS = re.compile(r"OPENAI|ANTHROPIC|RAYLOOM|PYTHON|VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game:
-    """One task, as it is given to an agent."""
+    """The command-line arguments and the directory with which an agent gets one task."""
 
     arguments: tuple[str, ...]
     directory: Path
-    """Where the agent is started; its own."""
+    """The agent's working directory, which no other agent uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentKind:
-    """A framework's agent, and what it plays."""
+    """A framework's agent, the game that it plays, and the reward of a game."""
 
     name: str
-    """Of its file of pinned versions, beside the launcher."""
+    """Name of its file of pinned versions, NAME.txt, in the directory of this module."""
     program: Callable[[Path], Path]
-    """In the environment with this directory."""
+    """Returns the file of the program, given the directory of its virtual environment."""
     modules: tuple[str, ...]
-    """What the program imports, also late, for the launcher: else each process does."""
+    """Modules that the launcher imports once, so that not each process of the program does; those
+    that the program imports late are among them."""
     begin: Callable[[Path, int], Game]
-    """Lay out the game with a number in a directory."""
+    """Prepares the game with a number in a directory."""
     judge: Callable[[str, Game], float]
-    """The reward, from what the agent printed and wrote."""
+    """Returns the reward, given what the agent printed, and its game."""
     learning_rate: float
-    """With which the first steps still show where it began."""
+    """A learning rate so low that the first steps still have the reward of the untrained policy."""
 
 
 def _ask(directory: Path, number: int) -> Game:
@@ -67,14 +70,14 @@ def _ask(directory: Path, number: int) -> Game:
 
 
 def _has_calculated(printed: str, game: Game) -> float:
-    """1 for an agent that calculated something with its tool, and then said one number."""
+    """Return 1 if the agent calculated something with its tool and then said one number, else 0."""
     *before, last = printed.strip().splitlines() or [""]
     calculated = any(re.fullmatch(r"\d+[-+*]\d+ = -?\d+", line) for line in before)
     return float(calculated and re.fullmatch(r"-?\d+", last) is not None)
 
 
 def _lay_out(directory: Path, number: int) -> Game:
-    """A directory whose commands are the guesses."""
+    """Prepare a directory in which each guess is a command."""
     commands = directory / "commands"
     commands.mkdir()
     guess = EXAMPLES / "guess.sh"
@@ -87,7 +90,7 @@ def _lay_out(directory: Path, number: int) -> Game:
 
 
 def _has_submitted(printed: str, game: Game) -> float:
-    """1 for the number."""
+    """Return 1 if the agent submitted the right number, else 0."""
     played = json.loads((game.directory / "played.json").read_text())
     return float(played["info"]["submission"].strip() == str(SECRET))
 
@@ -145,9 +148,9 @@ KINDS = {
 
 
 def environment_of(name: str) -> Path:
-    """The environment with the versions of NAME.txt, made where it is not there yet.
+    """Return the directory of the virtual environment with the versions of NAME.txt.
 
-    Returns: its directory.
+    The environment is made if it does not exist yet, or if the versions have changed.
     """
     requirements = HERE / f"{name}.txt"
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
@@ -169,12 +172,12 @@ def environment_of(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """Starts agents of one kind; may be used by many threads."""
+    """A client of the launcher, which starts agents of one kind; many threads may use it."""
 
     address: tuple[str, int]
 
     def play(self, game: Game, env: Mapping[str, str]) -> tuple[str, int]:
-        """Start an agent and wait for its end. Returns: what it printed, and its exit status."""
+        """Start an agent and wait until it ends. Return what it printed, and its exit status."""
         asked = {"env": dict(env), "arguments": game.arguments, "directory": str(game.directory)}
         with socket.create_connection(self.address, timeout=PLAY_S) as connection:
             connection.sendall(json.dumps(asked).encode() + b"\n")
@@ -186,12 +189,15 @@ class Agents:
 
 @contextmanager
 def launching(kind: AgentKind, directory: Path) -> Iterator[Agents]:
-    """directory: where the launcher's own output goes, and the agents' settings."""
+    """Run the launcher of a kind of agent, and kill it with all its agents at the end.
+
+    directory: gets the launcher's output and the agents' settings.
+    """
     environment = environment_of(kind.name)
     env = {name: value for name, value in os.environ.items() if not _OURS.match(name)}
     env.update(
         OMP_NUM_THREADS="1",
-        # Of mini-swe-agent: it asks for its first settings, and litellm for prices.
+        # Without these, mini-swe-agent asks for its first settings, and litellm downloads prices.
         MSWEA_CONFIGURED="true",
         MSWEA_GLOBAL_CONFIG_DIR=str(directory),
         MSWEA_SILENT_STARTUP="1",
@@ -212,6 +218,6 @@ def launching(kind: AgentKind, directory: Path) -> Iterator[Agents]:
         try:
             yield Agents(address=server.getsockname())
         finally:
-            # With every agent that still plays.
+            # This also ends every agent that still plays.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=20)

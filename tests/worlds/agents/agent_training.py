@@ -1,4 +1,4 @@
-"""Trains the tiny policy from agents of one kind, and tells whether its reward rose."""
+"""Training of the tiny policy by agents of one kind, and a measure of how much its reward rose."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KEY = "a key of the proof, long enough"
 NUM_STEPS = 24
 NUM_GROUPS = 6
 GROUP_SIZE = 6
-# Of agents that play at once: their processes share the machine with the engine.
+# Agents that play at once. It is small because their processes share the machine with the engine.
 NUM_PLAYING = 8
 RUN_S = 1500.0
 NUM_COMPARED = 5
 NUM_ERRORS = 3.0
-"""Standard errors."""
+"""Standard errors by which the reward must rise."""
 
 CONFIG: dict[str, Any] = {
     "run": {"name": "agents", "steps": NUM_STEPS, "checkpoint_every": 100, "evaluate_every": 1000},
@@ -34,7 +34,8 @@ CONFIG: dict[str, Any] = {
     "rollouts": {
         "max_turns": 6,
         "max_tokens_per_turn": 32,
-        # An answer that never ends is lost. Masked, it would cost nothing.
+        # An answer that reaches the limit of tokens is trained. If it were masked, a policy that
+        # never ends its answers would lose nothing.
         "outcomes": {"truncated_tokens": {"disposition": "train_clamped"}},
     },
     "algorithm": {
@@ -56,9 +57,11 @@ CONFIG: dict[str, Any] = {
 
 
 def standard_errors_of_rise(rewards: Sequence[float]) -> float:
-    """How far the mean of the last steps is above that of the first, in its standard errors.
+    """Return how many standard errors the mean reward rose from the first steps to the last ones.
 
-    (b - a) / sqrt((s_a^2 + s_b^2) / n), s^2 the sample variances of the n first and n last steps.
+    The formula is (b - a) / sqrt((s_a^2 + s_b^2) / n), where a and b are the means of the first and
+    the last n steps, and s_a^2 and s_b^2 are their sample variances.
+
     Example: standard_errors_of_rise([0, 1, 0, 1, 0, 9, 10, 11, 10, 11, 10]) -> 28.9
     """
     first, last = rewards[:NUM_COMPARED], rewards[-NUM_COMPARED:]
@@ -69,13 +72,13 @@ def standard_errors_of_rise(rewards: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A run's rewards by step, and how its agents ended."""
+    """A run's mean reward of each step, and the failures of its agents."""
 
     rewards: tuple[float, ...]
     num_failed: int
-    """Agents that ended with an error."""
+    """Number of agents that ended with an error."""
     failures: tuple[str, ...]
-    """The last line that each of them printed."""
+    """The last line that each agent printed which ended with an error."""
 
 
 def config_file(directory: Path, *, seed: int, learning_rate: float) -> Path:
@@ -89,11 +92,14 @@ def config_file(directory: Path, *, seed: int, learning_rate: float) -> Path:
 
 
 def train(kind: AgentKind, directory: Path, *, seed: int, learning_rate: float) -> Trained:
-    """Play NUM_STEPS steps of sessions in `directory`; RAYLOOM_API_KEY is KEY."""
+    """Train for NUM_STEPS steps on sessions that agents play in `directory`.
+
+    The environment variable RAYLOOM_API_KEY must be KEY.
+    """
     config = config_file(directory, seed=seed, learning_rate=learning_rate)
     failures: list[str] = []
     with (
-        # The last to end: what still plays then ends with its agent.
+        # The pool is left last: the end of `launching` kills the agents for which its threads wait.
         ThreadPoolExecutor(NUM_PLAYING) as pool,
         launching(kind, directory) as agents,
         running(config, directory / "run", command="serve") as run,
@@ -133,7 +139,11 @@ def _play(
     *,
     number: int,
 ) -> str | None:
-    """Returns: the last line of an agent that ended with an error; its reward is 0."""
+    """Let an agent play one session, and finish the session with its reward.
+
+    Return the last line of an agent that ended with an error, whose reward is 0; None if it ended
+    without one.
+    """
     place.mkdir(parents=True)
     game = kind.begin(place, number)
     printed, code = agents.play(game, session["env"])

@@ -1,7 +1,7 @@
-"""An agent that knows nothing of Rayloom: it plays a guessing game over its provider's own client.
+"""An agent that plays a guessing game over the clients of OpenAI and Anthropic.
 
-It is started with the session's environment variables alone. `SessionClient` is the other side: who
-creates sessions and rewards them.
+It knows nothing of Rayloom: all that it gets is the environment variables of a session.
+`SessionClient` creates the sessions and rewards them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NUM_GUESSES = 3
 def play(
     env: dict[str, str], *, number: int, speaks: Sequence[str] = ("chat",), streams: bool = False
 ) -> float:
-    """Play one game. Returns: 1.0 where the number was found, else 0.0.
+    """Play one game. Return 1.0 if the number was found, else 0.0.
 
-    speaks: the dialects of its requests, chat, messages or responses, one after the other.
+    speaks: the APIs of its requests in turn, each of chat, messages or responses.
     """
     ask = _speaker(env, streams=streams)
     messages: list[Any] = [
@@ -45,7 +45,7 @@ def play(
 
 
 def _speaker(env: dict[str, str], *, streams: bool) -> dict[str, Callable[[list[Any]], str]]:
-    """What says a conversation in a dialect, and gives the answer's text."""
+    """Return, for each API, a function that sends a conversation and returns the answer's text."""
     openai = OpenAI(
         base_url=env["OPENAI_BASE_URL"],
         api_key=env["OPENAI_API_KEY"],
@@ -86,12 +86,12 @@ def _speaker(env: dict[str, str], *, streams: bool) -> dict[str, Callable[[list[
 
 @dataclass
 class SessionClient:
-    """Creates sessions, and rewards them."""
+    """A client of the service that creates sessions and rewards them."""
 
     client: httpx.Client
 
     def create(self, name: str, *, limit_s: float, **fields: Any) -> list[dict[str, Any]]:
-        """The sessions of a group; asked for again while the service starts."""
+        """Create and return a group's sessions; repeat the request while the service starts."""
         deadline = time.monotonic() + limit_s
         while True:
             answer = self.client.post("/api/v1/sessions", json={"id": name, **fields})
@@ -102,7 +102,7 @@ class SessionClient:
             time.sleep(0.2)
 
     def finish(self, session: dict[str, Any], *, limit_s: float, **fields: Any) -> dict[str, Any]:
-        """As long as the service is away, again."""
+        """Finish a session; repeat the request while the service is not available."""
         deadline = time.monotonic() + limit_s
         headers = {"authorization": f"Bearer {session['reward_key']}"}
         while True:
@@ -116,7 +116,7 @@ class SessionClient:
             time.sleep(random.uniform(0.2, 0.5))
 
     def play(self, session: dict[str, Any], *, number: int, limit_s: float, **how: Any) -> float:
-        """Play a session's game and finish it. Returns: its reward."""
+        """Play a session's game and finish the session. Return its reward."""
         reward = play(session["env"], number=number, **how)
         self.finish(session, reward=reward, components={"found": reward}, limit_s=limit_s)
         return reward

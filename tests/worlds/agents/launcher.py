@@ -1,13 +1,14 @@
-"""Starts an agent's program, each time in a process of its own, forked from one that imported it.
+"""A server that starts an agent's program for each request, in a forked process.
 
-Importing a framework takes seconds. The program is run from its file, as the main module, with the
-environment, the arguments and the directory that the request names; it finds its imports done.
+Importing a framework takes seconds, so the server imports its modules once, before it forks. The
+program then runs from its file, as the main module, with the environment variables, the arguments
+and the directory of the request.
 
     python launcher.py SOCKET PROGRAM [MODULE ...]
 
-SOCKET: the number of a listening socket; a connection brings one line of JSON, and is sent what the
-program prints, and behind it a line `ended CODE`. MODULE: imported before. Standard library only:
-it runs in the agent's own environment, and the program does not know it.
+SOCKET: file descriptor of a listening socket. A client sends one line of JSON; it receives what the
+program prints, and then a line `ended CODE`. MODULE: a module to import before the first request.
+This file uses only the standard library, because it runs in the agent's own virtual environment.
 """
 
 import importlib
@@ -23,7 +24,7 @@ import traceback
 def main(listening: int, program: str, *modules: str) -> None:
     for module in modules:
         importlib.import_module(module)
-    # Nobody waits for the children: their ends are told by themselves.
+    # The server does not wait for its children: each one sends its exit status to its client.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = socket.socket(fileno=listening)
     while True:
@@ -51,7 +52,7 @@ def _play(connection: socket.socket, program: str) -> None:
         traceback.print_exc()
         code = 1
     print(f"ended {code}", flush=True)
-    # Without the ends of what was begun before the fork.
+    # This leaves out the exit handlers of the modules that the server imported before the fork.
     os._exit(0)
 
 

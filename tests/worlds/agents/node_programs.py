@@ -1,4 +1,4 @@
-"""Agents' programs from npm and PyPI, pinned, and how each is told of its model."""
+"""Programs of agents from npm and PyPI, in pinned versions, and how each learns of its model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ PLAY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A program that is asked for one task, and works on it in its directory."""
+    """A program that takes one task on its command line and works on it in its directory."""
 
     name: str
-    """Of a package's command, or of a script over a framework: of npm (.mjs) or PyPI (.py)."""
+    """Name of the command of an npm package, or of a script that uses a framework of npm (.mjs) or
+    of PyPI (.py)."""
     arguments: tuple[str, ...]
-    """Before the task; $OPENAI_BASE_URL stands for its value, as in a shell."""
+    """Arguments before the task; $OPENAI_BASE_URL is replaced by its value, as in a shell."""
     config: tuple[str, str] | None = None
-    """A file of docs/examples/agents, and where the program looks for it in its home."""
+    """A file of docs/examples/agents, and the path in the home directory at which the program reads
+    it."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Settings of its own."""
+    """The program's own settings, as environment variables."""
 
 
 CODEX = CommandLine(
@@ -48,13 +50,13 @@ OPENCODE = CommandLine(
     name="opencode",
     arguments=("run",),
     config=("opencode.json", ".config/opencode/opencode.json"),
-    # It would ask a server for what other models there are.
+    # Otherwise it would ask a server for a list of models.
     env={"OPENCODE_DISABLE_MODELS_FETCH": "1"},
 )
 CLAUDE_CODE = CommandLine(
     name="claude",
     arguments=("--model", "policy", "--dangerously-skip-permissions", "-p"),
-    # The first is asked for where root skips permissions.
+    # Root may skip permissions only with IS_SANDBOX.
     env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
 )
 QWEN_CODE = CommandLine(
@@ -77,20 +79,20 @@ FRAMEWORKS = tuple(
 
 
 def line_of(program: CommandLine) -> tuple[str, ...]:
-    """What starts a program, installed; skips where npm is missing and needed."""
+    """Install a program and return the command that starts it; skip the test if npm is missing."""
     if program.name.endswith(".py"):
         python = environment_of("frameworks") / "bin" / "python"
         return str(python), str(HERE / "frameworks" / program.name)
     directory = programs()
     if program.name.endswith(".mjs"):
-        # Node looks for what it imports beside it.
+        # Node looks for imported packages in the directory of the script.
         script = shutil.copy(HERE / "command_lines" / program.name, directory)
         return "node", str(script)
     return (str(directory / "node_modules" / ".bin" / program.name),)
 
 
 def programs() -> Path:
-    """The directory of what npm installs; skips where npm is missing."""
+    """Return the directory with the installed npm packages; skip the test if npm is missing."""
     if shutil.which("npm") is None or shutil.which("node") is None:
         skip_or_fail("node and npm are missing: agents' command lines cannot be installed")
     wanted = HERE / "command_lines" / "package.json"
@@ -111,9 +113,9 @@ def programs() -> Path:
 
 
 async def work(program: CommandLine, task: str, *, home: Path, env: Mapping[str, str]) -> str:
-    """Start it in an empty directory in its home, and wait. Returns: what it said at its end.
+    """Start a program in an empty directory in its home, and wait. Return what it printed.
 
-    env: the session's variables: all that it is told beside its own configuration.
+    env: the variables of the session, all that the program gets beside its own configuration.
     """
     place = home / "work"
     place.mkdir(parents=True)
@@ -133,10 +135,10 @@ async def work(program: CommandLine, task: str, *, home: Path, env: Mapping[str,
     )
     try:
         async with asyncio.timeout(PLAY_S):
-            said, told = await started.communicate()
+            output, errors = await started.communicate()
     finally:
         if started.returncode is None:
             started.kill()
             await started.wait()
-    assert started.returncode == 0, told.decode()[-3000:]
-    return said.decode()
+    assert started.returncode == 0, errors.decode()[-3000:]
+    return output.decode()

@@ -1,4 +1,4 @@
-"""Who takes rollouts from a real queue and hands trajectories in, in an actor of its own."""
+"""A Ray actor that takes rollouts from a real queue and hands in trajectories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def play(assignment: RolloutAssignment, *, sampled: int) -> Trajectory:
 
 @ray.remote(num_cpus=0)
 class Player:
-    """Takes rollouts and brings back trajectories, one block for each `hand_in`."""
+    """An actor that takes rollouts and returns trajectories, in one block for each `hand_in`."""
 
     def __init__(self, queue: Any, actor_id: str) -> None:
         self.queue, self.actor_id = queue, actor_id

@@ -1,11 +1,12 @@
-"""Agents over plain HTTP that remember each answer they got, in a process that may be killed.
+"""Agents over plain HTTP that store each answer, in a process that a test may kill.
 
     $ python -m worlds.agents.session_agents URL MEMORY NAME NUM_GROUPS
 
-Plays so many groups of sessions at once, one after another, until the file MEMORY.stop is there.
-What is remembered is written before anything follows from it, a line of JSON each (`Memory`). The
-same command again goes on in the sessions that were not finished: with the requests that were not
-answered, marked as repeated, or, as an agent that has forgotten all, with a new conversation.
+NUM_GROUPS groups of sessions are played at once; when one ends, the next begins, until the file
+MEMORY.stop exists. Every event is written to the file MEMORY before the agents act on it, as a line
+of JSON (`Memory`). After a kill, the same command continues the unfinished sessions: it repeats the
+unanswered requests, marked as repeated, or begins a new conversation, like an agent that has
+forgotten everything.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import httpx
 
 GROUP_SIZE, NUM_ROUNDS = 4, 4
 ANSWER_LIMIT_S, PAUSE_S = 120.0, 0.5
-# 404: the route is not there yet. 5xx: the run is recovering.
+# 404: the service has not added the route yet. 5xx: the run is recovering.
 COME_AGAIN = frozenset({404, 429, 500, 502, 503, 504})
 FULL_CONTEXT = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A turn as a client was shown it."""
+    """A turn as the service returned it to the client."""
 
     session: str
     turn: str
@@ -42,17 +43,17 @@ class Answer:
 
 @dataclass
 class Memory:
-    """What the processes of one name have been told."""
+    """The state of all processes with one NAME, rebuilt from the lines of their file."""
 
     groups: dict[str, bool] = field(default_factory=dict)
-    """Asked for; whether they were accepted."""
+    """Requested groups, and whether the service accepted each."""
     answers: list[Answer] = field(default_factory=list)
     asked: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Requests without an answer: their session and messages."""
+    """Session and messages of each request without an answer."""
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """As the service answered the finish of each session."""
+    """The service's answer to the finish request of each session."""
     errors: list[str] = field(default_factory=list)
-    """Answers that no client should get."""
+    """Answers that the service should never give."""
 
     @classmethod
     def read(cls, file: Path) -> Memory:
@@ -82,13 +83,13 @@ class Memory:
 
 
 class Agents:
-    """Those of one process."""
+    """The agents of one process."""
 
     def __init__(self, url: str, file: Path, name: str, key: str) -> None:
         self._name = name
         self._stop = file.with_suffix(".stop")
         self._memory = Memory.read(file)
-        # A line that a kill cut off would spoil the next one; each is written at once.
+        # A line that a kill cut off would spoil the next one, so each line is one write.
         self._out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._headers = {"authorization": f"Bearer {key}"}
         self._client = httpx.AsyncClient(
@@ -129,10 +130,11 @@ class Agents:
         finish = f"finish {name}"
         if finish not in self._memory.asked:
             await self._converse(session, rng)
-            # No group is without a difference, which would not be trained.
+            # A group with equal rewards would not be trained, so the rewards of a group differ.
             body = {"reward": float(int(name[-1]) % 2)}
             self._note("asks", request=finish, session="", messages=body)
-        # After it the session takes no more turns; nobody knows whether it was heard.
+        # After a finish request the session takes no more turns. Because nobody knows whether the
+        # service received it, it is sent again.
         body = self._memory.asked[finish]["messages"]
         headers = {"authorization": f"Bearer {session['reward_key']}"}
         for _ in range(2):
@@ -147,7 +149,7 @@ class Agents:
                 if rng.random() < 0.7:
                     await self._turn(session, asked["messages"], chats, num_tries=1)
         for _ in range(NUM_ROUNDS):
-            # Now and then a sub-agent's beside it.
+            # Sometimes a sub-agent asks at the same time.
             num_asked = rng.choice((1, 1, 2))
             asked_now = [_next(chats, rng) for _ in range(num_asked)]
             await asyncio.gather(*(self._turn(session, each, chats) for each in asked_now))
@@ -167,7 +169,7 @@ class Agents:
         body = {"model": "any", "messages": messages}
         asks = self._streamed if random.random() < 0.5 else self._whole
         while True:
-            # As OpenAI's client marks what it sends again.
+            # OpenAI's client marks repeated requests with this header.
             marked = {**headers, "x-stainless-retry-count": str(num_tries)}
             try:
                 status, found = await asks(url, body, marked)
@@ -223,7 +225,7 @@ class Agents:
     async def _ask(
         self, method: str, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> dict[str, Any]:
-        """Until there is an answer."""
+        """Send a request until it is answered."""
         while True:
             try:
                 answer = await self._client.request(method, path, json=body, headers=headers)
@@ -248,11 +250,14 @@ class Agents:
 
 
 class _Broken(Exception):
-    """A stream without its end."""
+    """Raised if a stream ends without its last event."""
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Raises: _Broken."""
+    """Yield the events of a stream.
+
+    Raises: _Broken if the stream ends without its last event.
+    """
     async for line in answer.aiter_lines():
         if line == "data: [DONE]":
             return
@@ -265,7 +270,10 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _next(chats: list[list[dict[str, str]]], rng: random.Random) -> list[dict[str, str]]:
-    """Another turn, a conversation of its own, one that is shortened, the same once more."""
+    """Draw the next request.
+
+    It extends a conversation, begins a new one, shortens one, or repeats the last question of one.
+    """
     kind = rng.random()
     word = {"role": "user", "content": rng.choice(("higher", "lower"))}
     if not chats or kind < 0.2:

@@ -1,4 +1,4 @@
-"""A session played by a script: what a client sends, and what the policy is to say to it."""
+"""A session that tests play by a script: the client's messages and the policy's replies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def result(call_id: str, content: str) -> Message:
 
 
 class SessionPlayer:
-    """One session; its policy says what it is told to, in the family's own form."""
+    """A session whose policy gives scripted replies, in the chat format of a model family."""
 
     def __init__(
         self, family: str = "tiny", *, renderer: ChatRenderer | None = None, **options: Any
@@ -70,9 +70,10 @@ class SessionPlayer:
         request: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Message:
-        """Play a request. said: the reply's text, where it is not the family's.
+        """Play a request and return the reply.
 
-        request: more of the request. fields: more of the turn. Returns: the reply.
+        said: text that the policy samples, if it differs from the family's format of the reply.
+        request: further fields of the request. fields: further fields of the turn.
         """
         asked = ChatRequest(messages=tuple(messages), tools=tools, **(request or {}))
         place = self.tree.find(asked)
@@ -111,7 +112,7 @@ class SessionPlayer:
         return reply
 
     def rebuilt(self) -> SessionTree:
-        """The tree that the stored turns give."""
+        """Return a tree that is built from the stored turns."""
         tree = SessionTree("s-0", **self.options)
         for turn in self.tree.turns:
             tree.add(turn)
@@ -121,13 +122,17 @@ class SessionPlayer:
         return samples_of(self.tree, "t", **rewards)
 
     def judged(self, named: int | None = None) -> int | None:
-        """The number of the turn that gets the reward."""
+        """Return the number of the turn that gets the reward; None if no turn gets it.
+
+        named: number of the turn that the client named.
+        """
         found = judged_of(self.tree, trained(self.tree), named)
         return None if found is None else found.turn.number
 
     def trajectory(self, tree: SessionTree | None = None) -> Trajectory:
-        """Return the trajectory of the session as if it ended now. tree: the session's rebuilt
-        tree.
+        """Return the trajectory of the session as if it ended now.
+
+        tree: the session's rebuilt tree; None: the tree of the player.
         """
         stored = StoredSession(
             id="s-0", submission_id="s", member=0, spec=SPEC,
@@ -140,7 +145,7 @@ class SessionPlayer:
         return trajectory_of(stored, tree or self.tree, assignment, oldest_version=0)
 
     def shown(self) -> list[str]:
-        """The text of each sample, what is trained of it in brackets."""
+        """Return the text of each sample, with the trained parts in brackets."""
         return [self._shown(sample) for sample in self.samples()]
 
     def ids(self, text: str) -> TokenIds:

@@ -2,7 +2,8 @@
 
     $ python -m worlds.agents.session_writer URL TERM
 
-It plays the sessions a-0, a-1, … of a store, and prints `SESSION NUMBER` once a turn is durable.
+It plays the sessions a-0, a-1, … of the store at URL. It prints `SESSION NUMBER` for each turn that
+is durable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A client of a service under faults: it submits, cancels, and remembers what it was promised.
+"""A client that submits and cancels tasks of a service under faults.
 
-Every request is repeated until the service answers it, as the documentation asks of a client, so
-that what the client remembers is what the service has accepted.
+The client repeats every request until the service answers it, as the documentation demands. It
+stores what the service has accepted.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import httpx
 OVER = frozenset({"trained", "evicted", "cancelled"})
 ANSWER_LIMIT_S = 30.0
 PAUSE_S = 2.0
-# A training step has what was to be cancelled.
+# The task cannot be cancelled: a training step has already taken it.
 TAKEN = 409
-# 404: the route is not there yet. 429: the backlog is full. 5xx: the run is recovering.
+# 404: the service has not added the route yet. 429: the backlog is full. 5xx: the run recovers.
 COME_AGAIN = frozenset({404, 429, 500, 502, 503, 504})
 
 
 @dataclass
 class SubmittingClient:
-    """Run `work` in a thread; `stop` it; then `unfinished` says what was promised and is open."""
+    """A client whose `work` runs in a thread until `stop`.
+
+    `unfinished` then returns the accepted tasks that have not ended.
+    """
 
     base_url: str
     key: str
@@ -32,9 +35,9 @@ class SubmittingClient:
     rng: random.Random
     accepted: list[str] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
-    """Of these the service has said that they are cancelled."""
+    """Tasks that the service has reported as cancelled."""
     errors: list[str] = field(default_factory=list)
-    """Answers that no client should get."""
+    """Answers that the service should never give."""
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def work(self) -> None:
@@ -51,7 +54,7 @@ class SubmittingClient:
         self._stopped.set()
 
     def unfinished(self) -> list[str]:
-        """Of what was accepted, what has not ended yet; what the service does not know is one."""
+        """Return the accepted tasks that have not ended, or that the service has lost."""
         return [name for name in self.accepted if self.status(name) not in OVER]
 
     def _cancel(self, name: str) -> None:
@@ -60,14 +63,17 @@ class SubmittingClient:
             self.cancelled.add(name)
 
     def status(self, name: str) -> str:
-        """As the service tells it; unknown: it does not know the task."""
+        """Return a task's status as the service reports it; "unknown" if it has no such task."""
         answer = httpx.get(
             f"{self.base_url}/api/v1/rollouts/{name}", headers=self._headers, timeout=ANSWER_LIMIT_S
         )
         return str(answer.json().get("status")) if answer.status_code == 200 else "unknown"
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Ask until there is an answer; None when stopped before."""
+        """Send a request until it is answered. Return the body of a success, else None.
+
+        It also returns None if the client is stopped before an answer.
+        """
         while not self._stopped.is_set():
             try:
                 answer = httpx.request(

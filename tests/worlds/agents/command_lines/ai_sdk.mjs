@@ -1,5 +1,5 @@
 #!/usr/bin/env node
-// The AI SDK with its default provider: Responses, whose items it refers to by their ids.
+// An agent of the AI SDK. Its default provider uses the Responses API and refers to items by their ids.
 import { writeFileSync } from "node:fs";
 import { openai } from "@ai-sdk/openai";
 import { generateText, stepCountIs, tool } from "ai";

@@ -1,5 +1,5 @@
 #!/usr/bin/env node
-// openai-agents for JavaScript, over Responses.
+// An agent of openai-agents for JavaScript, which uses the Responses API.
 import { writeFileSync } from "node:fs";
 import { Agent, run, setTracingDisabled, tool } from "@openai/agents";
 import { z } from "zod";

@@ -1,4 +1,4 @@
-"""A LangGraph agent, over chat completions."""
+"""A LangGraph agent that uses the chat completions API."""
 
 import sys
 from pathlib import Path
@@ -15,6 +15,6 @@ def write(text: str) -> str:
     return "written"
 
 
-# Its replies come back with this name.
+# LangGraph sends the agent's earlier replies back with this name.
 agent = create_react_agent(ChatOpenAI(model="policy"), [write], name="worker")
 print(agent.invoke({"messages": [("user", sys.argv[1])]})["messages"][-1].content)

@@ -1,4 +1,4 @@
-"""An agent of openai-agents with an output type, over Responses: a JSON schema."""
+"""An openai-agents agent that uses the Responses API; its output type is sent as a JSON schema."""
 
 import sys
 from pathlib import Path

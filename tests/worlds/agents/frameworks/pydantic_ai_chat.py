@@ -1,4 +1,4 @@
-"""An agent of pydantic-ai with an output type, over chat completions: a JSON schema."""
+"""A pydantic-ai agent over chat completions whose output type is sent as a JSON schema."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An agent of pydantic-ai with an output type as it is by default: a tool that has to be called."""
+"""A pydantic-ai agent whose output type is, as by default, sent as a tool that it must call."""
 
 import sys
 from pathlib import Path

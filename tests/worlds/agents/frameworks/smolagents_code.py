@@ -1,4 +1,4 @@
-"""A CodeAgent of smolagents: it sends `stop` with every request, and its calls are code."""
+"""A CodeAgent of smolagents, which sends `stop` with every request and calls its tools in code."""
 
 import sys
 from pathlib import Path

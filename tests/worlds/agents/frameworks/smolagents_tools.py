@@ -1,4 +1,4 @@
-"""A ToolCallingAgent of smolagents: it sends `stop`, and `tool_choice: required`."""
+"""A ToolCallingAgent of smolagents, which sends `stop` and `tool_choice: required`."""
 
 import sys
 from pathlib import Path
