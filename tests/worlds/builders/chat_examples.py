@@ -1,4 +1,4 @@
-"""Chats of the tiny tokenizer as journal steps: real prompts, appended to by the real renderer."""
+"""Journal steps whose chats are made with the tiny tokenizer and the real chat renderer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def first_prompt(words: str = ASK) -> np.ndarray:
 
 
 def next_prompt(turn: Turn, answer: str) -> np.ndarray:
-    """The prompt behind a reply, by appending; a reply that was cut off is closed."""
+    """Return the prompt that follows a turn, made by appending an answer to its tokens.
+
+    The renderer adds the missing end token to a reply that was cut off.
+    """
     message = Message(role=Role.USER, content=answer)
     extension = ChatRenderer(tokenizer()).extend(
         turn.prompt_token_ids, turn.sampled_token_ids, history=[], new_messages=[message], tools=[]
@@ -56,7 +59,7 @@ def turn_of(prompt: np.ndarray, reply: str, *, version: int = 0, **fields: Any) 
 
 
 def game(member: int, replies: list[str], *, reward: float, **fields: Any) -> Trajectory:
-    """A game whose replies are answered with "higher"; the reward comes with the last one."""
+    """Return a game that answers each reply with "higher" and rewards the last one."""
     turns: list[Turn] = []
     prompt = first_prompt()
     for index, reply in enumerate(replies):
@@ -73,15 +76,18 @@ def game(member: int, replies: list[str], *, reward: float, **fields: Any) -> Tr
 
 
 def example_step() -> JournalStep:
-    """A won game, a lost one with a reply cut off, a branched one, and one that is masked."""
+    """Return a step of four games: won, lost with a reply cut off, branched, and masked."""
     won = game(0, [f"4{TURN_END}", f"6{TURN_END}"], reward=1.0, best_return=1.0)
-    # The first reply lacks its end: the renderer puts it there, and nobody trains it.
+    # The first reply lacks its end token: the renderer inserts one, which is not trained.
     lost = game(1, ["3", f"5{TURN_END}"], reward=0.0, outcome=Outcome.MAX_TURNS)
     return step_of([one_group([won, lost, branched(2), cut_off(3)])])
 
 
 def branched(member: int) -> Trajectory:
-    """Its second prompt spells the first reply with other tokens, so that a sample begins."""
+    """Return a trajectory whose second prompt spells the first reply with other tokens.
+
+    The second turn therefore begins a new sample.
+    """
     first = turn_of(first_prompt(), f"higher{TURN_END}", logprobs=[-0.5, -0.25])
     respelled = [*first_prompt().tolist(), *ids_of("h"), *ids_of("igher"), *ids_of(TURN_END)]
     second = make_turn(
@@ -91,7 +97,10 @@ def branched(member: int) -> Trajectory:
 
 
 def cut_off(member: int) -> Trajectory:
-    """Its characters are cut into bytes that are no UTF-8 on their own; its last turn is masked."""
+    """Return a trajectory whose only turn is masked and has tokens that are parts of characters.
+
+    The bytes of such a token are not valid UTF-8 without those of its neighbours.
+    """
     turn = turn_of(first_prompt("Wie heißt <b>das</b> & \x1b[31m?"), "größer 🙂")
     return make_trajectory(
         [turn],
@@ -102,7 +111,7 @@ def cut_off(member: int) -> Trajectory:
 
 
 def with_trained(step: JournalStep, row: int, positions: list[int]) -> JournalStep:
-    """The step with further positions of a trajectory's first sample handed to the trainer."""
+    """Return the step with further trained positions in the first sample of a trajectory."""
     entry = step.entries[row]
     sample, *others = entry.trajectory.samples
     versions = sample.versions.copy()

@@ -1,4 +1,4 @@
-"""What a session answers, for the dialects to tell, and what an SDK makes of it."""
+"""Replies of a session that tests translate into the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chat_reply(
     stop_reason: StopReason = "stop",
     **rest: Any,
 ) -> ChatReply:
-    """Turn 4 of session "prompt-9-3", which samples three tokens."""
+    """Return the reply of turn 4 of session "prompt-9-3", which samples three tokens."""
     if calls and stop_reason == "stop":
         stop_reason = "calls"
     return ChatReply(
@@ -60,7 +60,7 @@ def refusal(code: RefusalCode, **rest: Any) -> Refused:
 
 
 def without_nulls(tree: Any) -> Any:
-    """What an SDK read, without the fields that it adds for what was not sent."""
+    """Return what an SDK parsed, without the fields that it adds although they were not sent."""
     if isinstance(tree, dict):
         return {
             name: without_nulls(value)

@@ -1,4 +1,7 @@
-"""A small repository for code search, as a directory and as archives, honest and hostile ones."""
+"""A small repository for tests of code search, as a directory, with Git and as archives.
+
+Some archives are harmless; others are broken or attack the code that unpacks them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ FILES: Mapping[str, str] = {
 
 
 def write_repository(directory: Path) -> Path:
-    """FILES, and what no tool may show: links that lead out, git's directory, a pipe."""
+    """Write FILES, and entries that no tool may show: links to the outside, .git and a pipe."""
     for name, content in FILES.items():
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,7 @@ def good_zip(file: Path) -> Path:
 
 
 def hostile_archives(directory: Path) -> list[tuple[Path, str]]:
-    """Archives that no repository comes from, and a word of the refusal of each."""
+    """Write archives that must be refused. Return each with a word of its error message."""
     directory.mkdir(exist_ok=True)
     link = tar_entry("a", b"", type=tarfile.SYMTYPE, linkname="/tmp")
     tars = {
@@ -75,9 +78,9 @@ def hostile_archives(directory: Path) -> list[tuple[Path, str]]:
         "twice": ((tar_entry("a"), tar_entry("./a")), "twice"),
         "file-and-directory": ((tar_entry("a"), tar_entry("a/b")), "as a directory"),
         "deep": ((tar_entry("d/" * 60 + "f"),), "outside"),
-        # The link is left out; what would go through it becomes a directory of its own.
         "many": (tuple(tar_entry(f"f{i}") for i in range(60)), "more than 50 entries"),
         "large": ((tar_entry("zeros", bytes(3 * 2**20)),), "bytes"),
+        # The link is skipped, and the path through it becomes a directory.
         "through-a-link": ((link, tar_entry("a/evil"), tar_entry("../b")), "outside"),
     }
     found = [
@@ -93,7 +96,7 @@ def hostile_archives(directory: Path) -> list[tuple[Path, str]]:
     with zipfile.ZipFile(zipped, "w") as packed:
         packed.writestr("../evil", "x")
     found.append((zipped, "outside"))
-    # Declares one byte and unpacks to four MiB.
+    # A few KiB that unpack to four MiB.
     lying = directory / "lying.zip"
     with zipfile.ZipFile(lying, "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("zeros", bytes(2**22))
@@ -109,7 +112,10 @@ def hostile_archives(directory: Path) -> list[tuple[Path, str]]:
 
 
 def git_repository(directory: Path, *commits: tuple[str, Mapping[str, str | None]]) -> Path:
-    """A repository of commits: a subject, and contents by path (None: removed)."""
+    """Create a Git repository with the given commits.
+
+    commits: each with its subject, and the contents of its files by path (None: remove the file).
+    """
     settings = {
         "PATH": os.environ["PATH"],
         "GIT_CONFIG_GLOBAL": "/dev/null",

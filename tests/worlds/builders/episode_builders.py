@@ -1,4 +1,4 @@
-"""One episode for tests: what it is asked to play, scripted players, and `play` for all of it."""
+"""Parts of one episode for tests: an assignment, a fake policy, a fake environment, and `play`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ HELLO = Observation(messages=(Message(role=Role.USER, content="hi"),), best_retu
 GO_ON = StepResult(messages=(Message(role=Role.USER, content="lower"),), reward=0.25)
 DONE = StepResult(reward=1.0, reward_components={"hit": 1.0}, terminated=True)
 
-# What a fake environment does instead of answering at once; Any, so that it may answer wrongly.
+# A function that a fake environment calls for its answer. Its type is Any, because some tests
+# return a wrong answer.
 Behaviour = Callable[[], Awaitable[Any]]
 
 tokenizer = cache(chatml_tokenizer)
@@ -66,7 +67,7 @@ def renderer() -> ChatRenderer:
 
 
 def reply(text: str = "4<|im_end|>", **changes: Any) -> GenerateReply:
-    """A sound reply of the policy with these tokens; changes may make it unsound."""
+    """Return a valid reply of the policy with the tokens of a text; changes may make it invalid."""
     ids = np.array(tokenizer().encode(text), dtype=np.int32)
     sound = GenerateReply(
         token_ids=ids,
@@ -79,7 +80,7 @@ def reply(text: str = "4<|im_end|>", **changes: Any) -> GenerateReply:
 
 
 def parsed_reply(text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
-    """What an engine's parser of the usual form makes of a text, without vLLM."""
+    """Parse a text as an engine's tool parser does, without vLLM."""
     return ParsedReply(
         content=text,
         calls=tuple(
@@ -92,9 +93,9 @@ def parsed_reply(text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
 
 
 class FakePolicy:
-    """Answers with what it was given, in order, the last one for ever; errors are raised.
+    """A policy that gives the listed replies in order, and repeats the last one; it raises errors.
 
-    Where tools are declared it parses its replies, as an engine does.
+    It parses its replies, as an engine does, if the request declares tools.
     """
 
     def __init__(self, *replies: GenerateReply | Exception, delay_s: float = 0.0) -> None:
@@ -115,7 +116,10 @@ class FakePolicy:
 
 
 class FakeEnvironment:
-    """Plays back results, the last one for ever; a behaviour among them is called and awaited."""
+    """An environment that returns the listed results in order, and repeats the last one.
+
+    A `Behaviour` among the results is called and awaited.
+    """
 
     def __init__(
         self,
@@ -147,7 +151,7 @@ class FakeEnvironment:
 
 async def hang() -> Any:
     await asyncio.sleep(3600)
-    raise AssertionError("what hangs for ever was waited for")
+    raise AssertionError("the test waited an hour for a hanging call")
 
 
 def raising(error: BaseException) -> Behaviour:
@@ -174,7 +178,7 @@ async def play(
     chat: ChatRenderer | None = None,
     assignment: RolloutAssignment = ASSIGNMENT,
 ) -> Trajectory:
-    """Play the assignment; a fake environment must have been closed once."""
+    """Play the assignment, and check that a fake environment was closed once."""
     trajectory = await play_episode(
         assignment,
         make_environment=lambda: environment,

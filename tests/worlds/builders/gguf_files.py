@@ -1,4 +1,4 @@
-"""Writes a tiny Llama as llama.cpp would: a GGUF file with weights, a tokenizer and a template."""
+"""GGUF files of a tiny Llama, as llama.cpp writes them: weights, a tokenizer and a template."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def write_gguf(
     without: str = "",
     extra: Mapping[str, int] | None = None,
 ) -> Path:
-    """without: a part of the name of tensors that are left out. extra: further whole numbers."""
+    """Write a model as a GGUF file.
+
+    without: tensors whose names contain this text are left out. extra: further integer fields.
+    """
     config = model.config
     writer = GGUFWriter(file, architecture)
     writer.add_name("tiny")
@@ -98,7 +101,11 @@ def _name(name: str) -> str:
 
 
 def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """llama.cpp rotates neighbours, transformers halves."""
+    """Reorder the rows of a query or key projection.
+
+    llama.cpp's rotary embedding rotates pairs of neighbouring rows; transformers pairs a row of the
+    first half with one of the second.
+    """
     if "q_proj" not in name and "k_proj" not in name:
         return tensor
     rows, columns = tensor.shape

@@ -1,4 +1,4 @@
-"""Journal steps for tests, made by the code that makes a run's: build_step, then journal_step."""
+"""Journal steps for tests, made like those of a run, with build_step and journal_step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group_of(
     outcomes: dict[int, Outcome] | None = None,
     version: int = 0,
 ) -> tuple[Trajectory, ...]:
-    """Members of two linear turns each, with these returns."""
+    """Return the members of a group, each with two turns and one of these rewards."""
     return tuple(
         make_trajectory(
             linear_turns(2, reward=reward, version=version, seed=100 * number + member),
@@ -40,7 +40,7 @@ def group_of(
 
 
 def random_group(number: int, seed: int) -> tuple[Trajectory, ...]:
-    """Four members of any shape: branches, NaNs, nothing sampled, malformed turns."""
+    """Return four random members, with branches, NaNs, malformed turns and empty replies."""
     rng = np.random.default_rng([number, seed])
     outcomes = list(Outcome)
     members = [
@@ -63,7 +63,7 @@ def step_of(
     max_policy_age: int = 9,
     trains_without_signal: bool = False,
 ) -> JournalStep:
-    """What step `number` of a run writes for these groups; the trainer holds number - 1."""
+    """Return the journal of a step for these groups; the trainer holds version `number` - 1."""
     loss = LossSettings(entropy_coefficient=0.1 if trains_without_signal else 0.0)
     settings = step_settings(loss=loss)
     classified = classify_groups(groups, settings)
@@ -80,7 +80,7 @@ def through_a_file(step: JournalStep) -> JournalStep:
 
 
 def written(run_dir: Path, *steps: JournalStep) -> Path:
-    """A run directory that holds nothing but a journal of these steps."""
+    """Write a run directory that holds only the journal of these steps, and return it."""
     directory = run_dir / "journal"
     directory.mkdir(parents=True, exist_ok=True)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Tokens of a small update, and every loss that can be made of them, for the loss's tests."""
+"""Random tokens of a small update, and settings of every loss, for tests of the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actors.algorithm import (
 from actors.trainer.loss.micro_batch import MicroBatchTerms
 
 _OLD = LossSettings(denominator="old")
-# Every objective, ratio, correction, mask and term at least once.
+# Each objective, ratio, correction, mask and term occurs at least once.
 EVERY_LOSS: dict[str, LossSettings] = {
     "ppo": LossSettings(),
     "dual_clip": LossSettings(objective=Objective.DUAL_CLIP, dual_clip=1.5),
@@ -47,7 +47,7 @@ EVERY_LOSS: dict[str, LossSettings] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The trained tokens of an update; [M] each. trajectory: over the whole update."""
+    """The trained tokens of an update: arrays [M], with log-probabilities in nats."""
 
     current: np.ndarray
     behaviour: np.ndarray
@@ -60,7 +60,10 @@ class Tokens:
 
 
 def random_tokens(seed: int, *, num_trajectories: int = 4, max_tokens: int = 6) -> Tokens:
-    """Policies that differ by about a fifth; a trajectory's tokens share advantage and weight."""
+    """Draw tokens whose log-probabilities differ by about 0.2 between the policies.
+
+    All tokens of a trajectory have the same advantage and weight.
+    """
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, max_tokens + 1, num_trajectories)
     trajectory = np.repeat(np.arange(num_trajectories), counts)
@@ -79,9 +82,9 @@ def random_tokens(seed: int, *, num_trajectories: int = 4, max_tokens: int = 6) 
 
 
 def terms_of(tokens: Tokens, chosen: Sequence[int] | np.ndarray | None = None) -> MicroBatchTerms:
-    """The terms of some of the update's tokens, in the order given, with their own leaf tensors.
+    """Return the terms of the chosen tokens of an update, in the given order, as new leaf tensors.
 
-    float64, so that only the mathematics can differ.
+    The terms are float64, so that rounding cannot explain a difference. chosen: None: all tokens.
     """
     places = np.arange(len(tokens.current)) if chosen is None else np.asarray(chosen, np.int64)
     _, index = np.unique(tokens.trajectory[places], return_inverse=True)

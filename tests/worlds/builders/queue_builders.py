@@ -1,4 +1,4 @@
-"""The queue's state machine as its tests drive it: filled, played, finalised and started again."""
+"""Functions that fill, play, finalise and restart the queue's state machine in tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds.builders.settings import queue_settings
 from worlds.builders.trajectory_builders import make_summary, make_task
 
 Value = TypeVar("Value")
-# Of `make_task`.
+# The environment of the tasks of `make_task`.
 GAME = ("game",)
 
 
@@ -37,7 +37,7 @@ def fill(
     enough: int | None = None,
     environments: Sequence[str] = GAME,
 ) -> list[int]:
-    """Admit a group for every slot, of each environment in turn; the groups' numbers."""
+    """Admit a group for each free slot, with the environments in turn. Return the group numbers."""
     numbers = [slot.group_number for slot in queue.admissible()]
     queue.admit(
         [
@@ -56,7 +56,7 @@ def fill(
 
 
 def queue_stats(ledger: LedgerCounts) -> QueueStats:
-    """Of an empty queue, but for its ledger, and the ages of what waited before."""
+    """Return an empty queue's statistics, with this ledger and 1.5 s as the longest wait."""
     return replace(QueueState(make_settings()).stats(), ledger=ledger, oldest_s=1.5)
 
 
@@ -84,7 +84,7 @@ def end(
     num_sampled: int = 2,
     arrived_at: float = 0.0,
 ) -> bool:
-    """Bring an assignment back; whether the queue took it."""
+    """Hand in the trajectory of an assignment. Return whether the queue accepted it."""
     summary = make_summary(
         assignment.rollout_id,
         attempt=assignment.attempt,
@@ -99,25 +99,25 @@ def end(
 
 
 def finalise_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:
-    """Finalise a step with every finished rollout trained; the rollouts' ids."""
+    """Finalise a step in which every finished rollout is trained. Return the rollouts' ids."""
     rollouts = [rollout.rollout_id for group in groups for rollout in group.finished()]
     queue.finalise(step, dict.fromkeys(rollouts))
     return rollouts
 
 
 def restart(queue: QueueState) -> QueueState:
-    """A new queue from what the old one would have stored, through JSON."""
+    """Return a new queue that is restored from a snapshot of the old one, through JSON."""
     return QueueState(queue.settings, snapshot=through_json(queue.snapshot()))
 
 
 def cut(queue: QueueState) -> tuple[QueueSnapshot, QueueCut]:
-    """How things stand, once what has happened is drained."""
+    """Drain the queue's events. Return the snapshot after that, and the drained cut."""
     drained = queue.drain()
     return queue.snapshot(), drained
 
 
 def through_json(value: Value) -> Value:
-    """A dataclass, written as JSON and read again."""
+    """Write a dataclass as JSON, and return what is read from it."""
     adapter = TypeAdapter(type(value))
     return adapter.validate_json(adapter.dump_json(value))
 

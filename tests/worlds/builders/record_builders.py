@@ -1,4 +1,4 @@
-"""Step and evaluation records for tests: plausible by default, any field to be replaced."""
+"""Step and evaluation records for tests, with plausible values unless a test replaces them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.telemetry.summary import History, RunSummary, summarize_run
 from service.telemetry.totals import totals_of
 
 START = 1_795_000_000.0
-"""When the runs of these records started: seconds since 1970."""
+"""Start time of the runs with these records, in seconds since 1970."""
 
 
 def history_of(
@@ -30,7 +30,7 @@ def history_of(
     )
 
 
-# What a plausible step knows, where a test looks at the value itself.
+# Statistics of a plausible step whose values tests compare.
 PLAUSIBLE = {
     "reward_mean": 0.5,
     "scaled_reward_mean": 0.5,
@@ -47,13 +47,17 @@ PLAUSIBLE = {
 
 
 def known_statistics(step: int) -> dict[str, float]:
-    """Every one that there is; but for the plausible ones all move from step to step."""
+    """Return a value of every statistic; all except those of PLAUSIBLE change from step to step."""
     moving = {name: number / 64 + step / 4 for number, name in enumerate(BY_NAME)}
     return {**moving, **PLAUSIBLE}
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:
-    """changes: of fields, the merge report's included, and of statistics by name (None: absent)."""
+    """Return the record of a step.
+
+    changes: values of fields, also of the merge report's fields, and of statistics by name (None:
+    leave the statistic out).
+    """
     record = StepRecord(
         step=step,
         trainer_version=step - 1,
@@ -97,7 +101,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
 
 
 def unmeasured_step(step: int) -> StepRecord:
-    """A step of which nothing that may be unknown was measured, and nothing ended."""
+    """Return the record of a step without trajectories, in which no optional value was measured."""
     return step_record(
         step,
         num_trajectories=0,
@@ -126,7 +130,7 @@ def evaluation_record(step: int, *, reward: float | None = 0.6) -> EvaluationRec
 
 
 def lost_calls(function: str, *, count: int = 1, **changes: Any) -> LostCalls:
-    """Of a hang on one task, as an environment actor counts it."""
+    """Return the lost calls of a function that hung on one task."""
     calls = LostCalls(
         function=function, end="killed", count=count, why="no answer within 20 s", tasks=("row-1",)
     )
@@ -134,7 +138,7 @@ def lost_calls(function: str, *, count: int = 1, **changes: Any) -> LostCalls:
 
 
 def learning_run(num_steps: int) -> History:
-    """Reward from 0.3 to 0.9 in a straight line, an evaluation every tenth step."""
+    """Return a run whose reward rises linearly from 0.3 to 0.9; it is evaluated every ten steps."""
     rise = 0.6 / max(num_steps - 1, 1)
     return history_of(
         steps=tuple(
@@ -156,7 +160,7 @@ def summary_of(run: History, **changes: Any) -> RunSummary:
 
 
 def status_of(step: int, **changes: object) -> RunStatus:
-    """A run that trains and stands at `step` of 120."""
+    """Return the status of a training run at `step` of 120."""
     status = RunStatus(
         name="guessing",
         phase="training",

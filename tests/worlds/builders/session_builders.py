@@ -1,4 +1,4 @@
-"""Sessions that are asked for and what is sampled in them, for tests; plausible by default."""
+"""Session requests, turns and ends for tests, with plausible values unless a test replaces them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPEC = SessionSpec(
 
 
 def session_request(name: str, *, num_samples: int = 2, key: str = "key") -> RolloutRequest:
-    """Its sessions are `name`-0, `name`-1, …"""
+    """Return a request for the sessions `name`-0, `name`-1, …"""
     keys = tuple(
         SessionKeys(agent=f"{key}-agent-{member}", reward=f"{key}-reward-{member}")
         for member in range(num_samples)
@@ -40,7 +40,7 @@ def session_request(name: str, *, num_samples: int = 2, key: str = "key") -> Rol
 
 
 def session_turn(number: int = 0, **changes: Any) -> SessionTurn:
-    """Goes on from the turn before it; no two numbers have the same tokens."""
+    """Return a turn that continues turn number - 1; turns of two numbers have different tokens."""
     num_sampled = 3 + number % 5
     turn = SessionTurn(
         number=number,

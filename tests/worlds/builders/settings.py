@@ -1,6 +1,7 @@
-"""Settings of components for tests: leaves of the configuration by the names of their fields.
+"""Settings of components for tests.
 
-A test names what it needs; what it does not name is as below, or the configuration's own default.
+A test passes the fields that it needs by name. The other fields have the values of this file, or
+the defaults of the configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Composed = TypeVar("Composed", StepSettings, RankSettings, QueueStateSettings)
 
 
 def step_settings(**named: Any) -> StepSettings:
-    """One rank, and groups of one member are trained, unless a test says otherwise."""
+    """Return settings with one rank that train groups of one member, unless a test overrides it."""
     plain = StepSettings(
         algorithm=AlgorithmSettings(min_group_size=1),
         trainer=TrainerSettings(num_ranks=1),
@@ -29,7 +30,7 @@ def step_settings(**named: Any) -> StepSettings:
 
 
 def rank_settings(model: str, checkpoint_dir: Path, **named: Any) -> RankSettings:
-    """Without warm-up, and tokens of any age are trained, unless a test says otherwise."""
+    """Return settings without warm-up that train tokens of any age, unless a test overrides it."""
     plain = RankSettings(
         algorithm=AlgorithmSettings(max_lag=1000),
         trainer=TrainerSettings(warmup_updates=0),
@@ -44,13 +45,13 @@ def rank_settings(model: str, checkpoint_dir: Path, **named: Any) -> RankSetting
 
 
 def queue_settings(**named: Any) -> QueueStateSettings:
-    """Without a bound that a test would meet, unless it says otherwise."""
+    """Return settings whose bounds no test reaches, unless it overrides them."""
     plain = QueueStateSettings(algorithm=AlgorithmSettings(), queue=QueueSettings(max_items=4096))
     return changed(plain, **named)
 
 
 def changed(settings: Composed, **named: Any) -> Composed:
-    """With other values of fields, its own or those of the leaves that it holds.
+    """Return the settings with other values of fields, also of the fields of their parts.
 
     Example: changed(rank_settings(model, directory), learning_rate=1e-3, epochs=2)
     """

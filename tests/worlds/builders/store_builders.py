@@ -1,4 +1,4 @@
-"""Rows of a run's database for tests that need a run and not what is in it."""
+"""Rows of a run's database for tests that need a run, whatever its contents."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from service.store.lineage import Checkpoint
 from service.store.run_store import RunStore
 from worlds.builders.queue_builders import make_settings
 
-# The store of a directory, opened once more.
+# A function that opens the store in a directory once more.
 OpenStore = Callable[[Path], RunStore]
 
 
 def queue_snapshot(step: int = 0) -> QueueSnapshot:
-    """Of a queue without groups; each step has another one."""
+    """Return a snapshot of a queue without groups, different for each step."""
     return replace(QueueState(make_settings()).snapshot(), replacements={step: 1})
 
 
 def committed(step: int, directory: str = "") -> Checkpoint:
-    """A checkpoint that nothing stores. directory: TERM-STEP where none is given."""
+    """Return a checkpoint without storing it. directory: empty: TERM-STEP."""
     return Checkpoint(
         id=step + 1, term=1, step=step, policy_version=step, directory=directory or f"1-{step}",
         last_event_seq=-1, committed_at=0.0,
@@ -42,7 +42,7 @@ def commit(
     last_event_seq: int = -1,
     new_events: Sequence[LedgerEvent] = (),
 ) -> None:
-    """Commit a checkpoint of step `step`. directory: TERM-STEP where none is given."""
+    """Commit a checkpoint of step `step`. directory: None: TERM-STEP."""
     store.commit_checkpoint(
         term=term,
         step=step,
@@ -56,6 +56,6 @@ def commit(
 
 @contextmanager
 def write_under_way(store: RunStore) -> Iterator[Connection]:
-    """A write transaction of the store, which excludes all others, and is committed at the end."""
+    """Hold a write transaction of the store, which excludes all others; commit it at the end."""
     with store._database._writing_connection() as connection:
         yield connection

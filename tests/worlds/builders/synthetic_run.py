@@ -1,5 +1,4 @@
-"""The series of a run as Prometheus scrapes them, by a pace: for promtool's tests of rules and
-panels."""
+"""The series of a made-up run as Prometheus scrapes them, for promtool's tests."""
 
 from __future__ import annotations
 
@@ -13,45 +12,45 @@ from actors.metrics import Part
 from actors.trajectory_queue.ledger import EvictionReason
 from service.report.document import PHASES, Phase
 
-# What each step has; its stages are shares of its time.
+# Rollouts and tokens of each step, and the share of its time that each stage takes.
 STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.3, "publish": 0.2, "checkpoint": 0.05}
 TRAINED, EVICTED = 15, 1
 SAMPLED_TOKENS, TRAINED_TOKENS = 4000, 3000
 CHECKPOINT_EVERY = 5
 EPISODE_DEADLINE_S = 600
-# What goes on while a run does nothing.
+# Series that rise with time even while a run does nothing.
 _OF_TIME = {'rayloom_queue_blocked_seconds_total{side="consumer"}'}
-# Seconds and no more, so that a time means the same to all series.
+# A function from seconds since the start of the run to the value of a series; None: absent.
 Value = Callable[[float], float | None]
 
 
 @dataclass
 class SyntheticRun:
-    """A run that trains from second 0 on; values are replaced where something is to be wrong."""
+    """A run that trains from second 0 on. Tests change its values to simulate problems."""
 
     step_s: float
     scrape_s: int
     seconds: int
     run: str = "small"
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What Prometheus adds beside the run's, such as a pod."""
+    """Labels that Prometheus adds to those of the run, such as a pod."""
     values: dict[str, Value] = field(default_factory=dict)
-    """By series, without the labels of the run and of `labels`."""
+    """Value of each series, named without the label of the run and without `labels`."""
 
     def __post_init__(self) -> None:
         self.values = {**self._of_steps(), **self._of_parts()}
 
     def done(self, second: float) -> int:
-        """Steps that are finished."""
+        """Return the number of steps that are finished at a second."""
         return math.floor(second / self.step_s)
 
     def change(self, name: str, *, since: float, until: float, to: Value) -> None:
-        """Have one series show something else for a while. name: as in `values`."""
+        """Let a series have other values for a while. name: as in `values`."""
         before = self.values[name]
         self.values[name] = lambda t: to(t) if since <= t < until else before(t)
 
     def stop_counting(self, name: str, *, since: float, until: float) -> None:
-        """Have a counter stand still for a while, and go on from there."""
+        """Let a counter stop for a while, and then continue from the same value."""
         before = self.values[name]
 
         def value(t: float) -> float | None:
@@ -62,7 +61,7 @@ class SyntheticRun:
         self.values[name] = value
 
     def count_faster(self, name: str, *, since: float, until: float, a_second: float) -> None:
-        """Have a counter gain so much more a second for a while."""
+        """Let a counter rise by `a_second` more each second for a while."""
         before = self.values[name]
 
         def value(t: float) -> float | None:
@@ -73,7 +72,7 @@ class SyntheticRun:
         self.values[name] = value
 
     def stand_idle(self, *, since: float, until: float) -> None:
-        """Be a service to which nobody submits anything for a while."""
+        """Turn the run into a service that gets no tasks for a while."""
         for name, before in list(self.values.items()):
             if name not in _OF_TIME:
                 self.values[name] = lambda t, before=before: before(
@@ -86,7 +85,7 @@ class SyntheticRun:
             )
         waiting = "rayloom_service_waiting_tasks"
         self.values[waiting] = lambda t: 0.0 if since <= t < until else 3.0
-        # Two that wait for the rest of their step.
+        # Two rollouts wait for the rest of their step.
         for name in ("rayloom_queue_items", "rayloom_ledger_in_flight_rollouts"):
             self.values[name] = lambda t: 2.0 if since <= t < until else 0.0
         admitted = "rayloom_ledger_admitted_rollouts"
@@ -96,7 +95,7 @@ class SyntheticRun:
         )  # fmt: skip
 
     def show_cluster(self) -> None:
-        """Show Ray's own metrics too, and those of the checkpoints' volume."""
+        """Add Ray's own metrics, and those of the checkpoints' volume."""
         self.values |= {
             "rayloom_checkpoint_bytes": lambda t: 1e9,
             "rayloom_checkpoint_free_bytes": lambda t: 2e10,
@@ -115,17 +114,17 @@ class SyntheticRun:
             series("ray_cluster_active_nodes", node_type="head"): lambda t: 1,
             series("ray_cluster_active_nodes", node_type="worker"): lambda t: 9,
             series("ray_serve_application_status", application="api"): lambda t: 6,
-            # Absent before the first one.
+            # The counter is absent before the first eviction.
             "ray_memory_manager_worker_eviction_total": lambda t: None,
         }
 
     def vanish(self, *, since: float, until: float) -> None:
-        """No scrape succeeds for a while."""
+        """Let every scrape fail for a while."""
         for name in self.values:
             self.change(name, since=since, until=until, to=lambda t: None)
 
     def enter(self, phase: Phase, *, since: float) -> None:
-        """Be in a phase from then on."""
+        """Let the run be in a phase from a second on."""
         for each in PHASES:
             is_it = float(each == phase)
             name = series("rayloom_run_phase", phase=each)
@@ -134,9 +133,9 @@ class SyntheticRun:
         self.change(name, since=since, until=math.inf, to=lambda t: since)
 
     def input_series(self) -> list[dict[str, str]]:
-        """As promtool reads them; a scrape each `scrape_s`.
+        """Return the series as promtool reads them, with one scrape every `scrape_s` seconds.
 
-        A scrape that lacks a series which the one before had marks it as stale, as Prometheus does.
+        A scrape marks a series as stale that the previous one had and that it lacks.
         """
         moments = range(0, self.seconds + 1, self.scrape_s)
         found = []
@@ -157,7 +156,7 @@ class SyntheticRun:
             return lambda t: amount * done(t)
 
         def newest(value: Callable[[float], float]) -> Value:
-            """Absent before the first step."""
+            """Return values that are absent before the first step."""
             return lambda t: value(t) if done(t) else None
 
         found: dict[str, Value] = {
@@ -168,7 +167,7 @@ class SyntheticRun:
             "rayloom_checkpoint_interval_steps": lambda t: CHECKPOINT_EVERY,
             "rayloom_policy_version": newest(done),
             series("rayloom_engine_policy_version", replica="a"): done,
-            # A little noise, as every run has it.
+            # Every run has a little noise.
             "rayloom_reward_mean": newest(lambda t: 0.5 + 0.02 * math.sin(7.0 * done(t))),
             "rayloom_reward_collapsed_since_step": lambda t: None,
             "rayloom_entropy_nats": newest(lambda t: 0.4),
@@ -190,7 +189,7 @@ class SyntheticRun:
             found[series("rayloom_train_newest_step_seconds", stage=stage)] = newest(
                 lambda t, share=share: share * step_s
             )
-            # They appear with the first step.
+            # These series appear with the first step.
             found[series("rayloom_stage_seconds_sum", stage=stage)] = newest(
                 lambda t, share=share: share * step_s * done(t)
             )
@@ -247,7 +246,7 @@ def series(name: str, /, **labels: str) -> str:
 
 
 def labelled(name: str, **labels: str) -> str:
-    """A series with further labels."""
+    """Add labels to the name of a series."""
     own, _, inside = name.rstrip("}").partition("{")
     further: Mapping[str, str] = labels
     added = ",".join(f'{key}="{value}"' for key, value in further.items())

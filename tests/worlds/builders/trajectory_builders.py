@@ -1,4 +1,4 @@
-"""Trajectories for tests: written out and, as Hypothesis strategies, of any shape."""
+"""Trajectories for tests, and Hypothesis strategies that draw trajectories of any shape."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_trajectory(
     attempt: int = 0,
     **fields: object,
 ) -> Trajectory:
-    """The samples are built of the turns' whole prompts."""
+    """Return a trajectory whose samples are built from turns with their whole prompts."""
     group_id = rollout_id.rpartition("-")[0]
     return Trajectory(
         rollout_id=rollout_id,
@@ -75,14 +75,14 @@ def make_trajectory(
 
 
 def whole_turns(trajectory: Trajectory) -> list[Turn]:
-    """The turns that a trajectory's samples were made of, each with its whole prompt."""
+    """Rebuild the turns from which a trajectory's samples were made, with their whole prompts."""
     found = [(turn.index, _whole_turn(s, turn)) for s in trajectory.samples for turn in s.turns]
     return [turn for _, turn in sorted(found, key=lambda each: each[0])]
 
 
 def _whole_turn(sample: Sample, turn: TurnSpan) -> Turn:
     logprobs, versions = sample.logprobs[turn.tokens].copy(), sample.versions[turn.tokens].copy()
-    # A token without a log-probability has no version in a sample, and any in a turn.
+    # In a sample, a token without a log-probability has no version. In a turn it may have any.
     logprobs[versions == NO_VERSION] = np.nan
     versions[versions == NO_VERSION] = 0
     rewards, experts = sample.token_rewards, sample.experts
@@ -110,7 +110,7 @@ def _whole_turn(sample: Sample, turn: TurnSpan) -> Turn:
 
 
 def replayed(trajectory: Trajectory, turns: Sequence[Turn]) -> Trajectory:
-    """The trajectory with other turns."""
+    """Return the trajectory with samples that are built from other turns."""
     samples = build_samples(turns, trajectory_id=trajectory.trajectory_id)
     return replace(trajectory, samples=samples)
 
@@ -125,7 +125,7 @@ def linear_turns(
     reward: float = 0.0,
     seed: int = 0,
 ) -> list[Turn]:
-    """Turns that each extend the last; the reward comes with the last one."""
+    """Return turns that each extend the previous one; the last one gets the reward."""
     rng = np.random.default_rng(seed)
     history = rng.integers(5, 100, prompt)
     turns: list[Turn] = []
@@ -166,9 +166,9 @@ def make_task(number: int) -> Task:
 
 
 def random_turns(rng: np.random.Generator, *, max_turns: int = 6) -> list[Turn]:
-    """Turns that extend any earlier turn, share a part of it, or start anew.
+    """Draw turns that extend an earlier turn, share a part of it, or begin a new conversation.
 
-    Few distinct ids, so that prefixes are shared by chance as well.
+    There are few distinct ids, so that turns also share prefixes by chance.
     """
     turns: list[Turn] = []
     for _ in range(rng.integers(0, max_turns + 1)):
@@ -196,7 +196,8 @@ def random_turns(rng: np.random.Generator, *, max_turns: int = 6) -> list[Turn]:
     return turns
 
 
-# Drawn from a seed: many times faster than piece by piece, and the seed is what to look at.
+# Turns are drawn from a seed, which is many times faster than drawing each part. A failing example
+# shows the seed.
 turns_strategy = st.integers(0, 2**32 - 1).map(
     lambda seed: random_turns(np.random.default_rng(seed))
 )
