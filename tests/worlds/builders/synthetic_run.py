@@ -135,7 +135,8 @@ class SyntheticRun:
     def input_series(self) -> list[dict[str, str]]:
         """Return the series as promtool reads them, with one scrape every `scrape_s` seconds.
 
-        A scrape marks a series as stale that the previous one had and that it lacks.
+        If a scrape lacks a series that the previous one had, the series is marked as stale, as
+        Prometheus does it.
         """
         moments = range(0, self.seconds + 1, self.scrape_s)
         found = []

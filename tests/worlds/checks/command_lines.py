@@ -1,6 +1,7 @@
-"""Runs command lines of `rayloom`, several in one process: its start is most of what one takes.
+"""Functions that run command lines of `rayloom`, several in one process to save its start.
 
-What one line imports the next ones hold against them too, so that light ones go together.
+A package that one line imports is also counted for the lines after it. Lines that must not import
+large packages therefore need a process without lines that do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from worlds.runs.run_driver import ROOT
 LIMIT_S = 120
 HEAVY = ("torch", "ray", "transformers", "vllm")
 
-# Whatever is raised but an exit ends it, and with it the test.
+# Any exception other than SystemExit ends the program, and the test fails.
 _PROGRAM = f"""
 import contextlib, io, json, sys
 from service.cli.main import main
@@ -38,7 +39,10 @@ json.dump(answers, sys.stdout)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a command line ended with. heavy: the large packages that were imported by its end."""
+    """The exit code and output of a command line.
+
+    heavy: the large packages that were imported when it ended.
+    """
 
     code: int
     out: str
@@ -47,7 +51,7 @@ class Answer:
 
 
 def as_a_user(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one line in a process of its own."""
+    """Run one command line in its own process."""
     return subprocess.run(
         [sys.executable, "-m", "service.cli.main", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -55,7 +59,7 @@ def as_a_user(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rayloom(*lines: Sequence[str]) -> list[Answer]:
-    """Run each line in turn, in one process; returns how each ended."""
+    """Run the command lines in turn in one process. Return the answer of each."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         input=json.dumps([list(line) for line in lines]),

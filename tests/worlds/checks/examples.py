@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: its usual number, or a multiple in a proof."""
+"""The number of examples of a property test: its usual number, or a multiple in a proof."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 from hypothesis import settings
 
 VARIABLE = "RAYLOOM_TEST_EXAMPLES"
-"""The environment variable with the factor; unset: 1."""
+"""Environment variable with the factor by which proofs multiply the number; unset: 1."""
 
 
 def examples(number: int) -> settings:
-    """Decorate a property; number: examples without a factor."""
+    """Return the Hypothesis settings of a property test.
+
+    number: examples if the factor is 1.
+    """
     return settings(max_examples=number * int(os.environ.get(VARIABLE, "1")))

@@ -1,7 +1,7 @@
-"""Grafana's own types of a dashboard, for TypeScript: two packages of npm, pinned and fetched once.
+"""A check of dashboards against Grafana's TypeScript types.
 
-They are kept in `build/grafana`. Without Node.js, or where they cannot be had, the test is skipped
-with the reason; where CI is set it fails.
+The types and the compiler are two pinned npm packages, downloaded once to `build/grafana`. Without
+Node.js, or if the download fails, the test is skipped with the reason; if CI is set, it fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Package:
     name: str
     version: str
     sha512: str
-    """Of its archive, in base64, as npm writes it."""
+    """SHA-512 of the package's archive, in base64, as npm writes it."""
 
 
 PACKAGES = (
@@ -50,7 +50,7 @@ PACKAGES = (
 
 
 def type_errors(dashboards: Mapping[str, Mapping[str, Any]], folder: Path) -> list[str]:
-    """What the compiler says of these dashboards, by name; a line an error, file first."""
+    """Return the type errors of dashboards, given by name, as lines that begin with the file."""
     modules = _fetched()
     (folder / "node_modules").symlink_to(modules, target_is_directory=True)
     shutil.copy(TYPES, folder / "grafana.ts")
@@ -79,8 +79,8 @@ def _fetched() -> Path:
             if not _is_there(package):
                 _fetch(package)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or error
-        skip_or_fail(f"Grafana's types cannot be had: {told}")
+        reason = getattr(error, "stderr", None) or error
+        skip_or_fail(f"Grafana's types cannot be downloaded: {reason}")
     return MODULES
 
 

@@ -1,6 +1,7 @@
-"""What an API server and the KubeRay operator would say of manifests, with neither at hand.
+"""Checks of manifests that an API server and the KubeRay operator would make, without either.
 
-Each check raises with the field that is wrong: unknown fields are errors everywhere.
+A check that fails raises an error that names the wrong field. Unknown fields are errors in all
+checks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KUBERNETES = "1.36"
 MAX_NAME = 47
 _SUBSET = Path(__file__).parent / "kuberay_subset.yaml"
 _CUSTOM = Path(__file__).parent / "custom_kinds.yaml"
-# Set by the operator itself, or refused by it.
+# Environment variables that the operator sets itself or refuses.
 _OPERATORS_VARIABLES = {
     "RAY_AUTH_MODE",
     "RAY_AUTH_TOKEN",
@@ -40,7 +41,7 @@ _OPERATORS_VARIABLES = {
 
 
 def check_core(manifests: Sequence[Manifest]) -> int:
-    """Validate all but KubeRay's kinds; returns how many are Kubernetes' own, or pod templates."""
+    """Validate all objects except KubeRay's. Return how many are core objects or pod templates."""
     custom = yaml.safe_load(_CUSTOM.read_text("utf-8"))
     elsewhere = {*CLUSTER_FIELDS, *custom["$defs"]}
     own = [manifest for manifest in manifests if manifest["kind"] not in elsewhere]
@@ -63,7 +64,7 @@ def check_core(manifests: Sequence[Manifest]) -> int:
 
 
 def check_subset(manifests: Sequence[Manifest]) -> None:
-    """Only fields of KubeRay's that are known to be there."""
+    """Check that the KubeRay object has only fields of kuberay_subset.yaml."""
     found = ray_object(manifests)
     schema = yaml.safe_load(_SUBSET.read_text("utf-8"))
     kind = {**schema, "$ref": f"#/$defs/{found['kind']}"}
@@ -71,7 +72,10 @@ def check_subset(manifests: Sequence[Manifest]) -> None:
 
 
 def check_operator_schema(manifests: Sequence[Manifest], folder: Path) -> None:
-    """folder: with the operator's own schemas, which are made strict."""
+    """Check the KubeRay object against the operator's own schema, with unknown fields forbidden.
+
+    folder: directory with the schemas of the operator.
+    """
     found = ray_object(manifests)
     Draft202012Validator(_operator_schema(folder, found["kind"])).validate(found)
 
@@ -82,7 +86,7 @@ def _operator_schema(folder: Path, kind: str) -> dict[str, Any]:
     definition = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     [version] = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
     strict: dict[str, Any] = _strict(version["schema"]["openAPIV3Schema"])
-    # An API server knows these two; the schema only says that they are there.
+    # The API server defines the metadata; the schema only says that it is an object.
     strict["properties"]["metadata"] = {"type": "object"}
     return strict
 
@@ -103,18 +107,18 @@ def _strict(node: Any) -> Any:
 
 
 def check_operator_rules(manifests: Sequence[Manifest]) -> None:
-    """What the operator's own code refuses, beyond its schema."""
+    """Check the rules that the operator's code applies beyond its schema."""
     found = ray_object(manifests)
     kind, name, spec = found["kind"], found["metadata"]["name"], found["spec"]
     assert len(name) <= MAX_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), name
     cluster = cluster_of(manifests)
     head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     assert "headService" not in head
-    # Only a cluster that stands alone may say how it is upgraded.
+    # Only a RayCluster object may have an upgrade strategy, not the cluster of another object.
     assert ("upgradeStrategy" in cluster) == (kind == "RayCluster")
     for group in (head, *workers):
         assert not {"labels", "redis-password"} & set(group["rayStartParams"])
-        # Ray's resources stand in one place, and here that is rayStartParams.
+        # Ray's resources may be given in only one place, and the chart uses rayStartParams.
         assert "resources" not in group
         _check_pod(group["template"]["spec"])
     names = [group["groupName"] for group in workers]
@@ -131,7 +135,7 @@ def check_operator_rules(manifests: Sequence[Manifest]) -> None:
     assert ("storage" in store) == (store.get("backend") == "rocksdb")
     if kind == "RayJob":
         assert spec["submissionMode"] == "HTTPMode" and "clusterSelector" not in spec
-        # `suspend` wants it, and no deletion rules beside it.
+        # `suspend` requires shutdownAfterJobFinishes, and forbids deletion rules.
         assert spec["shutdownAfterJobFinishes"] is True and "deletionStrategy" not in spec
 
 
@@ -145,7 +149,7 @@ def _check_pod(spec: Manifest) -> None:
 
 
 def checked(values: Values, *files: Path) -> list[Manifest]:
-    """Render the objects, and check what an API server and the operator check."""
+    """Render the objects, and make the checks of an API server and of the operator."""
     manifests = rendered(values, *files)
     check_core(manifests)
     check_subset(manifests)

@@ -1,4 +1,4 @@
-"""What the metrics must be, counted anew from a run's stored rows by the obvious loops."""
+"""The expected values of metrics, computed from a run's stored rows in plain loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.trajectory_queue.ledger import LedgerEvent
 from service.telemetry.records import StageSeconds, StepRecord
 from worlds.servers.prometheus_server import Series, series
 
-# By gauge, the statistic of the newest step that it shows.
+# The statistic of the newest step that each gauge shows.
 SHOWN = {
     "rayloom_reward_mean": "reward_mean",
     "rayloom_scaled_reward_mean_ratio": "scaled_reward_mean",
@@ -23,7 +23,7 @@ SHOWN = {
     "rayloom_mismatch_max_nats": "mismatch_max",
     "rayloom_logprob_check_max_nats": "logprob_check_max",
 }
-# By counter, the field of the steps that it adds up.
+# The field whose sum over all steps each counter shows.
 ADDED = {
     "rayloom_train_skipped_steps_total": "is_skipped",
     "rayloom_sampled_tokens_total": "num_sampled_tokens",
@@ -37,7 +37,7 @@ ADDED = {
 
 
 def of_steps(records: Sequence[StepRecord]) -> dict[Series, float]:
-    """Counters and histograms of steps."""
+    """Return the expected counters and histograms of steps."""
     found: dict[Series, float] = {series("rayloom_train_steps_total"): len(records)}
     for name, field in ADDED.items():
         found[series(name)] = sum(getattr(record, field) for record in records)
@@ -70,7 +70,7 @@ def of_events(events: Sequence[LedgerEvent]) -> dict[Series, float]:
 
 
 def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
-    """The gauges of the newest step; None: absent."""
+    """Return the expected gauges of the newest step; the value None means that a gauge is absent."""
     statistics = {} if record is None else record.statistics
     found: dict[Series, float | None] = {
         series("rayloom_train_newest_step"): None if record is None else record.step,
@@ -97,7 +97,7 @@ def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
 def differences(
     seen: Mapping[Series, float], expected: Mapping[Series, float | None]
 ) -> dict[Series, tuple[float | None, float | None]]:
-    """By series, what was seen and what was expected, where they differ."""
+    """Return the seen and the expected value of each series for which the two differ."""
     return {
         key: (seen.get(key), value) for key, value in expected.items() if seen.get(key) != value
     }
@@ -106,7 +106,7 @@ def differences(
 def _histogram(
     name: str, values: Sequence[float], bounds: Sequence[float], **labels: str
 ) -> dict[Series, float]:
-    # Added up one by one: this is to the last bit what a counter comes to.
+    # Add the values one by one, so that the sum equals the counter's to the last bit.
     total: float = reduce(lambda whole, value: whole + value, values, 0.0)
     found: dict[Series, float] = {
         series(f"{name}_count", **labels): len(values),

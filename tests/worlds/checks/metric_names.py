@@ -1,6 +1,6 @@
-"""What actors/metrics.py declares, seen from outside, for the tests of dashboards and documents.
+"""The metrics that actors/metrics.py declares, for tests of dashboards and documents.
 
-Beside it what dashboards show of Ray's own.
+The metrics of Ray that dashboards show are listed here, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import chain
 
 from actors.metrics import ApiMetrics, GatewayMetrics, Metrics
 
-# What the text format adds to a family's name.
+# Suffixes that the text format adds to the name of a metric family, by its kind.
 SUFFIXES = {
     "counter": ("_total",),
     "histogram": ("_bucket", "_count", "_sum"),
@@ -20,8 +20,8 @@ SUFFIXES = {
 }
 NAME = re.compile(r"\brayloom_[a-z0-9_]+")
 
-# Ray's metrics that a dashboard shows, as a query names them, with their labels. A node has those
-# of GPUs where it has one; the two counters appear with what they count.
+# Ray's metrics that a dashboard shows, as queries name them, with their labels. Only nodes with a
+# GPU have those of GPUs. The two counters of faults appear with the first fault.
 RAYS_OF_GPUS: Mapping[str, tuple[str, ...]] = {
     "ray_node_gpus_utilization": ("ip", "GpuIndex"),
     "ray_node_gram_available": ("ip", "GpuIndex"),
@@ -59,14 +59,14 @@ RAYS: Mapping[str, tuple[str, ...]] = {
 RAYS_NAME = re.compile(r"\bray_[a-z0-9_]+")
 
 
-# Sections of dashboards for what the run of test_metrics_scenarios.py does not have:
-# test_prometheus.py shows them.
+# Sections of dashboards that are empty in the run of test_metrics_scenarios.py; test_prometheus.py
+# tests them.
 NOT_OF_THE_DEMO = ("Service", "Critic", "Sessions of agents outside", "Functions of one's own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A metric under its family's name; the series' names follow from the kind."""
+    """A declared metric with the name of its family; its kind gives the names of the series."""
 
     name: str
     kind: str
@@ -79,7 +79,7 @@ class Declared:
 
 
 def declared() -> list[Declared]:
-    """Every metric, in the order of declaration; one that several processes have is there once."""
+    """Return every metric once, in the order of declaration, also if several processes serve it."""
     metrics, gateway, found = Metrics(), GatewayMetrics(), []
     registries = (
         metrics.gained,
@@ -102,5 +102,5 @@ def declared() -> list[Declared]:
 
 
 def is_of_run(query: str) -> bool:
-    """Whether it asks for what a run serves: not for Ray's own metrics, nor for alerts."""
+    """Whether a query uses metrics of a run, not only Ray's own metrics or alerts."""
     return bool(NAME.search(query)) or "vllm:" in query

@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 from worlds.runs.run_driver import ROOT
 
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
-# Of one cell; on a busy machine a training of the notebook takes minutes.
+# Limit of one cell. On a busy machine a training of the notebook takes minutes.
 CELL_S = 1200
 
 
@@ -34,14 +34,14 @@ def code_of(notebook: Any) -> list[str]:
 
 
 def text_of(cell: Any) -> str:
-    """Return what a cell printed, and its value as text."""
+    """Return a cell's printed output, followed by its value as text."""
     printed = [each.text for each in cell.outputs if each.output_type == "stream"]
     values = [each.data["text/plain"] for each in cell.outputs if "data" in each]
     return "".join([*printed, *values])
 
 
 def joined(outputs: list[Any]) -> list[Any]:
-    """Join the printed lines of a cell, which arrive one by one, to one output."""
+    """Join a cell's printed lines, which arrive one by one, into one output."""
     printed = [each for each in outputs if each.output_type == "stream"]
     if not printed:
         return outputs
@@ -50,13 +50,13 @@ def joined(outputs: list[Any]) -> list[Any]:
 
 
 def execute(notebook: Any, directory: Path) -> None:
-    """Execute all cells in one kernel, in a directory; the cells then have their output.
+    """Execute all cells in one kernel, in a directory, and store their output in the notebook.
 
     Raises: CellExecutionError if a cell raises.
     """
     manager = AsyncKernelManager(kernel_name="python3")
     assert manager.kernel_spec is not None
-    # This environment's Python, whatever kernels are installed for the user.
+    # Use the Python of this environment, even if the user has installed another kernel.
     manager.kernel_spec.argv[0] = sys.executable
     client = NotebookClient(
         notebook, km=manager, timeout=CELL_S, resources={"metadata": {"path": str(directory)}}

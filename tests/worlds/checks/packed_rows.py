@@ -1,4 +1,4 @@
-"""What the trainer takes for granted of a packed row, word for word."""
+"""A check of what the trainer assumes about a packed row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_packed(row: MicroBatch, *, vocab_size: int, mixture: MixtureShape | No
     segments = trace_segments(row.segment_lengths, row.segment_parents)
     assert segments.num_tokens == row.num_tokens
     np.testing.assert_array_equal(row.position_ids, segments.token_positions())
-    # A target stands behind its loss position: in the segment, or at the start of a child.
+    # A target is the token after its loss position, in the same segment or at the start of a child.
     segment = np.searchsorted(segments.ends, row.loss_positions, "right")
     firsts = row.token_ids[segments.starts]
     for position, target, own in zip(row.loss_positions, row.targets, segment, strict=True):

@@ -1,8 +1,8 @@
-"""The commands on a page of the documentation, typed as they are printed, by a user in a terminal.
+"""The commands on a page of the documentation, run as a user would type them in a terminal.
 
-A directory has what the commands of the pages refer to: `.venv`, `deploy/configs` and
-`docs/examples`. A training is interrupted by Ctrl-C after a few steps, and a service when the page
-is done, so that no command needs other settings than those that the page prints.
+They run in a directory that has the paths to which the pages refer: `.venv`, `deploy/configs` and
+`docs/examples`. Ctrl-C interrupts a training after a few steps, and a service at the end of the
+page, so that every command runs with exactly the settings that the page prints.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import yaml
 from worlds.runs.run_driver import ROOT, START_S
 
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# A block that names such a path begins in the project's directory; others continue there, where the
-# one before has ended.
+# A block that names such a path begins in the project's directory. Any other block begins in the
+# directory in which the previous one ended.
 FROM_PROJECT = re.compile(r"(?<![./])\.venv/|cd docs/|deploy/configs/")
-# Which commands are not run, and why. Each reason names what runs the command instead, if anything.
+# Commands that are not run, with the reason, and with the test that runs the command, if any.
 NOT_RUN = {
     r"^make demo": "trains SmolLM2 for minutes: `make proof PART=demo`",
     r"^make test": "the tests themselves",
     r"smollm2": "93 MB from the package index: `make proof PART=demo`",
     r"Qwen/|trl-lib/": "a hub's model or data set, which are downloaded",
 }
-# After an interrupted step, a checkpoint is written. Ray and the engines end.
+# Limit from Ctrl-C to the end, in which a checkpoint is written, and Ray and the engines end.
 END_S = 180.0
-# 20 steps of a service, whose tasks the page's client submits.
+# Limit of the page's client, which submits the tasks of 20 steps.
 CLIENT_S = 1800.0
 
 
 def pages_of_start() -> list[Path]:
-    """Return the pages in the first section of the site."""
+    """Return the pages in the first section of the documentation."""
     sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     names = [name for entry in sections[0]["Start"] for name in entry.values()]
     found = [ROOT / "README.md" if name == "index.md" else ROOT / "docs" / name for name in names]
@@ -75,7 +75,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 @contextmanager
 def project(directory: Path) -> Iterator[Path]:
-    """Enter with a directory that has what the commands refer to."""
+    """Fill a directory with the files to which the commands refer, and enter with it."""
     shutil.copytree(ROOT / "docs" / "examples", directory / "docs" / "examples")
     shutil.copytree(ROOT / "deploy" / "configs", directory / "deploy" / "configs")
     (directory / ".venv").symlink_to(sys.prefix)
@@ -84,7 +84,7 @@ def project(directory: Path) -> Iterator[Path]:
 
 @dataclass
 class Terminal:
-    """A shell whose directory and environment last from one command to the next."""
+    """A shell that keeps its directory and its environment from one command to the next."""
 
     root: Path
     num_steps: int
@@ -103,7 +103,10 @@ class Terminal:
             (self.directory / Path(block.file).name).write_text(block.content)
 
     def type(self, command: str) -> None:
-        """Run a command to its end, a training for some steps; a service then runs on."""
+        """Run a command to its end.
+
+        A training is interrupted after some steps. A service is left running once it listens.
+        """
         shown = self._filled(command)
         if re.search(r"rayloom (train|serve)\b", shown):
             process, output = self._started(shown)
@@ -118,12 +121,12 @@ class Terminal:
             process, output = self._started(shown)
             assert process.wait(timeout=CLIENT_S) == 0, f"{shown}\n{output.read_text()}"
         self.answer = output.read_text()
-        # curl ends with 0 after a refusal, too.
+        # curl also ends with 0 if the service refused the request.
         assert not re.search(r'"status": ?[45]\d\d\b', self.answer), self.answer
         self.directory = Path((self.root / "directory").read_text().strip() or self.directory)
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> int:
-        """Press Ctrl-C. Returns: the exit code."""
+        """Press Ctrl-C. Return the exit code."""
         os.killpg(process.pid, signal.SIGINT)
         return process.wait(timeout=END_S)
 
@@ -134,7 +137,7 @@ class Terminal:
                 self.interrupt(process)
 
     def _filled(self, command: str) -> str:
-        """Replace the page's names of a run and of a key by the newest run and the last key."""
+        """Replace the placeholders of a run and of a key by the newest run and the last key."""
         if key := re.findall(r'"reward_key": ?"([^"]+)"', self.answer):
             command = command.replace("rl.reward.…", key[0])
         runs = sorted(self.root.rglob("runs/*/config.yaml"), key=lambda each: each.stat().st_mtime)
@@ -144,11 +147,11 @@ class Terminal:
         return command
 
     def _started(self, command: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """Start a command in a shell. Returns: it, and the file of its output."""
+        """Start a command in a shell. Return its process, and the file of its output."""
         activate = f"source {self.root}/.venv/bin/activate; " if self.is_activated else ""
         self.is_activated = self.is_activated or "/activate" in command
         output = self.root / f"output-{time.monotonic_ns()}"
-        # The directory is stored by a command of its own, so that the exit code is the page's.
+        # A trap stores the directory, so that the exit code is that of the page's command.
         script = f"{activate}trap 'pwd > {self.root}/directory' EXIT\n{command}\n"
         with output.open("wb") as file:
             process = subprocess.Popen(
@@ -167,6 +170,6 @@ class Terminal:
 
 
 def num_steps_of(page: Path) -> int:
-    """Return the number of steps that later commands on a page look at, at least 2."""
+    """Return the number of steps that later commands on a page need, at least 2."""
     named = re.findall(r"^\$ .*--step (\d+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     return max([2, *map(int, named)])

@@ -1,12 +1,12 @@
-"""The rule by which turns become samples, exact-prefix merge, in plain loops over lists.
+"""Exact-prefix merge, the rule by which turns become samples, in plain loops over lists.
 
-The reference that tests and benchmarks compare with. A run's samples are made by
-`actors.environment.sample_builder`, which gives the same result.
+Tests and benchmarks compare `actors.environment.sample_builder`, which makes the samples of a run,
+with this reference.
 
-A turn extends a sample if the sample's full ids are an exact prefix of its prompt ids; the tokens
-between are observation, mask 0. All samples stay open: the longest match is chosen, the newest
-among equals, so that a sub-agent's turns or a compacted history branch off and the main line
-continues.
+A turn extends a sample if all ids of the sample are an exact prefix of the turn's prompt ids. The
+rest of the prompt is observation, with mask 0. A turn may extend any sample: the longest match is
+chosen, and the newest of equally long ones. So the turns of a sub-agent or a compacted history
+branch off, and the main conversation continues its sample.
 
 Invariants: the mask counts the sampled tokens with a finite log-probability; mask 0 means
 log-probability 0 and no version; the order of turns is kept; merging the turns of one sample again
@@ -74,7 +74,8 @@ def _origin(
         return _Origin()
     shared = [_num_common(ids, prompt) for ids in samples]
     most, nearest = max((count, number) for number, count in enumerate(shared))
-    # 0 for the first prompt, then 1, 2, ...: odd for an action, even for an observation.
+    # The region of each token: 0 for the first prompt, then odd for an action, even for an
+    # observation.
     regions: list[int] = []
     for place, index in enumerate(chains[nearest]):
         observed = len(turns[index].prompt_token_ids) - len(regions)
@@ -157,9 +158,9 @@ def _sample(
 
 
 def _experts(routed: list[tuple[int, NDArray[Any]]]) -> ExpertRecords | None:
-    """Collect the expert records of a sample.
+    """Collect the expert records of a sample; None if it has none.
 
-    Args: routed: for each token, its position in the sample and the experts that were chosen.
+    routed: for each token, its position in the sample and the chosen experts.
     """
     if not routed:
         return None

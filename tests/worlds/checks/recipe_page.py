@@ -1,4 +1,4 @@
-"""The configurations of docs/recipes.md, by name."""
+"""The example configurations of docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 
 
 def recipes() -> dict[str, dict[str, Any]]:
-    """The blocks, by the heading above each."""
+    """Return the configurations, each by the heading of its section."""
     found = re.findall(
         r"^## (.+?)\n.*?```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""Whether two records are the same to the bit, arrays and their types included."""
+"""Assertions that two records are the same to the bit, including arrays and their types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actors.types import Sample, Trajectory
 
 
 def assert_same_fields(got: Any, expected: Any) -> None:
-    """Field by field, of dataclasses that hold arrays."""
+    """Check that two dataclasses, which may hold arrays, have the same type and equal fields."""
     assert type(got) is type(expected)
     for each in fields(expected):
         a, b = getattr(got, each.name), getattr(expected, each.name)

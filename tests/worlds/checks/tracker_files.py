@@ -1,4 +1,4 @@
-"""What trackers left on the disk, read as their own programs read it."""
+"""Readers of the files that experiment trackers write, made like the trackers' own programs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 BLOCK_BYTES = 32768
 HEADER_BYTES = 7
-# Parts of a record, as LevelDB's log has them.
+# Kinds of the parts of a record in LevelDB's log format.
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def wandb_history(directory: Path) -> list[dict[str, Any]]:
-    """The rows of all offline runs below a directory, in order."""
+    """Return the history rows of all offline wandb runs below a directory, in order."""
     return [
         {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.history.item}
         for file in wandb_files(directory)
@@ -29,7 +29,10 @@ def wandb_files(directory: Path) -> list[Path]:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """wandb's own messages, out of the log of LevelDB that frames them; the last may be cut off."""
+    """Yield wandb's messages from a file that frames them as LevelDB's log does.
+
+    A last message that lacks parts is left out.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, parts = file.read_bytes(), HEADER_BYTES, b""
@@ -47,7 +50,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def tensorboard_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """By tag the steps and values that TensorBoard shows."""
+    """Return the steps and values that TensorBoard shows for each tag."""
     accumulator = _accumulated(directory)
     return {
         tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
@@ -75,13 +78,16 @@ def _accumulated(directory: Path) -> Any:
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
-    """Those that are whole, of a file that may be being written, or not be there yet."""
+    """Return the complete lines of a file; an unfinished last line or a missing file is no error."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def surviving_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As docs/trackers.md says: each once, without those of steps that a later term took back."""
+    """Return the lines that count by docs/trackers.md: no repetitions, and no replaced steps.
+
+    A later term replaces the steps from its first step on.
+    """
     begun = {line["term"]: line["first_step"] for line in lines}
     return [
         line
