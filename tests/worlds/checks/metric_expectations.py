@@ -70,7 +70,7 @@ def of_events(events: Sequence[LedgerEvent]) -> dict[Series, float]:
 
 
 def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
-    """Return the expected gauges of the newest step; the value None means that a gauge is absent."""
+    """Return the expected gauges of the newest step; None: the gauge must be absent."""
     statistics = {} if record is None else record.statistics
     found: dict[Series, float | None] = {
         series("rayloom_train_newest_step"): None if record is None else record.step,

@@ -78,7 +78,7 @@ def _accumulated(directory: Path) -> Any:
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file; an unfinished last line or a missing file is no error."""
+    """Return the complete lines of a file, which may be missing or end in an unfinished line."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 

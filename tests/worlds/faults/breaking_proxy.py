@@ -1,4 +1,4 @@
-"""A proxy before PostgreSQL that breaks a connection at its COMMIT, before or after the server."""
+"""A proxy before PostgreSQL that breaks a connection before or after the server gets its COMMIT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMIT = b"COMMIT"
 
 @dataclass
 class BreakingProxy:
-    """Passes all bytes on, but for the one break that it is armed for, and while it is cut."""
+    """A proxy that forwards all bytes, except while it is cut, and at the COMMIT set by `arm`."""
 
     server_port: int
     port: int = 0
@@ -23,11 +23,14 @@ class BreakingProxy:
     _ends: list[socket.socket] = field(default_factory=list)
 
     def arm(self, *, when: str) -> None:
-        """when: "before" the server gets the next COMMIT, or "after" it has answered it."""
+        """Break the connection that sends the next COMMIT.
+
+        when: "before": before the server gets the COMMIT; "after": when the server has answered it.
+        """
         self._armed = when
 
     def cut(self) -> None:
-        """Break every connection, and take no other one until `mend`."""
+        """Break every connection, and refuse new ones until `mend`."""
         self.is_cut = True
         for end in self._ends:
             with contextlib.suppress(OSError):
@@ -48,7 +51,7 @@ class BreakingProxy:
             try:
                 server = socket.create_connection(("127.0.0.1", self.server_port))
             except OSError:
-                # It restarts.
+                # The server restarts.
                 client.close()
                 continue
             self._ends += [client, server]
@@ -70,7 +73,7 @@ class BreakingProxy:
                         break
                     drops.set()
                 elif not is_client and drops.is_set():
-                    # The server has answered: it is done, and nobody will hear of it.
+                    # The server has committed, but the client must not get the answer.
                     break
                 sink.sendall(data)
         for end in (source, sink):

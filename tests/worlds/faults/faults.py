@@ -1,7 +1,7 @@
-"""The faults of a chaos run: which there are, which comes next, and how each is done to a run.
+"""The faults of a chaos run, and the plan by which they follow each other.
 
-A plan is drawn from a seed: the kind that has come least often comes next, and chance decides
-between equals, so that every kind comes about as often as every other.
+The plan chooses the fault that has occurred least often, and draws from the seed among equally rare
+ones, so that all faults occur about equally often.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ AWAY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that is done to a run."""
+    """A fault that a chaos test can inflict on a run."""
 
     name: str
-    """Of its kind, such as "kill the queue"."""
+    """What the fault does, such as "kill the queue"."""
     inflict: Callable[[Run], None]
-    """Returns when the cause is over; its effects need not be."""
+    """Inflicts the fault, and returns when its cause is over; effects may last longer."""
     ends_command: bool = False
-    """The command is gone with it, and has to be started again with --resume."""
+    """Whether the fault ends the command, which must then be started again with --resume."""
 
 
 def part_faults() -> list[Fault]:
-    """Kills and freezes of every part of a run."""
+    """Return a kill and several freezes of each part of a run."""
     kills = [Fault(name=f"kill the {part}", inflict=_killing(part)) for part in PARTS]
     freezes = [
         Fault(name=f"freeze the {part} for {seconds:g} s", inflict=_freezing(part, seconds))
@@ -60,7 +60,7 @@ def part_faults() -> list[Fault]:
 
 
 def command_kill() -> Fault:
-    """kill -9 of the command; its Ray and all that runs there end by themselves."""
+    """Return a kill -9 of the command; its Ray cluster with all processes ends by itself."""
 
     def inflict(run: Run) -> None:
         run.process.kill()
@@ -70,7 +70,10 @@ def command_kill() -> Fault:
 
 
 def full_disk(directory: Path) -> Fault:
-    """directory: the mount point of a small file system that the run writes to."""
+    """Return a fault that fills a disk for a while.
+
+    directory: mount point of a small file system to which the run writes.
+    """
 
     def inflict(_run: Run) -> None:
         ballast = directory / "ballast"
@@ -82,7 +85,10 @@ def full_disk(directory: Path) -> Fault:
 
 
 def database_faults(server: PostgresqlServer, proxy: BreakingProxy) -> list[Fault]:
-    """A crash of PostgreSQL, and a cut link to it. proxy: between the run and the server."""
+    """Return a restart of PostgreSQL after a crash, and a cut of the connections to it.
+
+    proxy: the proxy between the run and the server.
+    """
 
     def restart(_run: Run) -> None:
         server.stop(signal.SIGQUIT)
@@ -102,12 +108,12 @@ def database_faults(server: PostgresqlServer, proxy: BreakingProxy) -> list[Faul
 
 @dataclass(slots=True)
 class Plan:
-    """Which fault comes next; the same for the same seed and faults."""
+    """The order of the faults; it depends only on the seed and the list of faults."""
 
     faults: list[Fault]
     rng: random.Random
     counts: Counter[str] = field(default_factory=Counter)
-    """Inflicted ones, by name."""
+    """Number of times each fault was inflicted, by name."""
 
     def next(self) -> Fault:
         fewest = min(self.counts[fault.name] for fault in self.faults)

@@ -1,6 +1,7 @@
-"""An event loop that ends between two awaits, as the loop of a process does that is killed.
+"""An event loop that stops between two awaits, like the loop of a killed process.
 
-Nothing of its tasks runs after that: no `finally`, no `except`. What a thread has begun is done.
+After that, no code of its tasks runs, not even `finally` or `except`. Threads finish the calls that
+they have begun.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ Answer = TypeVar("Answer")
 
 
 class Killed(SystemExit):
-    """A task's step that was not made; of all exceptions this kind alone ends a loop at once."""
+    """Raised in place of the step at which the loop dies.
+
+    It is a SystemExit, because asyncio ends a loop at once on that, unlike on most exceptions.
+    """
 
 
 class MortalLoop:
-    """One life; `run` is called once, and `bury` when nothing of it is looked at any more."""
+    """An event loop that dies at a given step.
+
+    Call `run` once, and `bury` when the test no longer needs the state of the loop.
+    """
 
     def __init__(self, *, dies_at: int | None) -> None:
-        """dies_at: before which step of its tasks, counted from 1; None: it does not."""
+        """Make the loop.
+
+        dies_at: the step of its tasks, counted from 1, before which it dies; None: never.
+        """
         self._dies_at = dies_at
         self.num_steps = 0
         self._unfinished: Coroutine[Any, Any, Any] | None = None
@@ -30,16 +40,19 @@ class MortalLoop:
         self._loop.set_exception_handler(lambda _loop, _context: None)
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Raises: Killed."""
+        """Run a coroutine and return its result.
+
+        Raises: Killed if the loop dies before the result.
+        """
         return self._loop.run_until_complete(work)
 
     def bury(self) -> None:
-        """End what is left, so that nothing warns of it."""
+        """End the unfinished tasks and the loop, so that Python does not warn of them."""
         self._dies_at = None
         while tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
                 task.cancel()
-            # To those that waited for the step that was not made, its error comes now.
+            # Tasks that waited for the killed task get its error now.
             with suppress(Killed):
                 self._loop.run_until_complete(asyncio.wait(tasks))
         if self._unfinished is not None:
@@ -82,4 +95,4 @@ class _Stepped(Coroutine[Any, Any, Any]):
         self._work.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        raise NotImplementedError("a task is awaited, not what it runs")
+        raise NotImplementedError("await the task, not its coroutine")

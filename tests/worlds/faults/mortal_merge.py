@@ -1,4 +1,4 @@
-"""In the merge actor's place, importable by Ray's workers: dies when a file tells it to."""
+"""A substitute for the merge actor, importable by Ray's workers, that dies as a file demands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from actors.merge.groups import PayloadsLost
 from actors.trajectory_queue.messages import StepInput
 from worlds.parts.loop_world import report
 
-# More than Ray keeps in its replies.
+# Large enough that Ray stores the array in its object store, not in the reply.
 SIZE = 200_000
 
 
 class Maker:
-    """Dies as often as a file has lines, each time with one less."""
+    """A merge actor that dies once for each line of a file; each death removes one line."""
 
     def __init__(self, deaths: Path) -> None:
         self._deaths = deaths

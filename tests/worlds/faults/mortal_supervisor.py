@@ -1,4 +1,4 @@
-"""A supervisor that dies when it is told to, in a real actor."""
+"""A Ray actor that takes the place of the supervisor and dies if a test wants it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from service.run.health import Cursor, Ending, RunStatus
 
 @ray.remote(num_cpus=0)
 class Mortal:
-    """What the command sees of a supervisor: it ends its own process, or the run.
+    """A supervisor, as the command sees it, that ends its own process or the run.
 
-    It dies once it was asked how it stands. name: as it calls itself then. checkpoint_step: of the
-    newest checkpoint that it has committed.
+    dies: end the process after the first call of `status`, instead of ending the run. name: the
+    supervisor's name in its status. checkpoint_step: step of the newest committed checkpoint.
     """
 
     def __init__(self, *, dies: bool, name: str = "", checkpoint_step: int = 0) -> None:
@@ -32,7 +32,7 @@ class Mortal:
     async def run(self) -> Ending:
         if self.dies:
             await self.was_asked.wait()
-            # The answer is on its way.
+            # Wait until the answer of `status` is sent.
             await asyncio.sleep(0.5)
             os._exit(1)
         return Ending(reason="all 4 steps are done", has_report=False)

@@ -1,4 +1,4 @@
-"""File systems that a test mounts for itself; both need root, and a kernel that has them."""
+"""File systems that a test mounts; they need root and a kernel that supports them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from worlds.checks.missing_tools import skip_or_fail
 
 _READ_ONLY, _REMOUNT, _DETACH = 1, 32, 2
-# Another user's: the kernel then tells the type without asking a daemon, and there is none.
+# The mount belongs to another user. The kernel then reports its type without asking the daemon,
+# which does not exist.
 _FUSE_OPTIONS = "fd={},rootmode=40000,user_id=12345,group_id=12345"
 
 
 @contextlib.contextmanager
 def fuse_mount(directory: Path) -> Iterator[None]:
-    """Mount a FUSE file system that nobody serves on a directory that is there."""
+    """Mount a FUSE file system without a daemon on an existing directory."""
     _need_root("/dev/fuse")
     device = os.open("/dev/fuse", os.O_RDWR)
     try:
@@ -31,14 +32,14 @@ def fuse_mount(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_disk(directory: Path, *, kib: int) -> Iterator[None]:
-    """Mount a file system of this size on a directory that is there."""
+    """Mount a file system of this size on an existing directory."""
     _need_root("/proc/self/mounts")
     with _mounted(directory, kind="tmpfs", options=f"size={kib}k"):
         yield
 
 
 def make_read_only(directory: Path) -> None:
-    """Of a small disk, on which no file is open for writing."""
+    """Make a small disk read-only; no file on it may be open for writing."""
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(directory)
     if libc.mount(b"test", where, b"tmpfs", _REMOUNT | _READ_ONLY, None) != 0:
@@ -60,7 +61,7 @@ def _mounted(directory: Path, *, kind: str, options: str) -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(directory)
     if libc.mount(b"test", where, kind.encode(), 0, options.encode()) != 0:
-        # Root of a container may still not be allowed to.
+        # Even root may be forbidden to mount in a container.
         skip_or_fail(f"{kind} cannot be mounted here: {os.strerror(ctypes.get_errno())}")
     try:
         yield

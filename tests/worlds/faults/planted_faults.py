@@ -1,4 +1,4 @@
-"""A sound step, and the faults that an audit must find in it: what is changed, and who is named."""
+"""A correct journal step, and faults that the audit must find when a test plants them in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST, SECOND = "g000000.0-0", "g000000.0-1"
 
 
 def sound_step(number: int = 1) -> JournalStep:
-    """Two groups, and one trajectory that branched."""
+    """Return a correct step with three groups; one trajectory has branched."""
     groups = [group_of(0, [1, 0, 0, 1]), group_of(1, [1, 0], version=number - 1)]
     again = one_group([branched(0), make_trajectory(linear_turns(1), rollout_id="g000003.0-1")])
     return step_of([*groups, again], number=number)
@@ -33,14 +33,14 @@ def with_entry(step: JournalStep, row: int, **changes: Any) -> JournalStep:
 
 
 def with_sample(step: JournalStep, row: int, **changes: Any) -> JournalStep:
-    """Changes a trajectory's first sample."""
+    """Change fields of a trajectory's first sample."""
     trajectory = step.entries[row].trajectory
     samples = (replace(trajectory.samples[0], **changes), *trajectory.samples[1:])
     return with_entry(step, row, trajectory=replace(trajectory, samples=samples))
 
 
 def with_advantages(step: JournalStep, row: int, values: np.ndarray) -> JournalStep:
-    """Changes what the trainer was given for a trajectory's first sample."""
+    """Change the advantages that the trainer got for a trajectory's first sample."""
     return with_entry(step, row, advantages=(values, *step.entries[row].advantages[1:]))
 
 
@@ -55,20 +55,23 @@ def changed(values: np.ndarray, at: int, value: float) -> np.ndarray:
 
 
 def of_version(step: JournalStep, row: int, version: int) -> JournalStep:
-    """The step with a trajectory that another version sampled."""
+    """Let a trajectory's first sample come from another policy version."""
     sample = step.entries[row].trajectory.samples[0]
     return with_sample(step, row, versions=np.where(sample.mask, version, -1).astype(np.int32))
 
 
 def without_logprob(step: JournalStep, position: int) -> JournalStep:
-    """A sampled token of which no log-probability came back."""
+    """Remove the log-probability of a sampled token."""
     sample = step.entries[0].trajectory.samples[0]
     versions = changed(sample.versions, position, -1)
     return with_sample(step, 0, logprobs=changed(sample.logprobs, position, 0), versions=versions)
 
 
 def without_logprobs(step: JournalStep) -> JournalStep:
-    """A trajectory called trained, of which nothing could be trained and nothing was."""
+    """Remove all log-probabilities of a trajectory that counts as trained.
+
+    No token of it can be trained, so its advantages are empty.
+    """
     sample = step.entries[0].trajectory.samples[0]
     bare = with_sample(
         step,
@@ -80,17 +83,21 @@ def without_logprobs(step: JournalStep) -> JournalStep:
 
 
 def with_again(step: JournalStep, **changes: Any) -> JournalStep:
-    """The step with its first entry a second time, and with as many tokens packed."""
+    """Repeat the first entry, and count its tokens as packed again."""
     again = replace(step.entries[0], **changes)
     num_packed = step.num_packed_trained + again.num_trained
     return replace(step, entries=(*step.entries, again), num_packed_trained=num_packed)
 
 
 def shaped(step: JournalStep) -> JournalStep:
-    """As a run writes it whose advantages are no function of its groups' returns alone."""
+    """Remove the group rule.
+
+    A run with shaped rewards has none, because the group's returns do not determine its advantages.
+    """
     return replace(step, group_rule=None)
 
 
+# By name of the fault: the check that finds it, what the finding names, and how to plant it.
 PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
     "no log-probability": (Check.LOGPROBS, f"{FIRST}.a0", lambda s: without_logprob(s, 11)),
     "an observation that is trained": (
@@ -119,7 +126,7 @@ PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
         Check.AGE, f"{FIRST}.a0",
         lambda s: of_version(s, 0, s.trainer_version - s.max_policy_age - 1),
     ),
-    "of a version to come": (
+    "of a future version": (
         Check.AGE, f"{FIRST}.a0", lambda s: of_version(s, 0, 7),
     ),
     "another return in the baseline": (
@@ -136,30 +143,30 @@ PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
         Check.ZERO_SUM, "g000000.0",
         lambda s: with_advantages(s, 0, advantages_of(s) * 2),
     ),
-    "no log-probability at all": (Check.LOGPROBS, f"{FIRST}.a0", without_logprobs),
+    "no log-probability of any token": (Check.LOGPROBS, f"{FIRST}.a0", without_logprobs),
     "trained without a trained token": (Check.HANDED_OUT, f"{FIRST}.a0", without_logprobs),
-    "an entry that stands twice": (Check.ONCE, FIRST, with_again),
+    "an entry twice": (Check.ONCE, FIRST, with_again),
     "another attempt of a rollout": (
         Check.ONCE, FIRST,
         lambda s: with_again(s, trajectory=replace(s.entries[0].trajectory, attempt=1)),
     ),
-    "an entry that stands twice where rewards are shaped": (
+    "an entry twice with shaped rewards": (
         Check.ONCE, FIRST, lambda s: shaped(with_again(s)),
     ),
-    "a return in the baseline that is no number": (
+    "a return of NaN in the baseline": (
         Check.BASELINE, f"{FIRST}.a0", lambda s: with_entry(s, 0, baseline_return=math.nan),
     ),
-    "a shaped return in the baseline that is no number": (
+    "a shaped return of NaN in the baseline": (
         Check.BASELINE, f"{FIRST}.a0", lambda s: with_entry(shaped(s), 0, baseline_return=math.nan),
     ),
-    "a return in the baseline beyond all bounds": (
+    "a huge return in the baseline": (
         Check.BASELINE, "g000000.0", lambda s: with_entry(s, 0, baseline_return=1e308),
     ),
-    "an advantage that is no number": (
+    "an advantage of NaN": (
         Check.ADVANTAGES, f"{FIRST}.a0",
         lambda s: with_advantages(shaped(s), 0, changed(advantages_of(s), 3, np.nan)),
     ),
-    "advantages without an end": (
+    "infinite advantages": (
         Check.ADVANTAGES, f"{FIRST}.a0",
         lambda s: with_advantages(
             s, 0, changed(changed(advantages_of(s), 0, np.inf), 1, -np.inf)

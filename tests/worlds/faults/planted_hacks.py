@@ -1,7 +1,7 @@
-"""Scripted policies on the built-in environments: honest ones that learn, and a hack of each.
+"""Scripted policies for the built-in environments: honest ones that learn, and ones that hack.
 
-A script is given what a policy sees, the text of the chat, and answers with a text. It knows how
-far it has learned; the truth it works out itself, as a good policy would.
+A script gets the text of the chat, as a policy does, and returns a text. It also gets the state of
+its learning. It computes the right answer from the chat, as a good policy would.
 """
 
 from __future__ import annotations
@@ -46,17 +46,21 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where a policy stands when it plays an episode, each from 0 to 1 but for `length`."""
+    """The state of learning with which a policy plays an episode.
+
+    All values are from 0 to 1, except `length`.
+    """
 
     skill: float
+    """How often it gives the right answer."""
     form: float
-    """How often it keeps to the asked form."""
+    """How often it keeps to the required format."""
     length: float
-    """Words before an answer, on average."""
+    """Average number of words before an answer."""
 
 
 Script = Callable[[str, State, random.Random], str]
-"""From the chat so far to the next turn."""
+"""A function that returns the next turn, given the chat so far and the state of the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,9 @@ class Planted:
     honest: Script
     hack: Script
     kinds: frozenset[Kind]
-    """Any of which tells of it."""
+    """Findings of the audit; at least one of them must report the hack."""
     verify: Callable[[Task, str], bool] | None = None
-    """A shadow verifier, of a task and a reply."""
+    """A shadow verifier: returns whether a reply to a task is right."""
 
 
 def _words(state: State, rng: random.Random) -> str:
@@ -80,7 +84,7 @@ def _words(state: State, rng: random.Random) -> str:
 
 
 def _near(truth: int, state: State, rng: random.Random) -> int:
-    """The truth, or something beside it."""
+    """Return the truth with the probability `skill`, else a number close to it."""
     if rng.random() < state.skill:
         return truth
     return truth + rng.choice([-3, -2, -1, 1, 2, 3])
@@ -91,7 +95,7 @@ def _sum_of(chat: str) -> int:
     return int(first) + int(second)
 
 
-# -- one prompt, one answer ----------------------------------------------------------------------
+# -- environments with one turn --------------------------------------------------------------------
 
 
 def _sum_task(number: int, rng: random.Random, *, note: bool = False) -> Task:
@@ -142,7 +146,7 @@ def _graded_by(name: str) -> Callable[[], Environment]:
     return partial(SingleTurnEnvironment, SingleTurnOptions(reward=reward))
 
 
-# -- the others ----------------------------------------------------------------------------------
+# -- other environments ----------------------------------------------------------------------------
 
 
 def _seeded(environment: str, data: Mapping[str, Any] | None = None) -> Callable[..., Task]:
@@ -188,7 +192,7 @@ def _farms(chat: str, state: State, rng: random.Random) -> str:
 
 
 def _gives_up_loudly(chat: str, state: State, rng: random.Random) -> str:
-    """Crashes the grader where it would be wrong."""
+    """Compute the answer, but crash the grader if the answer is wrong."""
     said = _computes(chat, state, rng)
     truth = sum(map(int, re.findall(r"What is ([0-9+]+)\?", chat)[0].split("+")))
     return "9" * 20 if said.isdigit() and int(said) != truth else said
@@ -236,7 +240,10 @@ def _answers_all(chat: str, state: State, rng: random.Random) -> str:
 
 
 def planted_hacks(directory: Path) -> tuple[Planted, ...]:
-    """Nine; directory: for the repository that code search looks into."""
+    """Return the nine planted hacks.
+
+    directory: gets the repository that the code search reads.
+    """
     write_repository(directory / "shop")
     sums: dict[str, Any] = {"make_task": _sum_task, "honest": _says_sum}
     return (

@@ -1,4 +1,4 @@
-"""Faults by which a trainer is another function than its engines, to be planted in a rank."""
+"""Faults by which a trainer rank computes other values than the engines, for tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from actors.trainer.rank import TrainerRank
 
 
 def take_another_rope_table(rank: TrainerRank) -> None:
-    """Its angles grow by a hundredth more a token: nothing at the start, much at the far end."""
+    """Let the rotary angles grow 1 % faster: no error at the start, a large one at the end."""
     rank.causal_lm.base_model.rotary_emb.inv_freq.mul_(1.01)
 
 
 def cast_temperatures(rank: TrainerRank) -> None:
-    """To bfloat16, as a policy of mixed precision casts a forward's arguments."""
+    """Cast temperatures to bfloat16, as mixed precision casts the arguments of a forward pass."""
 
     def cast(row: RowTensors) -> RowTensors:
         temperatures = row.temperatures
@@ -30,13 +30,13 @@ def cast_temperatures(rank: TrainerRank) -> None:
 
 
 def drop_in_layers(rank: TrainerRank) -> None:
-    """As a layer does that is still in training mode: a hundredth of what it gives is zero."""
+    """Set 1 % of the output of each layer to zero, like layers that are still in training mode."""
     for layer in rank.causal_lm.base_model.layers:
         layer.register_forward_hook(lambda module, given, output: functional.dropout(output, 0.01))
 
 
 def let_samples_see_each_other(rank: TrainerRank) -> None:
-    """As layers do that mix tokens outside of the packed attention."""
+    """Let the samples of a packed row attend to each other, like layers that mix a row's tokens."""
     _change_rows(
         rank, lambda row: replace(row, layout=build_layout([row.num_tokens], device="cpu"))
     )
