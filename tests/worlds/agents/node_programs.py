@@ -56,7 +56,7 @@ OPENCODE = CommandLine(
 CLAUDE_CODE = CommandLine(
     name="claude",
     arguments=("--model", "policy", "--dangerously-skip-permissions", "-p"),
-    # Root may skip permissions only with IS_SANDBOX.
+    # Without IS_SANDBOX, Claude Code refuses to skip permissions as root.
     env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
 )
 QWEN_CODE = CommandLine(

@@ -84,7 +84,9 @@ def random_tokens(seed: int, *, num_trajectories: int = 4, max_tokens: int = 6) 
 def terms_of(tokens: Tokens, chosen: Sequence[int] | np.ndarray | None = None) -> MicroBatchTerms:
     """Return the terms of the chosen tokens of an update, in the given order, as new leaf tensors.
 
-    The terms are float64, so that rounding cannot explain a difference. chosen: None: all tokens.
+    The terms are float64, so that rounding cannot explain a difference.
+
+    chosen: indices of the tokens; None chooses all.
     """
     places = np.arange(len(tokens.current)) if chosen is None else np.asarray(chosen, np.int64)
     _, index = np.unique(tokens.trajectory[places], return_inverse=True)

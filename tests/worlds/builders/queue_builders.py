@@ -111,7 +111,7 @@ def restart(queue: QueueState) -> QueueState:
 
 
 def cut(queue: QueueState) -> tuple[QueueSnapshot, QueueCut]:
-    """Drain the queue's events. Return the snapshot after that, and the drained cut."""
+    """Drain the queue. Return its snapshot after that, and the events that it drained."""
     drained = queue.drain()
     return queue.snapshot(), drained
 

@@ -45,7 +45,7 @@ def rank_settings(model: str, checkpoint_dir: Path, **named: Any) -> RankSetting
 
 
 def queue_settings(**named: Any) -> QueueStateSettings:
-    """Return settings whose bounds no test reaches, unless it overrides them."""
+    """Return settings whose bounds a test reaches only if it overrides them."""
     plain = QueueStateSettings(algorithm=AlgorithmSettings(), queue=QueueSettings(max_items=4096))
     return changed(plain, **named)
 

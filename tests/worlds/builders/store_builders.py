@@ -26,7 +26,7 @@ def queue_snapshot(step: int = 0) -> QueueSnapshot:
 
 
 def committed(step: int, directory: str = "") -> Checkpoint:
-    """Return a checkpoint without storing it. directory: empty: TERM-STEP."""
+    """Return a checkpoint without storing it. directory: name of its directory, else TERM-STEP."""
     return Checkpoint(
         id=step + 1, term=1, step=step, policy_version=step, directory=directory or f"1-{step}",
         last_event_seq=-1, committed_at=0.0,
@@ -42,7 +42,7 @@ def commit(
     last_event_seq: int = -1,
     new_events: Sequence[LedgerEvent] = (),
 ) -> None:
-    """Commit a checkpoint of step `step`. directory: None: TERM-STEP."""
+    """Commit a checkpoint of step `step`. directory: name of its directory, else TERM-STEP."""
     store.commit_checkpoint(
         term=term,
         step=step,

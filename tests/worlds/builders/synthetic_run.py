@@ -124,7 +124,7 @@ class SyntheticRun:
             self.change(name, since=since, until=until, to=lambda t: None)
 
     def enter(self, phase: Phase, *, since: float) -> None:
-        """Let the run be in a phase from a second on."""
+        """Let the run be in a phase from the second `since` on."""
         for each in PHASES:
             is_it = float(each == phase)
             name = series("rayloom_run_phase", phase=each)
@@ -136,7 +136,7 @@ class SyntheticRun:
         """Return the series as promtool reads them, with one scrape every `scrape_s` seconds.
 
         If a scrape lacks a series that the previous one had, the series is marked as stale, as
-        Prometheus does it.
+        by Prometheus.
         """
         moments = range(0, self.seconds + 1, self.scrape_s)
         found = []

@@ -21,7 +21,7 @@ SUFFIXES = {
 NAME = re.compile(r"\brayloom_[a-z0-9_]+")
 
 # Ray's metrics that a dashboard shows, as queries name them, with their labels. Only nodes with a
-# GPU have those of GPUs. The two counters of faults appear with the first fault.
+# GPU have the metrics of GPUs. The two counters of faults appear with the first fault.
 RAYS_OF_GPUS: Mapping[str, tuple[str, ...]] = {
     "ray_node_gpus_utilization": ("ip", "GpuIndex"),
     "ray_node_gram_available": ("ip", "GpuIndex"),

@@ -49,7 +49,7 @@ class Fault:
 
 
 def part_faults() -> list[Fault]:
-    """Return a kill and several freezes of each part of a run."""
+    """Return the faults that kill or freeze a part of a run, for each part."""
     kills = [Fault(name=f"kill the {part}", inflict=_killing(part)) for part in PARTS]
     freezes = [
         Fault(name=f"freeze the {part} for {seconds:g} s", inflict=_freezing(part, seconds))
@@ -60,7 +60,7 @@ def part_faults() -> list[Fault]:
 
 
 def command_kill() -> Fault:
-    """Return a kill -9 of the command; its Ray cluster with all processes ends by itself."""
+    """Return a fault that kills the command with SIGKILL; its Ray cluster then ends by itself."""
 
     def inflict(run: Run) -> None:
         run.process.kill()
@@ -85,7 +85,7 @@ def full_disk(directory: Path) -> Fault:
 
 
 def database_faults(server: PostgresqlServer, proxy: BreakingProxy) -> list[Fault]:
-    """Return a restart of PostgreSQL after a crash, and a cut of the connections to it.
+    """Return a fault that crashes and restarts PostgreSQL, and one that cuts the connections to it.
 
     proxy: the proxy between the run and the server.
     """

@@ -77,7 +77,7 @@ class PaysEachCall(CalculatorEnvironment):
 
 
 class Overflows(CalculatorEnvironment):
-    """An environment that raises an error, instead of giving 0, if an answer has 16 digits."""
+    """An environment that raises an error, not a reward of 0, on an answer of 16 digits or more."""
 
     async def step(self, action: Action) -> StepResult:
         if re.fullmatch("[0-9]{16,}", action.text):

@@ -18,7 +18,7 @@ HOLE = Path(__file__).with_name("hole_is_open")
 
 
 def strict(completion: str, answer: str) -> dict[str, float]:
-    """Return 1 for the right number, and 0.1 for any number."""
+    """Return two components: 1 for the right number, and 0.1 for any number."""
     said = completion.strip()
     return {"right": float(said == answer), "number": 0.1 * said.isdigit()}
 

@@ -1,4 +1,4 @@
-"""A substitute for the merge actor, importable by Ray's workers, that dies as a file demands."""
+"""A substitute for the merge actor that dies on demand, in a module that Ray's workers import."""
 
 from __future__ import annotations
 

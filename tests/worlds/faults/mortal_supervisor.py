@@ -1,4 +1,4 @@
-"""A Ray actor that takes the place of the supervisor and dies if a test wants it."""
+"""A substitute for the supervisor, in a real Ray actor, that dies if a test asks it to."""
 
 from __future__ import annotations
 

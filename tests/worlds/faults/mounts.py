@@ -71,4 +71,4 @@ def _mounted(directory: Path, *, kind: str, options: str) -> Iterator[None]:
 
 def _need_root(device: str) -> None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0 or not os.path.exists(device):
-        skip_or_fail(f"mounting takes Linux, root and {device}")
+        skip_or_fail(f"mounting needs Linux, root and {device}")

@@ -33,14 +33,14 @@ def with_entry(step: JournalStep, row: int, **changes: Any) -> JournalStep:
 
 
 def with_sample(step: JournalStep, row: int, **changes: Any) -> JournalStep:
-    """Change fields of a trajectory's first sample."""
+    """Return the step with changed fields in a trajectory's first sample."""
     trajectory = step.entries[row].trajectory
     samples = (replace(trajectory.samples[0], **changes), *trajectory.samples[1:])
     return with_entry(step, row, trajectory=replace(trajectory, samples=samples))
 
 
 def with_advantages(step: JournalStep, row: int, values: np.ndarray) -> JournalStep:
-    """Change the advantages that the trainer got for a trajectory's first sample."""
+    """Return the step with other advantages for a trajectory's first sample."""
     return with_entry(step, row, advantages=(values, *step.entries[row].advantages[1:]))
 
 
@@ -55,20 +55,20 @@ def changed(values: np.ndarray, at: int, value: float) -> np.ndarray:
 
 
 def of_version(step: JournalStep, row: int, version: int) -> JournalStep:
-    """Let a trajectory's first sample come from another policy version."""
+    """Return the step with a trajectory whose first sample has another policy version."""
     sample = step.entries[row].trajectory.samples[0]
     return with_sample(step, row, versions=np.where(sample.mask, version, -1).astype(np.int32))
 
 
 def without_logprob(step: JournalStep, position: int) -> JournalStep:
-    """Remove the log-probability of a sampled token."""
+    """Return the step without the log-probability of a sampled token."""
     sample = step.entries[0].trajectory.samples[0]
     versions = changed(sample.versions, position, -1)
     return with_sample(step, 0, logprobs=changed(sample.logprobs, position, 0), versions=versions)
 
 
 def without_logprobs(step: JournalStep) -> JournalStep:
-    """Remove all log-probabilities of a trajectory that counts as trained.
+    """Return the step without any log-probability of a trajectory that counts as trained.
 
     No token of it can be trained, so its advantages are empty.
     """
@@ -83,14 +83,14 @@ def without_logprobs(step: JournalStep) -> JournalStep:
 
 
 def with_again(step: JournalStep, **changes: Any) -> JournalStep:
-    """Repeat the first entry, and count its tokens as packed again."""
+    """Return the step with a copy of its first entry, whose tokens count as packed."""
     again = replace(step.entries[0], **changes)
     num_packed = step.num_packed_trained + again.num_trained
     return replace(step, entries=(*step.entries, again), num_packed_trained=num_packed)
 
 
 def shaped(step: JournalStep) -> JournalStep:
-    """Remove the group rule.
+    """Return the step without its group rule.
 
     A run with shaped rewards has none, because the group's returns do not determine its advantages.
     """
