@@ -1,8 +1,8 @@
-"""A second tokenizer with a chat template that shares no code with the tiny policy's.
+"""A second tokenizer, whose chat template shares no code with that of the tiny policy.
 
-The renderer must get along with any template. This one is all that the tiny one is not: ChatML as
-Qwen has it, two tokens and line breaks around each message, a line break behind the end token that
-no policy samples, and tool results inside a user's turn.
+The renderer must work with any template. This one differs from the tiny one in every respect: it is
+ChatML as Qwen writes it, with two tokens and line breaks around each message, a line break after
+the end token that no policy samples, and tool results inside a user's turn.
 """
 
 from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,10 @@ TEMPLATE = """
 
 
 def chatml_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny vocabulary with ChatML's markers, which the tiny policy does not know."""
+    """Return a tokenizer with the tiny vocabulary and ChatML's markers.
+
+    The tiny policy does not know these markers.
+    """
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})

@@ -1,6 +1,6 @@
-"""A tiny policy that knows the form of code search's calls, and of a repository's files the names.
+"""A tiny policy that knows the form of code search's calls and the names of a repository's files.
 
-Which file a question is about it does not know: every answer that it was shown is drawn by dice.
+It does not know which file a question is about: it was trained on answers drawn at random.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from actors.environment.tool_turns import ERROR
 from actors.trainer.tiny.warmup import Conversation
 from worlds.models import forms_warmup
 
-# Short: each file is a token or two to this policy, and on a CPU each token costs.
+# Short texts: each file name is one or two tokens for this policy, and tokens are slow on a CPU.
 MODULES = {
     "f1.py": "The weather of a city.",
     "f2.py": "The number of guesses.",
@@ -28,7 +28,7 @@ _TOOLS = (*SEARCH_TOOLS, ANSWER)
 
 
 def warmed_up(directory: Path, *, seed: int = 0, steps: int = 120) -> Path:
-    """Build the model. steps: each of four conversations."""
+    """Build the model. steps: training steps of four conversations each."""
     return forms_warmup.warmed_up(directory, _conversation, seed=seed, steps=steps)
 
 

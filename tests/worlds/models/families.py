@@ -1,8 +1,8 @@
-"""Every family of models that transformers and vLLM both have, each as a tiny random configuration.
+"""A tiny random configuration for every family of models that transformers and vLLM both have.
 
-The families are read from the two libraries: an architecture that transformers makes a causal
-model of, under a name that vLLM's registry has. What a family needs beyond the common sizes is
-written here.
+The families are read from the two libraries: each is an architecture that transformers loads as a
+causal model and that vLLM's registry lists under the same name. Settings that a family needs beyond
+the common sizes are written here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from actors.types import Dtype
 from service.config.model_files import registered_architectures
 
 LAYERS, HEADS, HEAD_SIZE, VOCABULARY, CONTEXT = 2, 4, 32, 512, 512
-# Under the names that configurations have for them; each takes those that it knows.
+# Sizes under all the names that configurations use; each configuration gets the names it knows.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HEADS * HEAD_SIZE,
@@ -66,7 +66,7 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [4.0] * (HEAD_SIZE // 2),
 }
 OWN: dict[str, dict[str, Any]] = {
-    # vLLM reads these of afmoe, hy_v3 and minimax_m2, and transformers does not know them.
+    # vLLM reads these settings of afmoe, hy_v3 and minimax_m2; transformers does not know them.
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "hy_v3": {
         "first_k_dense_replace": 1,
@@ -107,7 +107,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "phi3": {"original_max_position_embeddings": CONTEXT},
 }
-# Of a family a second configuration, which takes another way through it.
+# Second configurations of families, which take other paths through the family's code.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, window": (
         "qwen2",
@@ -162,18 +162,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, bfloat16": ("qwen3", {}),
     "apertus, bfloat16": ("apertus", {}),
 }
-# Of models for text and images, which transformers does not make causal models of, or whose
+# Models for text and images that transformers does not load as causal models, or whose
 # configuration has parts; and one that the two libraries spell differently.
 BESIDE = ("gemma3", "llama4", "mistral3", "qwen3_vl", "phimoe", "seed_oss", "starcoder2")
 
 
 def family_dtype(name: str) -> Dtype:
-    """What trainer and engine compute in."""
+    """Return the type of numbers in which trainer and engine compute."""
     return Dtype.BFLOAT16 if name.endswith("bfloat16") else Dtype.FLOAT32
 
 
 def families() -> dict[str, str]:
-    """The model type of each family and variant, by its name in the table."""
+    """Return the model type of each family and variant, by its name in the table."""
     served = registered_architectures()
     both = [
         kind
@@ -185,7 +185,7 @@ def families() -> dict[str, str]:
 
 
 def family_config(name: str) -> PreTrainedConfig:
-    """Its tiny configuration. Raises: whatever the family's own checks raise."""
+    """Return a family's tiny configuration. Raises: any error of the family's own checks."""
     kind, own = VARIANTS.get(name, (name, {}))
     made = CONFIG_MAPPING[kind]
     known = vars(made())
@@ -199,7 +199,7 @@ def family_config(name: str) -> PreTrainedConfig:
 def write_family(name: str, directory: Path) -> None:
     config = family_config(name)
     if config.get_text_config() is not config:
-        # Of a model with a tower its configuration is enough to refuse it, and its weights are GB.
+        # A model with a tower is refused by its configuration; its weights would take gigabytes.
         config.save_pretrained(directory)
         return
     torch.manual_seed(0)

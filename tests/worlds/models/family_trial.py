@@ -1,8 +1,10 @@
-"""One family of models in a real engine and a real trainer: three publications, each compared.
+"""The comparison of a real engine with a real trainer for one family of models.
 
-The trainer's rank is a process of its own; the engine is the one that a replica holds, with vLLM in
-another. All are forked from a process that has imported the libraries (`tests/families.py`): a
-hundred times half a minute of imports would be most of the proof.
+The trainer publishes three times, and their logprobs are compared after each publication. The
+trainer's rank has a process of its own; the engine is the one that a replica holds, with vLLM in
+another process. All are forked from a process that has imported the libraries
+(`tests/families.py`): importing them again for each of a hundred families would take half a minute
+each time, which is most of the proof's time.
 """
 
 from __future__ import annotations
@@ -33,22 +35,22 @@ NUM_PUBLICATIONS = 3
 # Longer than any window of the tiny configurations.
 NUM_SCORED, NUM_SAMPLED = 320, 64
 TEMPERATURES = (1.0, 0.7)
-# Mean and maximum. In float32 rounding gives some 1e-6; another function of the weights gives 1e-2
-# and more.
+# Mean and maximum. Rounding in float32 gives about 1e-6; computing another function of the weights
+# gives 1e-2 and more.
 BOUNDS_NATS = {Dtype.FLOAT32: (1e-4, 1e-2), Dtype.BFLOAT16: (0.02, math.inf)}
 PASSES, REFUSED, DIFFERS, FAILED = "passes", "refused", "differs", "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of one family."""
+    """The result of one family's trial."""
 
     kind: str
-    """One of the four words above."""
+    """PASSES, REFUSED, DIFFERS or FAILED."""
     reason: str = ""
-    """Of a refusal, or the error of a failure."""
+    """Why the family was refused, or the error of a failure."""
     mean_nats: float = 0.0
-    """Absolute difference of engine and trainer; the largest of the publications."""
+    """Mean absolute difference of engine and trainer, the largest of all publications."""
     max_nats: float = 0.0
 
 
@@ -61,7 +63,7 @@ class ForkedEngine(EngineSettings):
 
 
 def judge(name: str) -> Verdict:
-    """Write the model, ask the checks that come before a start, then compare."""
+    """Write the model, run the checks that precede a start, then compare engine and trainer."""
     dtype = family_dtype(name)
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made) / "model"
@@ -133,7 +135,11 @@ async def _compare(
 async def _difference(
     engine: PolicyEngine, world: World, version: int, temperature: float
 ) -> np.ndarray:
-    """Of what the engine sampled at a temperature, and at 1 of the text that it sampled after."""
+    """Return the absolute differences between the engine's logprobs and the trainer's.
+
+    They are those of the tokens that the engine sampled at the temperature; at 1, also those with
+    which the engine scores the whole text.
+    """
     prompt = np.random.default_rng(version).integers(2, VOCABULARY, NUM_SCORED).astype(np.int32)
     reply = await engine.generate(
         GenerateRequest(
@@ -153,11 +159,11 @@ async def _difference(
 
 
 def run_trial(name: str, file: Path) -> None:
-    """In a process of its own: write the verdict as JSON."""
+    """Judge a family and write the verdict as JSON; runs in a process of its own."""
     transformers_logging.set_verbosity_error()
     try:
         verdict = judge(name)
-    except Exception as error:  # noqa: BLE001  # any of it is a verdict
+    except Exception as error:  # noqa: BLE001  # any error becomes a verdict
         first_line = (str(error).strip().splitlines() or [""])[0][:300]
         verdict = Verdict(kind=FAILED, reason=f"{type(error).__name__}: {first_line}")
         traceback.print_exc()

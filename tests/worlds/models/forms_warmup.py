@@ -1,4 +1,4 @@
-"""Tiny policies that know the form of an environment's answers, and never their content."""
+"""Tiny policies that know the form of an environment's answers but not their content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warmed_up(
     steps: int = 120,
     per_step: int = 4,
 ) -> Path:
-    """Build the model. per_step: conversations of each step."""
+    """Build the model. per_step: conversations in each training step."""
     build_tiny_model(directory, seed=seed, warmup_steps=0)
     model = AutoModelForCausalLM.from_pretrained(directory)
     dice = random.Random(seed)
@@ -51,10 +51,10 @@ def random_plays(
     count: int = 48,
     max_turns: int = 4,
 ) -> Callable[[random.Random], Conversation]:
-    """Episodes of an environment that are played blindly, to be dealt one by one.
+    """Play episodes of an environment at random; return a function that draws one of them.
 
-    answer: a turn's text by dice and the turn's number from 0; of what it was asked it knows
-    nothing. data: of a task, by its seed.
+    answer: returns a turn's text from a random generator and the turn's number from 0, without
+    seeing the question. data: returns a task's data from its seed.
     """
     dice = random.Random(0)
 
@@ -87,7 +87,7 @@ async def _play(
             break
         messages += [(message.role.value, message.content) for message in result.messages]
     await environment.close()
-    # What comes last is the policy's.
+    # The last message must be the policy's.
     while messages[-1][0] != "assistant":
         messages.pop()
     return Conversation(messages=tuple(messages), tools=start.tools)

@@ -1,4 +1,4 @@
-"""What the tests of routing replay share: tiny mixtures, recorded games, the obvious forward."""
+"""Tiny mixtures, recorded games and a plain forward pass for the tests of routing replay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worlds.builders.trajectory_builders import make_trajectory, make_turn, repl
 VOCABULARY = 48
 NUM_EXPERTS = 6
 NUM_CHOSEN = 2
-# Kinds of mixtures, and whether the weights of the chosen experts are made to sum to 1.
+# Kinds of mixtures, and whether each normalises the weights of the chosen experts to sum to 1.
 NORMALISES = {"qwen3": False, "qwen3_normalised": True, "qwen2": True, "mixtral": True}
 KINDS = tuple(NORMALISES)
 TEMPERATURE = 0.9
@@ -48,13 +48,13 @@ COMMON = dict(
 
 
 def make_config(kind: str) -> PretrainedConfig:
-    """Two routed layers; in a Qwen3 a dense one stands between them."""
+    """Return a configuration with two routed layers; a Qwen3 has a dense layer between them."""
     if kind == "mixtral":
         return MixtralConfig(
             **COMMON,
             num_hidden_layers=2,
             num_local_experts=NUM_EXPERTS,
-            # In training mode the router would see noise that no engine sees.
+            # In training mode the router would get noise that no engine has.
             router_jitter_noise=0.1,
         )
     if kind == "qwen2":
@@ -78,7 +78,7 @@ def make_config(kind: str) -> PretrainedConfig:
 
 
 def write_mixture(directory: Path, kind: str) -> str:
-    """Save a random mixture whose routers and experts differ enough to matter."""
+    """Save a random mixture whose routers and experts differ enough to change the output."""
     torch.manual_seed(5)
     causal_lm = AutoModelForCausalLM.from_config(make_config(kind))
     with torch.no_grad():
@@ -90,7 +90,7 @@ def write_mixture(directory: Path, kind: str) -> str:
 
 
 def write_served_mixture(directory: Path) -> None:
-    """Save a random mixture of sizes that the engine's kernels take, and of the tiny vocabulary."""
+    """Save a random mixture with the tiny vocabulary and sizes that the engine's kernels accept."""
     sizes = dict(
         COMMON, vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=2
     )
@@ -107,21 +107,21 @@ def write_served_mixture(directory: Path) -> None:
 
 
 def load_plain(model: str) -> PreTrainedModel:
-    """Transformers' own model, with its own attention and routing."""
+    """Load transformers' own model, with its own attention and routing."""
     return AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
 
 def as_in_checkpoint(model: str, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays of a model's parameters under the names, and in the pieces, of its checkpoint."""
+    """Return arrays of a model's parameters by the names, and in the pieces, of its checkpoint."""
     tensors = {name: torch.from_numpy(value) for name, value in values.items()}
     named = revert_weight_conversion(load_plain(model), tensors)
     return {name: tensor.numpy() for name, tensor in named.items()}
 
 
 def perturbed(model: str) -> PreTrainedModel:
-    """A sampler whose routers choose other experts for about every second token."""
+    """Load a sampler whose routers choose other experts for about every second token."""
     causal_lm = load_plain(model)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -132,13 +132,13 @@ def perturbed(model: str) -> PreTrainedModel:
 
 
 def routers_of(causal_lm: PreTrainedModel) -> list[nn.Module]:
-    """Those that choose experts, in the order of the layers."""
+    """Return the modules that choose experts, in the order of the layers."""
     return [m for m in causal_lm.modules() if type(m).__name__.endswith("TopKRouter")]
 
 
 @torch.no_grad()
 def record(causal_lm: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
-    """Each routed layer's choice for each token that is processed: [T, L, K] uint8."""
+    """Return each routed layer's choice for each token that is processed: [T, L, K] uint8."""
     found: list[Tensor] = []
     hooks = [
         router.register_forward_hook(lambda module, args, output: found.append(output[2]))
@@ -156,7 +156,10 @@ def play(
     answers: Sequence[list[int]],
     member: int,
 ) -> Trajectory:
-    """Turns with what an engine records: of all sampled tokens but the last, none of the prompt."""
+    """Make a trajectory whose turns have the experts that an engine records.
+
+    An engine records those of all sampled tokens except the last, and none of the prompt.
+    """
     rng = np.random.default_rng(member)
     turns = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -168,7 +171,10 @@ def play(
 
 
 def make_trajectories(sampler: PreTrainedModel) -> list[Trajectory]:
-    """Two groups of three with a prompt each; turns that go on, branch, and have no record."""
+    """Make two groups of three trajectories; each group has its own prompt.
+
+    Some turns continue the history, one branches off, and one has no record of experts.
+    """
     rng = np.random.default_rng(3)
 
     def tokens(count: int) -> list[int]:
@@ -181,7 +187,7 @@ def make_trajectories(sampler: PreTrainedModel) -> list[Trajectory]:
             number = 3 * group + member
             first, second, third = tokens(5), tokens(4 + member), tokens(6)
             later = [*prompt, *first, *tokens(3)]
-            # The last member's third turn goes on from a rewritten history.
+            # The last member's third turn continues a rewritten history.
             history = [*prompt, *first[:3]] if member == 2 else [*later, *second]
             prompts = [prompt, later, [*history, *tokens(4)]]
             trajectories.append(play(sampler, prompts, [first, second, third], number))
@@ -196,13 +202,13 @@ def merged_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
 
 
 def unmerged_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
-    """Each turn as a sample of its own, of the same trajectory."""
+    """Return each turn as a sample of its own, with the trajectory it belongs to."""
     parts = [replayed(each, [turn]) for each in trajectories for turn in whole_turns(each)]
     return merged_samples(parts)
 
 
 def weigh(samples: Sequence[Sample]) -> list[WeightedSample]:
-    """An advantage for each trajectory, whatever its samples."""
+    """Give all samples of a trajectory the same advantage."""
     names = sorted({sample.trajectory_id for sample in samples})
     advantages = dict(zip(names, np.random.default_rng(4).normal(size=len(names)), strict=True))
     return [
@@ -217,7 +223,10 @@ def weigh(samples: Sequence[Sample]) -> list[WeightedSample]:
 
 
 def known_choices(samples: Sequence[Sample]) -> np.ndarray:
-    """[B, T, L, K] int64, right-padded: the first record behind the same tokens; -1 where none."""
+    """Return the first record of experts after the same tokens, or -1: [B, T, L, K] int64.
+
+    Samples are padded on the right.
+    """
     known: dict[tuple[int, ...], np.ndarray] = {}
     for sample in samples:
         if sample.experts is not None:
@@ -235,9 +244,9 @@ def known_choices(samples: Sequence[Sample]) -> np.ndarray:
 
 
 class ObviousMixture(nn.Module):
-    """A routed layer that asks every expert about every token, and weighs by a mask.
+    """A routed layer that runs every expert on every token and weighs the outputs by a mask.
 
-    choice: [B, T, K] int64, -1 where the router chooses by itself.
+    choice: [B, T, K] int64; -1 if the router chooses by itself.
     """
 
     def __init__(self, block: nn.Module, *, normalises: bool) -> None:
@@ -268,7 +277,10 @@ class ObviousMixture(nn.Module):
 
 
 def obvious_model(model: str, *, normalises: bool) -> PreTrainedModel:
-    """Transformers' model with every routed layer replaced; the names of weights stay."""
+    """Load transformers' model with an `ObviousMixture` for each routed layer.
+
+    The names of the weights do not change.
+    """
     causal_lm = load_plain(model)
     for layer in causal_lm.base_model.layers:
         if hasattr(layer.mlp, "gate"):
@@ -277,7 +289,7 @@ def obvious_model(model: str, *, normalises: bool) -> PreTrainedModel:
 
 
 def tell_choices(causal_lm: PreTrainedModel, choices: np.ndarray) -> None:
-    """Args: choices: [B, T, L, K] int64."""
+    """Set each routed layer's choice of experts. choices: [B, T, L, K] int64."""
     mixtures = [m for m in causal_lm.modules() if isinstance(m, ObviousMixture)]
     for number, mixture in enumerate(mixtures):
         mixture.choice = torch.from_numpy(choices[:, :, number])
@@ -285,17 +297,17 @@ def tell_choices(causal_lm: PreTrainedModel, choices: np.ndarray) -> None:
 
 @cache
 def recorded_trajectories(model: str) -> tuple[Trajectory, ...]:
-    """Games with the records of another sampler."""
+    """Make games with the expert choices that another sampler recorded."""
     return tuple(make_trajectories(perturbed(model)))
 
 
 def recorded_batch(model: str) -> list[Sample]:
-    """The same, merged."""
+    """Return the merged samples of `recorded_trajectories`."""
     return merged_samples(recorded_trajectories(model))
 
 
 def surrogate(current: torch.Tensor, behaviour: np.ndarray, advantages: np.ndarray) -> torch.Tensor:
-    """A sum over trained tokens whose gradient differs for each of them."""
+    """Return a sum over trained tokens whose gradient differs for each of them."""
     ratio = torch.exp(current - torch.from_numpy(behaviour.copy()))
     return -(ratio * torch.from_numpy(advantages.copy())).sum()
 
@@ -307,7 +319,10 @@ def gradients_of(module: torch.nn.Module, *, prefix: str = "") -> Gradients:
 def compute_padded(
     model: str, weighted: Sequence[WeightedSample], *, normalises: bool
 ) -> tuple[float, Gradients]:
-    """The obvious way: right-padded samples, transformers' attention, every expert asked."""
+    """Compute loss and gradients the plain way.
+
+    Samples are padded on the right, attention is transformers' own, and every expert runs.
+    """
     causal_lm = obvious_model(model, normalises=normalises)
     samples = [each.sample for each in weighted]
     choices = known_choices(samples)

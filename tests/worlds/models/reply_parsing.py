@@ -1,7 +1,8 @@
-"""vLLM's parsers in a process of their own, and models' families as tokenizers for them.
+"""vLLM's parsers in a process of their own, and tokenizers of several families for them.
 
-Importing them takes eleven seconds, warns, and changes how torch compiles; tests that share a
-process with them need none of it. What the child runs imports them when it is called.
+Importing the parsers takes eleven seconds, warns, and changes how torch compiles, which other tests
+in the same process do not need. So the functions that the child process runs import them when they
+are called.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from service.inference.settings import EngineSettings
 if TYPE_CHECKING:
     from service.inference.parsing import ReplyParser
 
-# The lines of each family's chat template that tell the form of its calls, or that it thinks.
+# The lines of each family's chat template that show the form of its calls, or that it thinks.
 TEMPLATES = {
     "tiny": CHAT_TEMPLATE,
     "qwen3": r"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n"
@@ -45,7 +46,7 @@ MARKS = {
 
 @cache
 def family(name: str) -> PreTrainedTokenizerFast:
-    """The tiny vocabulary with a family's marks and template."""
+    """Return a tokenizer with the tiny vocabulary and a family's marks and template."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(MARKS.get(name, []))
     tokenizer.chat_template = TEMPLATES[name]
@@ -79,7 +80,7 @@ def parse_loaded(settings: EngineSettings, text: str, tools: tuple[ToolSchema, .
 
 
 def vllm_names() -> tuple[set[str], set[str]]:
-    """Of its tool parsers, and of its reasoning parsers."""
+    """Return the names of vLLM's tool parsers and of its reasoning parsers."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -88,7 +89,7 @@ def vllm_names() -> tuple[set[str], set[str]]:
 
 @contextmanager
 def parser_process() -> Iterator[Callable[..., Any]]:
-    """Gives a function that calls another one of this module in a process that has vLLM."""
+    """Yield a function that calls another function of this module in a process with vLLM."""
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawned) as pool:
         yield lambda call, *arguments: pool.submit(call, *arguments).result()

@@ -1,7 +1,8 @@
-"""Chats over a published template: what a client sends, what the policy says, what became of it.
+"""Chats that are played over a published template, and the results of playing them.
 
-A chat is played over the real routes, sessions and tree; the engine alone is a script. It says each
-reply in the template's own form: as the template renders it behind the generation prompt.
+A chat is what a client sends and what the policy replies. It is played over the real routes,
+sessions and tree; only the engine is a script. The script writes each reply as the template renders
+it after the generation prompt.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the policy says in a turn."""
+    """The reply of the policy in a turn."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     is_cut: bool = False
-    """It ended by its length."""
+    """Whether the limit of its length ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A turn: what the client adds to the conversation, and what it is answered."""
+    """A turn: the messages that the client adds to the conversation, and the reply to them."""
 
     new: tuple[dict[str, Any], ...]
-    """A tool's answer names its call by its number in the newest reply: `answers`."""
+    """A tool's result has `answers`, the number of its call in the newest reply."""
     reply: Reply
 
 
@@ -59,29 +60,30 @@ class Chat:
     steps: tuple[Step, ...]
     has_tools: bool = False
     content_of_calls: str | None = None
-    """What the client sends back as the content of a reply that only calls."""
+    """The content that the client sends back for a reply that has only calls."""
     thoughts: str = "kept"
-    """The client sends them back as they came, drops them, or puts them into the content:
-    kept, dropped or inlined."""
+    """kept: the client sends them back unchanged; dropped: it drops them; inlined: it puts them
+    into the content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSeen:
-    """What became of a turn."""
+    """The observed result of a turn."""
 
     status: int
     error: str = ""
     lost: tuple[str, ...] = ()
-    """Texts of the conversation that its prompt lacks, with where each was said."""
+    """Texts of the conversation that the prompt lacks, with the message that had each."""
     prompt: str = ""
     appended: str | None = None
-    """What was appended to the prompt and the reply before; None: it was rendered anew."""
+    """The text appended to the previous prompt and reply; None: the chat was rendered from its
+    beginning."""
     rendered: str = ""
-    """The whole chat as the template renders it; empty: it does not."""
+    """The whole chat as the template renders it; empty: the template refuses it."""
 
     @property
     def is_as_rendered(self) -> bool:
-        """Whether what was appended is what the template writes there."""
+        """Whether the appended text is the one that the template writes there."""
         if self.appended is None or not self.rendered:
             return True
         return without_spaces(self.rendered).endswith(without_spaces(self.appended))
@@ -89,14 +91,14 @@ class TurnSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What became of a chat."""
+    """The observed result of a chat."""
 
     turns: tuple[TurnSeen, ...]
     num_samples: int
     breaks: Mapping[str, int] = field(default_factory=dict)
-    """Whole renderings by their reason."""
+    """How often the chat was rendered from its beginning, by reason."""
     branches: tuple[str, ...] = ()
-    """Why each sample but the first begins."""
+    """Why each sample except the first begins."""
 
     @property
     def is_refused(self) -> bool:
@@ -104,7 +106,7 @@ class Seen:
 
     @property
     def summary(self) -> str:
-        """In a word: lost, refused with the number of turns up to there, or how many samples."""
+        """Return "lost", "refused" with the number of turns so far, or the number of samples."""
         if self.lost:
             return "lost"
         return f"refused {len(self.turns)}" if self.is_refused else str(self.num_samples)
@@ -128,7 +130,7 @@ def result(content: str, *, answers: int = 0) -> dict[str, Any]:
 
 
 class Words:
-    """Texts of which none is a part of another."""
+    """A source of texts none of which contains another."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -143,7 +145,7 @@ class Words:
 
 
 def fixed_chats() -> tuple[Chat, ...]:
-    """The forms of a chat in which something may vanish."""
+    """Return chats of every form in which a text may get lost."""
     w = Words(0)
 
     def plain(*roles: str) -> Step:
@@ -306,7 +308,7 @@ def fixed_chats() -> tuple[Chat, ...]:
 
 
 def random_chat(seed: int) -> Chat:
-    """A chat of up to six turns, of all that clients send."""
+    """Make a chat of up to five turns with all kinds of messages that clients send."""
     rng, w = Random(seed), Words(seed)
     has_tools, thinks = rng.random() < 0.5, rng.random() < 0.3
     steps: list[Step] = []

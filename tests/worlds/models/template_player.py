@@ -1,4 +1,4 @@
-"""Play the chats of `template_chats` through the gateway, and note what became of each text."""
+"""Play the chats of `template_chats` through the gateway, and note which texts get lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATH = "/v1/chat/completions"
 
 
 class Player:
-    """Plays chats over one template; its sessions are one gateway's."""
+    """A player of chats over one template; all its sessions are in one gateway."""
 
     def __init__(self, tokenizer: Any, directory: Path) -> None:
         self._tokenizer = tokenizer
@@ -115,7 +115,7 @@ class Player:
 
     @cached_property
     def _shows_calls(self) -> bool:
-        """Some templates show calls and results, and leave the tools to the system text."""
+        """Whether the template shows calls, even if it leaves the tools to the system text."""
         call = Reply(calls=(("weather", {"city": "Oslo"}),))
         question = said("user", "question")
         return any("Oslo" in self._template([question, each]) for each in _as_messages(call))
@@ -129,7 +129,7 @@ class Player:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def spoken(self, reply: Reply, *, has_tools: bool) -> str:
-        """The reply as the template renders it behind its generation prompt."""
+        """Return the reply as the template renders it after its generation prompt."""
         tools = TOOLS if has_tools else None
         prompt = self._template([said("user", "question")], tools, add_generation_prompt=True)
         for message in _as_messages(reply):
@@ -152,7 +152,7 @@ class Player:
         return str(text)
 
     def _made_up(self, reply: Reply, prompt: str) -> str:
-        """For a template that does not render a reply as its policy says it."""
+        """Compose a reply for a template that does not render replies as its policy writes them."""
         opens = prompt.rstrip().endswith("<think>")
         thought = ("" if opens else "<think>\n") + f"{reply.reasoning}\n</think>\n\n"
         calls = "\n".join(
@@ -163,7 +163,7 @@ class Player:
 
 
 class _Script:
-    """The engine: says the next reply."""
+    """The engine, which answers with the next reply."""
 
     def __init__(self, player: Player) -> None:
         self._player = player
@@ -172,7 +172,7 @@ class _Script:
         self.prompt = ""
         self.appended: str | None = None
         self.known: TokenIds | None = None
-        """The prompt before and its reply; None: the next one is a chat's first."""
+        """The previous prompt and its reply; None: the next prompt is the first of a chat."""
         self._num_calls = 0
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
@@ -190,7 +190,7 @@ class _Script:
         self.known = np.concatenate((prompt, ids))
         calls = []
         for name, arguments in said_now.calls:
-            # Mistral's templates take ids of nine letters alone.
+            # Mistral's templates accept only ids of nine letters.
             self._num_calls += 1
             call_id = f"call{self._num_calls:05d}"
             calls.append(ParsedCall(name=name, arguments=json.dumps(arguments), id=call_id))
@@ -209,7 +209,7 @@ class _Script:
         )
 
 
-# Markers that end some replies of these models, and that no template adds after a text.
+# Markers that end some of these models' replies and that no template adds after a text.
 _OTHER_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|observation|>")
 
 
@@ -229,7 +229,7 @@ def _end_tokens(tokenizer: Any) -> list[str]:
 
 
 def _as_messages(reply: Reply) -> Iterator[dict[str, Any]]:
-    """The forms in which templates take a reply."""
+    """Yield the forms of a message in which templates accept a reply."""
     thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reply.reasoning)
     message = {"role": "assistant", **(thought if reply.reasoning else {})}
     if not reply.calls:
@@ -258,7 +258,10 @@ def _says(text: str, reply: Reply) -> bool:
 
 
 def _up_to_end(text: str, ends: Sequence[str], reply: Reply) -> str:
-    """Up to and with the last end of a reply in it; an engine stops there."""
+    """Return the text up to and including the first end token after the reply.
+
+    An engine stops there.
+    """
     texts = [reply.content, *(str(v) for _, each in reply.calls for v in each.values())]
     forms = {form for each in texts if each for form in _forms(each)}
     start = max(text.rfind(form) + len(form) for form in forms if form in text)
@@ -289,7 +292,7 @@ def _sent_back(message: dict[str, Any], chat: Chat) -> dict[str, Any]:
 
 
 def _lost(conversation: Sequence[dict[str, Any]], prompt: str) -> Iterator[str]:
-    """The texts of a conversation that a prompt has less often than they were said."""
+    """Yield the texts of a conversation that a prompt has less often than the conversation."""
     texts: dict[str, list[str]] = {}
     for number, message in enumerate(conversation):
         content = message.get("content") or ""
@@ -311,7 +314,7 @@ def _is_in(text: str, whole: str) -> bool:
 
 
 def _num_in(text: str, whole: str) -> int:
-    """How often a text is in another one, as it is or as a part of JSON; spaces do not count."""
+    """Count a text in another one, as it is or as a part of JSON; ignore spaces."""
     within = without_spaces(whole)
     return max(within.count(without_spaces(form)) for form in _forms(text))
 

@@ -1,8 +1,8 @@
-"""Chat templates of several families of models that call tools, and what their policies would say.
+"""Chat templates of several families of models that call tools, and the replies of their policies.
 
-A template is written from the family's format, and `say` writes the same format by plain code, so
-that a prompt that grew by appending is held against a rendering it shares nothing with. The tiny
-vocabulary stands in for each family's own, with the family's markers as tokens.
+A template is written from the family's format, and `say` writes the same format in plain code. So a
+prompt that grew by appending is compared with a rendering that shares no code with it. The tiny
+vocabulary replaces each family's own, with the family's markers as tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOOL_LIST = (
     "{{- (tool | tojson) + '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
 )
 
-# Thoughts before the last question are left out; neighbouring results share one turn.
+# Thoughts before the last question are omitted; neighbouring results share one turn.
 QWEN3 = (
     _TOOL_LIST + "{%- set ns = namespace(last_question=-1) %}{%- for m in messages %}"
     "{%- if m.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -49,7 +49,7 @@ QWEN3 = (
     "{{- '<|im_end|>\n' }}{%- else %}{{- '" + _CHATML_TURN + "' }}{%- endif %}{%- endfor %}"
 ) + _CHATML_PROMPT
 
-# The text of a reply that calls is left out, and a result must name its tool.
+# The text of a reply that calls is omitted, and a result must name its tool.
 HERMES = (
     _TOOL_LIST + "{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{%- if m.name is not defined %}{{- raise_exception('a tool without a name') }}{%- endif %}"
@@ -62,7 +62,7 @@ HERMES = (
     "{{- '<|im_end|>\n' }}{%- else %}{{- '" + _CHATML_TURN + "' }}{%- endif %}{%- endfor %}"
 ) + _CHATML_PROMPT
 
-# One call in a reply, which ends with another token than a text does.
+# A reply has one call and then ends with another token than a text.
 LLAMA = (
     "{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
@@ -77,7 +77,7 @@ LLAMA = (
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 
-# Calls and results carry ids of nine letters; no header stands before a reply.
+# Calls and results carry ids of nine letters; no header precedes a reply.
 MISTRAL = (
     "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
     "{%- elif m.role == 'tool' %}"
@@ -93,7 +93,7 @@ MISTRAL = (
     "{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
 )
 
-# The arguments are text, and no header stands between results and the reply to them.
+# The arguments are text, and no header separates results from the reply to them.
 DEEPSEEK = (
     "{%- set ns = namespace(in_results=false) %}{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{{- '\n' if ns.in_results else '<tool_outputs>' }}{%- set ns.in_results = true %}"
@@ -111,7 +111,7 @@ DEEPSEEK = (
     "{%- endif %}"
 )
 
-# Nothing ends a reply: the header of what follows stops the engine, and stands once.
+# No token ends a reply: the header of the next message stops the engine, and is written once.
 GLM = (
     "{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}"
@@ -134,16 +134,16 @@ class Family:
     name: str
     template: str
     say: Callable[[Message], str]
-    """What the policy samples for a reply, up to and with the token that stops the engine."""
+    """Returns the policy's text for a reply, including the token that stops the engine."""
     end: str
     markers: tuple[str, ...] = ()
-    """Tokens of the family's own beside `end`."""
+    """The family's own tokens besides `end`."""
     stops: tuple[str, ...] = ()
-    """What stops the engine beside `end`."""
+    """Tokens that stop the engine, besides `end`."""
     max_calls: int = 3
-    """In one reply."""
+    """The largest number of calls in one reply."""
     can_say_and_call: bool = True
-    """Whether a text beside a call stays in the history."""
+    """Whether the text of a reply that calls stays in the history."""
     has_thoughts: bool = False
 
     @property
@@ -158,7 +158,7 @@ class Family:
 
 
 def json_text(value: Any) -> str:
-    """As transformers' own `tojson`."""
+    """Return a value as JSON, as transformers' own `tojson` writes it."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -173,7 +173,7 @@ def _say_qwen3(reply: Message) -> str:
 
 
 def _say_hermes(reply: Message) -> str:
-    # The line break before the first call stands in the generation prompt.
+    # The line break before the first call is part of the generation prompt.
     calls = [
         f'<tool_call>\n{{ "arguments": {json_text(call.arguments)}, "name": "{call.name}"}}\n'
         "</tool_call> "
@@ -226,7 +226,7 @@ def _say_tiny(reply: Message) -> str:
 
 
 def _of_vllm(name: str) -> str:
-    """A template that vLLM brings along; found without importing vLLM."""
+    """Return a template from vLLM's package; it is found without importing vLLM."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
     directory = Path(spec.submodule_search_locations[0]) / "transformers_utils/chat_templates"

@@ -1,4 +1,4 @@
-"""Small chat templates of our own, each with one trait that some family of models has."""
+"""Small chat templates written for the tests, each with a trait of some family of models."""
 
 from __future__ import annotations
 
