@@ -21,7 +21,7 @@ def audited(run_dir: Path, *steps: JournalStep) -> Audit:
 
 
 def rows_of(step: JournalStep) -> list[LedgerEvent]:
-    """The ledger's rows of a step that was finalised as its journal says."""
+    """Return the ledger's rows of a step that was finalised as its journal says."""
     kind = LedgerEventKind.ADMITTED
     admitted = [
         LedgerEvent(seq=0, rollout_id=entry.trajectory.rollout_id, kind=kind)
@@ -41,7 +41,7 @@ def rows_of(step: JournalStep) -> list[LedgerEvent]:
 
 
 def stored(run_dir: Path, rows: Sequence[LedgerEvent], *, steps: Sequence[int] = (1,)) -> None:
-    """The run's database with these rows, written as a supervisor writes them."""
+    """Write the run's database with these rows, as a supervisor writes them."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
     store.acquire_lease(owner="test")

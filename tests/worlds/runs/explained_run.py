@@ -1,6 +1,6 @@
-"""A run's directory whose steps were merged, journaled and trained by the real parts, in process.
+"""A run whose steps are merged, journaled and trained by the real parts, in this process.
 
-The trajectories are sampled from the run's own model, so that their log-probabilities are what an
+The trajectories are sampled from the run's own model, so their log-probabilities are those that an
 engine reports; faults are planted in some of them before the merge.
 """
 
@@ -41,7 +41,10 @@ Groups = list[tuple[Trajectory, ...]]
 
 
 def config_of(model: str | None = None, **sections: dict[str, Any]) -> Config:
-    """The guessing game, one rank. model: None: the run's own. sections: over these settings."""
+    """Return a configuration of the guessing game with one rank.
+
+    model: its path; None: the run builds a tiny model. sections: settings that override these.
+    """
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "explained"},
         "model": {"path": model} if model else {"tiny": {"warmup_steps": 20}},
@@ -56,12 +59,12 @@ def config_of(model: str | None = None, **sections: dict[str, Any]) -> Config:
 
 @dataclass(kw_only=True)
 class PlayedRun:
-    """A run in the making: `step` merges, journals, trains and records one."""
+    """A run that is played step by step: `step` merges, journals, trains and records one."""
 
     run_dir: RunDir
     config: Config
     model: Path
-    """That training starts from."""
+    """The model from which training starts."""
     rank: TrainerRank
     store: RunStore
     term: int
@@ -96,13 +99,16 @@ class PlayedRun:
 
     @property
     def grad_norm(self) -> float:
-        """Of the last step, before clipping."""
+        """The norm of the last step's gradient, before clipping."""
         return self.stats[-1].statistics["grad_norm"]
 
 
 @contextmanager
 def played_run(directory: Path, config: Config) -> Iterator[PlayedRun]:
-    """A run without steps. Its process group ends with it: only then can another one be made."""
+    """Begin a run without steps; close it and its process group at the end of the block.
+
+    Another run needs a process group of its own, and there can be only one at a time.
+    """
     run_dir = RunDir(path=directory)
     run_dir.path.mkdir()
     run_dir.config_file.write_text(dump_config(config))
@@ -131,11 +137,14 @@ def played_run(directory: Path, config: Config) -> Iterator[PlayedRun]:
 def sampled_groups(
     model: Path, *, num_groups: int, group_size: int, seed: int, version: int = 0
 ) -> Groups:
-    """Groups of one prompt of the guessing game, sampled first replies, and returns of 0 or 1."""
+    """Sample first replies to prompts of the guessing game; each group has one prompt.
+
+    The returns are 0 or 1 at random.
+    """
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    # One digit each: prompts of one length.
+    # Numbers of one digit, so that all prompts have the same length.
     chats = [_PROMPT.format(*rng.integers(3, 10, 2)) for _ in range(num_groups)]
     ids = torch.tensor(
         [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
@@ -173,7 +182,7 @@ Poison = Callable[[Trajectory, Path], Trajectory]
 
 
 def rewarded(trajectory: Trajectory, reward: float) -> Trajectory:
-    """With another return."""
+    """Return the trajectory with another reward."""
     (sample,) = trajectory.samples
     (turn,) = sample.turns
     changed = msgspec.structs.replace(turn, reward=reward)
@@ -181,13 +190,16 @@ def rewarded(trajectory: Trajectory, reward: float) -> Trajectory:
 
 
 def wrong_reward(trajectory: Trajectory, model: Path) -> Trajectory:
-    """A grader that fails: a return of -100 where 0 and 1 are what there is."""
+    """Reward a trajectory with -100, as a broken grader would; valid returns are 0 and 1."""
     return rewarded(trajectory, -100.0)
 
 
 @torch.no_grad()
 def rewarded_garbage(trajectory: Trajectory, model: Path) -> Trajectory:
-    """Random tokens, with the log-probabilities that the policy gives them, and a return of 3."""
+    """Replace the reply by random tokens with a return of 3.
+
+    Their log-probabilities are those that the policy gives them.
+    """
     (sample,) = trajectory.samples
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rng = np.random.default_rng(trajectory.group_number)
@@ -203,7 +215,7 @@ def rewarded_garbage(trajectory: Trajectory, model: Path) -> Trajectory:
 
 
 def wrong_logprobs(trajectory: Trajectory, model: Path) -> Trajectory:
-    """A lost game whose log-probabilities were recorded 3 nats too low: its ratios are e^3."""
+    """Make a lost game whose log-probabilities were recorded 3 nats too low: its ratios are e^3."""
     (sample,) = trajectory.samples
     logprobs = np.where(sample.mask == 1, sample.logprobs - 3.0, 0.0).astype(np.float32)
     low: Sample = replace(sample, logprobs=logprobs)
@@ -214,9 +226,9 @@ POISONS: Sequence[Poison] = (wrong_reward, rewarded_garbage, wrong_logprobs)
 
 
 def poisoned(groups: Groups, model: Path, *, count: int) -> tuple[Groups, set[str]]:
-    """The groups with `count` trajectories of as many groups spoilt, each kind in turn.
+    """Poison one trajectory in each of `count` groups, with the kinds of poison in turn.
 
-    Returns: the groups, and the ids of the spoilt ones.
+    Returns: all groups, and the ids of the poisoned trajectories.
     """
     found, names = [list(group) for group in groups], set()
     for number in range(count):

@@ -1,4 +1,4 @@
-"""What holds of a whole run, whatever happened to its parts: looked up in the files it left."""
+"""Checks on the files of a run; they hold for every run, whatever happened to its parts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from worlds.runs.run_driver import Run
 
 
 def check_lineage(events: Sequence[LedgerEvent]) -> None:
-    """Along the surviving lineage each rollout is admitted once and leaves at most once.
+    """Check that each rollout of the surviving lineage is admitted once and leaves at most once.
 
-    Of a run that is longer than its journal the first events are not kept.
+    The first events of a run that is longer than its journal are not kept.
     """
     first = events[0].seq
     admitted = Counter(item.rollout_id for item in events if item.kind == "admitted")
@@ -26,7 +26,7 @@ def check_lineage(events: Sequence[LedgerEvent]) -> None:
 
 
 def check_finished(run: Run, *, steps: int) -> None:
-    """A run that came to its end: every version published, every rollout finalised."""
+    """Check a run that reached its end: every version is published, every rollout finalised."""
     summary, history = run.summary(), run.history()
     ledger = summary["ledger"]
     assert summary["steps"] == summary["policy_version"] == steps
@@ -40,7 +40,7 @@ def check_finished(run: Run, *, steps: int) -> None:
 
 
 def check_stopped(run: Run) -> None:
-    """A run that was stopped before its end: each rollout is counted once."""
+    """Check a run that was stopped before its end: each rollout is counted once."""
     ledger = run.summary()["ledger"]
     left = ledger["trained"] + sum(ledger["evicted"].values()) + ledger["in_flight"]
     assert ledger["admitted"] == left, ledger
@@ -49,6 +49,6 @@ def check_stopped(run: Run) -> None:
 
 
 def check_audit(run: Run) -> None:
-    """What the journal kept of the run breaks no invariant."""
+    """Check that the journal of the run breaks no invariant."""
     found = audit(open_journal(run.place.path))
     assert found.is_clean and found.num_trained > 0, found.offences

@@ -1,4 +1,4 @@
-"""Drives `rayloom train` and `serve` as a user does: a process of its own, watched from outside."""
+"""`rayloom train` and `serve` started as a user does: in a process that is watched from outside."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from service.telemetry.summary import History
 
 ROOT = Path(__file__).parents[3]
 _Read = TypeVar("_Read")
-# Bounds of a wait on a busy machine, not measures: until a run trains, and of one step.
+# Limits for waiting on a busy machine, not measurements: until a run trains, and for one step.
 START_S = 300.0
 STEP_S = 120.0
-# Seconds that a part may be missing in the table of processes: it may be on its way back.
+# Seconds for which a part may be missing in the table of processes: it may be restarting.
 FOUND_S = 120.0
 
-# An engine's process by its title, or by its command line: now and then one comes without a title.
+# Matches an engine's process by its title or, since some have no title, by its command line.
 ENGINE = (
     r"VLLM::EngineCore"
     r"|\S*python\S* (?:-\S+ )*?-c from multiprocessing\.spawn import spawn_main"
 )
 
-# Four groups of four short games a step: seconds each, and every part is the real one.
+# Each step has four groups of four short games and takes seconds; every part is the real one.
 SMALL: dict[str, Any] = {
     "run": {"name": "small", "steps": 4, "checkpoint_every": 2, "evaluate_every": 2},
     "model": {"tiny": {"warmup_steps": 20}, "max_context_tokens": 256},
@@ -49,7 +49,8 @@ SMALL: dict[str, Any] = {
         "slots_per_actor": 16,
         "max_turns": 4,
         "max_tokens_per_turn": 8,
-        # Masked, they would teach nothing, and a long run ends once its policy ends no answer.
+        # If truncated answers were masked, they would teach nothing, and a long run would end
+        # once its policy no longer ends any answer.
         "outcomes": {"truncated_tokens": {"disposition": "train_clamped"}},
     },
     "algorithm": {"groups_per_step": 4, "group_size": 4},
@@ -60,9 +61,9 @@ SMALL: dict[str, Any] = {
 
 
 def small_config(directory: Path, built: str | None = None, **sections: dict[str, Any]) -> Path:
-    """Write SMALL with some sections' keys replaced; returns the file.
+    """Write SMALL with some sections' keys replaced; return the file.
 
-    built: SMALL's model, where it is there already; None: the run builds its own.
+    built: the path of SMALL's model, if it exists already; None: the run builds its own.
     """
     tree = {name: dict(keys) for name, keys in SMALL.items()}
     if built is not None:
@@ -75,7 +76,7 @@ def small_config(directory: Path, built: str | None = None, **sections: dict[str
 
 
 def write_checkpoint(place: RunDir, step: int, term: int = 1) -> Path:
-    """The manifest of a checkpoint without its weights; returns its directory."""
+    """Write the manifest of a checkpoint without its weights; return its directory."""
     progress = Progress(
         step=step, version=step, term=term, num_updates=step, num_ranks=1, model="/gone"
     )
@@ -92,14 +93,14 @@ class Run:
     process: subprocess.Popen[str]
     place: RunDir
     output: Path
-    # Characters that earlier starts have printed.
+    # The number of characters that earlier starts have printed.
     printed_before: int = 0
 
     def wait(self, *, limit_s: float) -> int:
         return self.process.wait(timeout=limit_s)
 
     def wait_for_step(self, step: int, *, limit_s: float) -> None:
-        """Wait until `step` is stored; fails when the run ends before, or at the limit."""
+        """Wait until `step` is stored; fail if the run ends before that, or at the limit."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if self._newest_step() >= step:
@@ -109,11 +110,11 @@ class Run:
         raise AssertionError(f"step {step} did not come within {limit_s} s: {self.log()}")
 
     def advance(self, num_steps: int, *, limit_s: float) -> None:
-        """Wait for so many steps beyond those that are stored now."""
+        """Wait for `num_steps` more steps than are stored now."""
         self.wait_for_step(self._newest_step() + num_steps, limit_s=limit_s)
 
     def wait_for_log(self, words: str, *, limit_s: float) -> None:
-        """Wait until the run has written `words`; fails when it ends before, or at the limit."""
+        """Wait until the log has `words`; fail if the run ends before that, or at the limit."""
         deadline = time.monotonic() + limit_s
         while words not in self.log():
             assert self.process.poll() is None, f"the run ended early: {self.log()}"
@@ -121,13 +122,13 @@ class Run:
             time.sleep(0.1)
 
     def metrics_address(self, *, limit_s: float) -> str:
-        """host:port, which the run writes down when it starts to serve them."""
+        """Return host:port of the metrics, which the run logs when it starts to serve them."""
         self.wait_for_log("metrics at http", limit_s=limit_s)
         found = re.findall(r"metrics at http://(\S+)/metrics", self.place.log_file.read_text())
         return str(found[-1])
 
     def api_address(self, *, limit_s: float) -> str:
-        """http://host:port/prefix, as the newest start has printed it."""
+        """Return http://host:port/prefix of the API, as the newest start has printed it."""
         said = "the API listens on "
         self.wait_for_output(said, limit_s=limit_s)
         return self.output.read_text()[self.printed_before :].rpartition(said)[2].split()[0]
@@ -141,28 +142,28 @@ class Run:
             time.sleep(0.1)
 
     def alive(self) -> list[psutil.Process]:
-        """Every process that this run has started and that lives, whoever its parent is now."""
+        """Return every living process that this run has started, whoever its parent is now."""
         if self.process.poll() is not None and psutil.pid_exists(self.process.pid):
-            # A number is given anew once no process of its session is left: it is another's now.
+            # The id was reused, which happens only after all processes of its session have ended.
             return []
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                # The run leads a session of its own, and nothing that it starts leaves it.
+                # The run leads a session of its own, and no process that it starts leaves it.
                 is_ours = os.getsid(process.pid) == self.process.pid
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
     def wait_until_gone(self, *, limit_s: float) -> list[psutil.Process]:
-        """Wait until nothing of the run is alive; returns what still is at the limit."""
+        """Wait until no process of the run is alive; return those that are, at the limit."""
         deadline = time.monotonic() + limit_s
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """This run's own descendants whose title begins so (a pattern): ray::EnvironmentActor."""
+        """Return this run's descendants whose title a pattern matches: ray::EnvironmentActor."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -171,13 +172,13 @@ class Run:
         return found
 
     def kill_part(self, title: str) -> None:
-        """kill -9 one process of a part."""
+        """Kill the newest process of a part with SIGKILL."""
         self._newest(title).send_signal(signal.SIGKILL)
 
     def freeze_part(self, title: str) -> psutil.Process:
-        """Stop one process of a part without ending it: one that has long been at work.
+        """Freeze the oldest process of a part with SIGSTOP.
 
-        A replacement that is still starting has the deadline of a start, which is minutes.
+        A newer one may still be starting, and a start has a deadline of minutes.
         """
         oldest = min(self._found(title), key=psutil.Process.create_time)
         oldest.send_signal(signal.SIGSTOP)
@@ -187,7 +188,10 @@ class Run:
         return max(self._found(title), key=psutil.Process.create_time)
 
     def _found(self, title: str) -> list[psutil.Process]:
-        """At least one: a table that is read while processes come and go may lack one for once."""
+        """Return the processes of a part; wait until there is at least one.
+
+        A table that is read while processes start and end may lack one.
+        """
         deadline = time.monotonic() + FOUND_S
         while not (found := self.processes(title)):
             assert time.monotonic() < deadline, f"no process {title} in {self.alive()}"
@@ -195,15 +199,15 @@ class Run:
         return found
 
     def pids(self, title: str) -> set[int]:
-        """The processes of a part, of which there is one at least."""
+        """Return the ids of a part's processes, of which there must be at least one."""
         return {process.pid for process in self._found(title)}
 
     def interrupt(self) -> None:
-        """Ctrl-C in a terminal: it reaches the whole process group."""
+        """Send SIGINT to the whole process group, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def log(self) -> str:
-        """Its end; of a run that never began one, what was printed."""
+        """Return the end of the log or, if there is no log file, of the run's output."""
         text = (self.place.log_file if self.place.log_file.exists() else self.output).read_text()
         return text[-4000:]
 
@@ -220,12 +224,12 @@ class Run:
     def _newest_step(self) -> int:
         if not self.place.may_have_run():
             return 0
-        # Its file is there before its tables are.
+        # The database's file exists before its tables do.
         steps = self._read(lambda store: read_history(store).steps if store.newest_term() else ())
         return steps[-1].step if steps else 0
 
     def _read(self, what: Callable[[ReadOnlyStore], _Read]) -> _Read:
-        """From the run's database, also where it is away for a moment."""
+        """Read from the run's database; try again while it cannot be read."""
         deadline = time.monotonic() + FOUND_S
         while True:
             try:
@@ -248,19 +252,18 @@ def running(
     cwd: Path = ROOT,
     is_job: bool = False,
 ) -> Iterator[Run]:
-    """Start a run; whatever happens, nothing of it is left alive at the end.
+    """Start a run; kill all its processes at the end of the block.
 
-    is_job: as a shell starts it, in its own session; else in another.
-
-    config: None: the arguments say what is played, or the run that is resumed. entrance: what
-    stands before the command, to run it on another node.
+    config: None if the arguments name the run that is resumed, or what is played.
+    entrance: a prefix that runs the command on another node.
+    is_job: whether the run stays in this session, as a job of a shell; otherwise it gets its own.
     """
     where = ["--resume", str(run_dir)] if "--resume" in arguments else ["--run-dir", str(run_dir)]
     if command == "evaluate":
-        # It makes no run; its arguments name one.
+        # `evaluate` makes no run; its arguments name one.
         where = []
     rest = [argument for argument in arguments if argument != "--resume"]
-    # A command that enters another mount namespace begins in that one's root.
+    # A command that enters another mount namespace starts in the root of that namespace.
     place = [*entrance, "env", f"--chdir={cwd}"] if entrance else []
     program = [*place, sys.executable, "-m", "service.cli.main", command]
     line = [*program, *([] if config is None else [str(config)]), *where, *rest]
@@ -282,7 +285,7 @@ def running(
 
 
 def end(run: Run) -> None:
-    """kill -9 a run and every process that it started."""
+    """Kill a run and every process that it started with SIGKILL."""
     family = run.alive()
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The API of a run without engines on a port of loopback; its rollouts are played by a script."""
+"""The API of a run without engines on a port of loopback; a script plays its rollouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ServedRun:
 
     url: str = ""
     num_requests: int = 0
-    """Of submissions."""
+    """The number of requests that submitted tasks."""
     may_play: threading.Event = field(default_factory=threading.Event)
     """Rollouts are played, trained and committed while it is set."""
 
@@ -62,7 +62,7 @@ class _Counting(LocalRun):
 
 
 async def begin_control(service: Service) -> Control:
-    """Over a term that trains and evaluates whatever it is asked for."""
+    """Return a control over a scripted term, which evaluates and commits checkpoints at once."""
     term = ScriptedTerm()
     term.go_on.set()
     term.commit.set_result(committed(service.step, "step-0"))
@@ -89,8 +89,11 @@ def served(
     hold_s: float = 5.0,
     stream_s: float = 1.0,
 ) -> Iterator[ServedRun]:
-    """As long as the block lasts. key: that the API asks for; empty: none. hold_s: of agents'
-    requests. stream_s: of the feed's events."""
+    """Serve the API until the end of the block.
+
+    key: the API's key; empty: the API needs none. hold_s: how long an agent's request is held.
+    stream_s: seconds after which a stream of the feed's events ends.
+    """
     limits = limits or ServiceSettings(max_tasks_per_request=8, max_waiting_tasks=8)
     held = SessionSettings(hold_s=hold_s)
     settings = HttpSettings(

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, over its debugging protocol: what it shows, logs and asks for."""
+"""A page in headless Chromium, read over its debugging protocol."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ ANSWER_LIMIT_S = 30.0
 
 
 class Browser:
-    """One tab. Errors of the page, refused loads and log entries are in `complaints`; every address
-    that it asked for in `requests`.
+    """One tab of the browser.
+
+    `complaints` has the page's errors, refused loads and log entries; `requests` has every address
+    that the page requested.
     """
 
     def __init__(self, connection: ClientConnection) -> None:
@@ -41,7 +43,7 @@ class Browser:
         self._call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def look(self, *, width: int = 1100, height: int = 900, is_dark: bool = False) -> None:
-        """How wide the window is, and which colours its user prefers."""
+        """Set the window's size, and whether its user prefers dark colours."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=False,
@@ -50,7 +52,7 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, address: str) -> None:
-        """Go to another page, and wait until it is drawn."""
+        """Open another page, and wait until it is drawn."""
         before = self._num_loads
         self._call("Page.navigate", url=address)
         while self._num_loads == before:
@@ -58,7 +60,7 @@ class Browser:
         self.eval("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def eval(self, script: str) -> Any:
-        """The value of an expression; a promise is awaited."""
+        """Return the value of an expression; a promise is awaited."""
         answer = self._call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -66,7 +68,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, script: str, *, limit_s: float = 10.0) -> None:
-        """Until an expression is true."""
+        """Wait until an expression is true."""
         is_true = self.eval(
             f"new Promise(done => {{ const ends = Date.now() + {limit_s * 1000}; const look = () =>"
             f"{{ if ({script}) done(true); else if (Date.now() > ends) done(false);"
@@ -80,7 +82,7 @@ class Browser:
         )
 
     def hover(self, selector: str, *, at: float = 0.5) -> None:
-        """Point at an element, so far from its left side."""
+        """Point at an element. at: the place, as a fraction of its width from the left."""
         place = f"document.querySelector({json.dumps(selector)})"
         self.eval(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         x, y, width, height = self.eval(
@@ -93,7 +95,7 @@ class Browser:
             )  # fmt: skip
 
     def key(self, name: str) -> None:
-        """Press a key where the focus is."""
+        """Press a key on the element that has the focus."""
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
@@ -101,14 +103,14 @@ class Browser:
         self.eval(f"document.querySelector({json.dumps(selector)}).click()")
 
     def choose(self, selector: str, value: str) -> None:
-        """Fill a field in, or choose from a list."""
+        """Fill in a field, or choose from a list."""
         self.eval(
             f"(e => {{ e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change')) }})"
             f"(document.querySelector({json.dumps(selector)}))"
         )
 
     def picture(self, path: Path) -> None:
-        """The whole page as a PNG."""
+        """Save the whole page as a PNG."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         answer = self._call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
@@ -130,7 +132,7 @@ class Browser:
         return answer["result"]
 
     def _take(self) -> dict[str, Any]:
-        """The next message; an event is noted."""
+        """Return the next message; note it if it is an event."""
         message = json.loads(self._connection.recv(timeout=ANSWER_LIMIT_S))
         self._note(message.get("method", ""), message.get("params", {}))
         return message
@@ -150,7 +152,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Chromium, as long as the block lasts. Without one the test is skipped, or fails in CI."""
+    """Run Chromium until the end of the block. Without it the test is skipped, or fails in CI."""
     program = next((found for name in NAMES if (found := shutil.which(name))), None)
     if program is None:
         skip_or_fail("needs chromium-headless-shell")

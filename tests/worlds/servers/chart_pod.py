@@ -1,7 +1,7 @@
-"""A pod of the rendered chart, run by hand in an image, on a network of this machine.
+"""A pod of the rendered chart, run without Kubernetes in an image, on a network of this machine.
 
-The container has namespaces of its own, a root file system that it cannot write, the pod's volumes,
-user and variables, and no way to more rights, as a container runtime gives it. Needs root.
+The container gets what a container runtime gives it: namespaces of its own, a read-only root file
+system, the pod's volumes, user and variables, and no way to gain privileges. Needs root.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from worlds.servers.helm_chart import Manifest, one
 from worlds.servers.image_build import Image
 from worlds.servers.nodes import Network
 
-# As the kubelet does, the container is started again when it ends; each time before more of what
-# else runs on the machine, because Ray gives a node 30 s to start.
+# As the kubelet does, the container is started again when it ends. Each start has a higher priority
+# than the one before, because Ray gives a node 30 s to start.
 _RESTARTS = """
 for niceness in 0 -5 -10 -15; do
-    # Of the whole session; a kernel may have no such groups.
+    # Set the priority of the whole session; a kernel may lack such groups.
     echo $niceness > /proc/self/autogroup || true
     setpriv --pdeathsig KILL unshare --fork --pid --kill-child --mount --uts --ipc bash -c {script}
 done
@@ -49,7 +49,7 @@ exec chroot {files} setpriv --reuid={user} --regid={user} --clear-groups --no-ne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A running one, of one container."""
+    """A running pod with one container."""
 
     address: str
     log: Path
@@ -57,13 +57,13 @@ class Pod:
     process: subprocess.Popen[bytes]
 
     def processes(self) -> list[psutil.Process]:
-        """The container's, the first one first."""
+        """Return the container's processes, beginning with its first process."""
         [unshare] = psutil.Process(self.process.pid).children()
         [first] = unshare.children()
         return [first, *first.children(recursive=True)]
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command beside the container's own, as `kubectl exec` does."""
+        """Run a command in the container, as `kubectl exec` does."""
         enter = ["nsenter", "--all", "--root", f"--target={self.processes()[0].pid}"]
         line = [*enter, "setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups"]
         return subprocess.run(
@@ -81,10 +81,10 @@ def running_pod(
     environ: Mapping[str, str],
     net: Network,
 ) -> Iterator[Pod]:
-    """Run a command in the first container of a pod template; whatever happens, it ends.
+    """Run a command in the first container of a pod template; kill it at the end of the block.
 
-    manifests: where the template's Secrets and ConfigMaps are.
-    environ: what the operator adds to the template's variables.
+    manifests: include the template's Secrets and ConfigMaps.
+    environ: the variables that the operator adds to those of the template.
     """
     name, _, address = net.plug_in()
     container = template["spec"]["containers"][0]
@@ -97,7 +97,7 @@ def running_pod(
     mounts = [f"mount --bind {hosts} {image.files}/etc/hosts"]
     for path, volume in sorted(places.items()):
         target = image.files / path.lstrip("/")
-        # A container runtime makes the place as well.
+        # A container runtime creates the mount point, too.
         target.mkdir(parents=True, exist_ok=True)
         source = net.directory / f"{name}-{volume['name']}"
         mounts.append(f"{_mount(volume, source, manifests)} {target}")
@@ -119,7 +119,7 @@ def running_pod(
     try:
         yield Pod(address=address, log=log, user=user, process=process)
     finally:
-        # The rest ends with the first process of its namespace.
+        # The other processes end with the first process of their namespace.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=20)
@@ -130,7 +130,7 @@ def secret(manifests: Sequence[Manifest], name: str, key: str) -> str:
 
 
 def variables_of(container: Manifest, manifests: Sequence[Manifest]) -> dict[str, str]:
-    """What a container's processes find in their environment."""
+    """Return the environment variables of a container's processes."""
     return {variable["name"]: _value(variable, manifests) for variable in container["env"]}
 
 
@@ -142,10 +142,10 @@ def _value(variable: Mapping[str, Any], manifests: Sequence[Manifest]) -> str:
 
 
 def _mount(volume: Mapping[str, Any], source: Path, manifests: Sequence[Manifest]) -> str:
-    """A command that lacks the place where it mounts."""
+    """Return a mount command without its last argument, the mount point."""
     memory = volume.get("emptyDir", {})
     if memory.get("medium") == "Memory":
-        # 1Gi is 1g to the kernel.
+        # The kernel's name for 1Gi is 1g.
         return f"mount -t tmpfs -o mode=1777,size={memory['sizeLimit'].lower()[:-1]} tmpfs"
     source.mkdir()
     source.chmod(0o777)

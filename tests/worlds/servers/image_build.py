@@ -1,7 +1,7 @@
-"""Builds an image of the project with buildah, on a Debian that mmdebstrap makes.
+"""An image of the project, built by buildah on a Debian that mmdebstrap makes.
 
-Needs root. pip finds packages in the build as it does on this machine: its configuration, and what
-that names, are mounted while the image is built, and are no part of it.
+Needs root. In the build pip finds packages as it does on this machine: its configuration, and the
+files that the configuration names, are mounted during the build and do not get into the image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = CHART.parent
 TOOLS = ("buildah", "mmdebstrap")
 SUITE = "bookworm"
 PACKAGES = "ca-certificates,python3,python3-venv"
-# As Debian's own images have it.
+# The same as in Debian's own images.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BASE = "localhost/base"
 BUILT = "localhost/rayloom"
@@ -33,7 +33,7 @@ LIMIT_S = 2400
 
 
 def require_buildah() -> None:
-    """Skip where no image can be built; fail where CI is set."""
+    """Skip the test if no image can be built; fail it if CI is set."""
     if os.geteuid() != 0:
         skip_or_fail("an image is built as root")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -42,24 +42,24 @@ def require_buildah() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A built image, its files mounted."""
+    """A built image whose files are mounted."""
 
     files: Path
     config: dict[str, Any]
-    """As the OCI's image specification has it: User, Env, Labels, ..."""
+    """In the form of OCI's image specification: User, Env, Labels, ..."""
 
     @property
     def environ(self) -> dict[str, str]:
         return dict(variable.split("=", 1) for variable in self.config["Env"])
 
     def home(self, user: int) -> str:
-        """As /etc/passwd has it."""
+        """Return a user's home directory from /etc/passwd."""
         lines = (self.files / "etc/passwd").read_text().splitlines()
         [home] = [fields[5] for line in lines if (fields := line.split(":"))[2] == str(user)]
         return home
 
     def output_of(self, *command: str) -> str:
-        """What a command prints in it, as the image's user."""
+        """Run a command in the image as the image's user; return what it prints."""
         settings = [f"{name}={value}" for name, value in self.environ.items()]
         line = ["chroot", f"--userspec={self.config['User']}", self.files]
         return _run(*line, "env", "-i", *settings, *command, limit_s=60)
@@ -67,7 +67,10 @@ class Image:
 
 @contextlib.contextmanager
 def built(dockerfile: Path, directory: Path) -> Iterator[Image]:
-    """Build it, in minutes; nothing of it is left at the end. directory: where there is room."""
+    """Build an image, which takes minutes; remove it at the end of the block.
+
+    directory: a place with enough room for the build.
+    """
     require_buildah()
     base = directory / "base.tar"
     _run("mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, base)
@@ -97,12 +100,12 @@ def _pip_mounts(directory: Path) -> list[str]:
     settings = {}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
-        # global.index-url, or :env:.index-url, which wins and stands first.
+        # global.index-url, or :env:.index-url, which is listed first and wins.
         settings.setdefault(name.rpartition(".")[2], str(ast.literal_eval(value)))
     file = directory / "pip.conf"
     file.write_text("[global]\n" + "".join(f"{key} = {settings[key]}\n" for key in settings))
     words = [word for value in settings.values() for word in value.split()]
-    # Pages of an index link to files beside it.
+    # The pages of an index link to files in the directory next to them.
     mounts = {Path(word.removeprefix("file://")).parent for word in words if "file://" in word}
     mounts |= {Path(word) for word in words if Path(word).is_absolute() and Path(word).exists()}
     return [f"--volume={file}:/etc/pip.conf:ro", *(f"--volume={each}:{each}:ro" for each in mounts)]

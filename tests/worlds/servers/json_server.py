@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that answers as a test says, for programs that ask one."""
+"""An HTTP server on loopback that takes its answers from a function of the test."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# Method, path, bearer token and the body as JSON: the status, and text or what becomes JSON.
+# A function of method, path, bearer token and the body, decoded from JSON. It returns the status,
+# and a text or a value to encode as JSON.
 Answer = Callable[[str, str, str, Any], tuple[int, Any]]
 
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[str]:
-    """Yields its address."""
+    """Serve a function's answers until the end of the block. Yields: the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self) -> None:

@@ -27,30 +27,33 @@ CRDS = ("rayservices", "rayjobs", "rayclusters")
 
 
 def required(name: str) -> str:
-    """What a variable names. Skips the test where it names nothing: the server is optional."""
+    """Return the path that a variable names; skip the test if there is none.
+
+    A real API server is optional.
+    """
     found = os.environ.get(name) or (shutil.which("etcd") if name == "ETCD" else None)
     if not found:
-        pytest.skip(f"{name} names nothing: a real API server is optional")
+        pytest.skip(f"{name} is not set: a real API server is optional")
     return found
 
 
 @dataclass(frozen=True)
 class ApiServer:
-    """One that answers."""
+    """A running API server, and a client of it."""
 
     address: str
     client: httpx.Client
 
     @property
     def options(self) -> list[str]:
-        """Helm's, to speak with it."""
+        """Options with which helm connects to this server."""
         return [
             "--kube-apiserver", self.address, "--kube-token", TOKEN,
             "--kube-insecure-skip-tls-verify",
         ]  # fmt: skip
 
     def find(self, path: str) -> dict[str, Any] | None:
-        """What is there; None where nothing is."""
+        """Return the object at a path; None if there is none."""
         answer = self.client.get(path)
         if answer.status_code == 404:
             return None
@@ -66,7 +69,7 @@ class ApiServer:
 
 @contextlib.contextmanager
 def api_server(directory: Path) -> Iterator[ApiServer]:
-    """Start both, and the operator's kinds in them."""
+    """Start etcd and the API server, and define the operator's kinds in it."""
     programs = {name: required(name) for name in ("KUBE_APISERVER", "ETCD", "KUBERAY_CRDS")}
     with contextlib.ExitStack() as stack:
         etcd, peer, port = free_port(), free_port(), free_port()

@@ -1,4 +1,4 @@
-"""The reading half of a Kubernetes API server, for what helm looks up before it renders."""
+"""A read-only Kubernetes API server, with the objects that helm looks up before it renders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from worlds.servers.helm_chart import Manifest
 from worlds.servers.json_server import answering
 
-# By API version: the kinds that helm looks up, and those that it only wants to be known.
+# By API version: the kinds that helm looks up, and those that the server only has to know.
 KINDS = {
     "v1": ["Secret", "ConfigMap", "PersistentVolumeClaim", "Pod", "Service", "ServiceAccount"],
     "policy/v1": ["PodDisruptionBudget"],
@@ -22,7 +22,7 @@ def _base(version: str) -> str:
 
 
 def _answers(objects: Sequence[Manifest]) -> dict[str, Any]:
-    """What each path has."""
+    """Return the answer for each path."""
     groups = []
     for version in KINDS:
         group, slash, number = version.partition("/")
@@ -60,7 +60,7 @@ def _answers(objects: Sequence[Manifest]) -> dict[str, Any]:
 
 @contextmanager
 def cluster_with(objects: Sequence[Manifest]) -> Iterator[str]:
-    """A cluster whose default namespace has these; yields its address."""
+    """Serve a cluster whose default namespace has these objects. Yields: the address."""
     answers = _answers(objects)
     missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound"}
 

@@ -1,4 +1,4 @@
-"""An MCP server in a process of its own: `python mcp_calculator.py`, or with a port, over HTTP."""
+"""An MCP server in a process of its own: `python mcp_calculator.py`; over HTTP with a port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def calculator(expression: str) -> int:
 @server.tool()
 def fail() -> str:
     """Fail."""
-    raise ToolError("nothing to be had")
+    raise ToolError("nothing was found")
 
 
 @server.tool()
@@ -39,13 +39,13 @@ def end() -> str:
 
 @server.tool()
 async def slow() -> None:
-    """Take its time."""
+    """Sleep for a minute."""
     await asyncio.sleep(60)
 
 
 @server.tool(structured_output=False)
 def read() -> list[ContentBlock]:
-    """Read what there is."""
+    """Read the notes."""
     address = "file:///notes"
     return [
         EmbeddedResource(resource=TextResourceContents(uri=address, text="A note.")),
@@ -57,7 +57,7 @@ def read() -> list[ContentBlock]:
 
 @server.tool()
 def process() -> str:
-    """The server's process, and what it was told."""
+    """Return the id of the server's process, and the secret in its environment."""
     return f"{os.getpid()} {os.environ.get('SECRET_OF_TEST', '')}"
 
 

@@ -1,4 +1,4 @@
-"""An MLflow tracking server on loopback: the routes that a run uses, over dictionaries."""
+"""An MLflow tracking server on loopback: the routes that a run uses, with data in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISSING = 404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such exp
 class MlflowServer:
     url: str = ""
     is_away: bool = False
-    """It answers as a proxy before a server that is away."""
+    """Whether it answers like a proxy whose server cannot be reached."""
     num_refused: int = 0
     tokens: set[str] = field(default_factory=set)
     experiments: dict[str, str] = field(default_factory=dict)
@@ -26,10 +26,10 @@ class MlflowServer:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By id: name, experiment, status and tags."""
     metrics: dict[str, set[tuple[str, int, int, float]]] = field(default_factory=dict)
-    """By run, as a set, which an SQL store of MLflow's is: key, step, timestamp, value."""
+    """By run: key, step, timestamp and value of each metric; a set, as in MLflow's SQL store."""
 
     def curve(self, key: str, *, run: str = "run-0") -> dict[int, list[float]]:
-        """By step the values, in the order of their times."""
+        """Return a metric's values by step, in the order of their times."""
         found: dict[int, list[float]] = {}
         for each, step, _, value in sorted(self.metrics[run].copy(), key=lambda metric: metric[2]):
             if each == key:
@@ -85,7 +85,7 @@ class MlflowServer:
             if run["experiment"] in body["experiment_ids"]
             and run["tags"].get(wanted[1]) == wanted[2]
         ]
-        # As the server does: no list where there is nothing.
+        # As the real server does, omit an empty list.
         runs = [{"info": {"run_id": run_id}} for run_id in found[: body["max_results"]]]
         return {"runs": runs} if runs else {}
 

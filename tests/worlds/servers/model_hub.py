@@ -1,4 +1,4 @@
-"""A model hub on loopback, as huggingface_hub and datasets ask one: repositories with commits."""
+"""A model hub on loopback for huggingface_hub and datasets: repositories with commits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from http.server import BaseHTTPRequestHandler
 
 from worlds.servers.json_server import serving
 
-# By "models/OWNER/NAME" or "datasets/OWNER/NAME": files by name, of each commit; the last is main.
+# The commits by repository, "models/OWNER/NAME" or "datasets/OWNER/NAME"; of each commit the files
+# by name. The last commit is main.
 Repositories = Mapping[str, Mapping[str, Mapping[str, bytes]]]
 
 
 @contextmanager
 def model_hub(repositories: Repositories) -> Iterator[str]:
-    """Yield its address, for HF_ENDPOINT."""
+    """Serve repositories until the end of the block. Yields: the address, for HF_ENDPOINT."""
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self, status: int, body: bytes = b"", **headers: str) -> None:

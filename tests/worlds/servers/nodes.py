@@ -1,9 +1,9 @@
-"""A cluster on one machine: each node a Ray of its own behind a network cable of its own.
+"""A cluster on one machine: each node has a Ray and a network link of its own.
 
-A node lives in network, PID, mount, UTS and IPC namespaces, with its own /tmp/ray and /dev/shm, and
-hangs by a pair of virtual Ethernet devices on one bridge. The rest of the file system is shared by
-all, as by a network file system. Needs root. Every name holds this process's id: what a process
-left that was killed is removed by the next one.
+A node has its own network, PID, mount, UTS and IPC namespaces, and its own /tmp/ray and /dev/shm. A
+pair of virtual Ethernet devices connects it with a bridge. All nodes share the rest of the file
+system, as they would share a network file system. Needs root. Every name contains this process's
+id, so the next process can remove the networks of one that was killed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ START_S = 240.0
 _RAY = Path(sys.executable).with_name("ray")
 _numbers = itertools.count()
 
-# The node ends with its raylet. `ray start --block` would end it with any process of Ray's, and is
-# asked for where its own end is what a test looks at. The
-# server for Ray's remote clients, which nobody asks for, does not come up on a busy machine. Ray
-# gives a node 30 s to start, and its agent 15 s, so that it is tried again, each time before more
-# of what else runs on the machine.
+# The node ends with its raylet. With `ray start --block` it would end with any of Ray's processes;
+# a test uses that option if it is about how the command itself ends. Ray gives a node 30 s to start
+# and its agent 15 s, and on a busy machine even the server for Ray's remote clients, which no test
+# uses, may fail to start. So the start is tried again, each time with a higher priority.
 _FIRST_PROCESS = """
 set -e
 mkdir -p /tmp/ray
@@ -48,7 +47,7 @@ mount -t tmpfs -o size={shm_mib}m,mode=1777 tmpfs /dev/shm
 ip link set lo up
 hostname {name}
 for niceness in 0 -5 -10 -15; do
-    # Of the node's whole session; a kernel may have no such groups.
+    # Set the priority of the node's whole session; a kernel may lack such groups.
     echo $niceness > /proc/self/autogroup || true
     {ray} start --disable-usage-stats {arguments} && break
     {unless_up}
@@ -59,7 +58,7 @@ while pgrep -x raylet > /dev/null; do sleep 0.5; done
 
 
 def require_nodes() -> None:
-    """Skip where nodes cannot be made; fail where CI is set."""
+    """Skip the test if nodes cannot be made; fail it if CI is set."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     reason = ""
     if os.geteuid() != 0:
@@ -85,7 +84,7 @@ class Node:
     name: str
     address: str
     host_link: str
-    """The bridge's end of its cable."""
+    """The device at the bridge's end of the node's link."""
     log: Path
     is_head: bool
     sees_private: bool
@@ -94,20 +93,20 @@ class Node:
     shm_mib: int
     process: subprocess.Popen[bytes] | None = None
     logged_before: int = 0
-    """Bytes of its log that earlier starts have written."""
+    """The number of bytes of the log that earlier starts have written."""
     revived: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """What was started there again beside it; it ends with the node."""
+    """Processes that were restarted on the node; they end with it."""
 
     def power_on(self) -> None:
-        """Start it; `wait_up` returns once it has joined.
+        """Start the node; `wait_up` returns once it has joined.
 
-        Called by the main thread: the node is killed when the thread that started it ends.
+        Call this in the main thread: the node is killed when the thread that started it ends.
         """
         assert self.process is None, "it runs already"
         self.logged_before = self.log.stat().st_size if self.log.exists() else 0
         script = _FIRST_PROCESS.format(
             name=self.name, ray=_RAY, arguments=" ".join(self.arguments), shm_mib=self.shm_mib,
-            # One that blocks has been up, unless it ends with 1, as a start that fails.
+            # A start with --block that fails exits with 1; with another status it was up before.
             unless_up=("[ $? = 1 ] || exit; " * ("--block" in self.arguments))
             + f"{_RAY} stop --force",
             hidden="" if self.sees_private else f"mount -t tmpfs tmpfs {self.log.parent / PRIVATE}",
@@ -130,7 +129,7 @@ class Node:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """kill -9 of all that runs there, as a machine that loses its power."""
+        """Kill all processes of the node with SIGKILL, as when a machine loses its power."""
         if self.process is None:
             return
         self.process.kill()
@@ -140,7 +139,7 @@ class Node:
         self.revived.clear()
 
     def kill_raylet(self) -> None:
-        """kill -9 of Ray's own process there; what it started ends with it."""
+        """Kill the node's raylet with SIGKILL; the processes that it started end with it."""
         [raylet] = [each for each in self.processes() if each.name() == "raylet"]
         raylet.kill()
         assert self.process is not None
@@ -148,7 +147,7 @@ class Node:
         self.kill()
 
     def end_by_sigterm(self, *, limit_s: float) -> None:
-        """Ask `ray start --block` to end, as the kubelet does, and wait until it has."""
+        """Send SIGTERM to `ray start --block`, as the kubelet does, and wait until it has ended."""
         [command] = self.processes(r".*/ray start .*--block")
         command.terminate()
         command.wait(timeout=limit_s)
@@ -159,9 +158,9 @@ class Node:
         self.wait_up()
 
     def restart_control_store(self) -> None:
-        """kill -9 of the cluster's control store, whose node this is, and the same program anew.
+        """Kill the cluster's control store, which this node runs, and start the program again.
 
-        `ray start --head` starts a whole node or nothing.
+        `ray start --head` could only start a whole node.
         """
         [store] = [each for each in self.processes() if each.name() == "gcs_server"]
         line, environ = store.cmdline(), store.environ()
@@ -175,7 +174,7 @@ class Node:
         self.revived.append(again)
 
     def processes(self, title: str = "") -> list[psutil.Process]:
-        """What runs there and has such a title (a pattern); nothing on a node that is dead."""
+        """Return the node's processes whose title a pattern matches; none if the node is dead."""
         found: list[psutil.Process] = []
         if self.process is None:
             return found
@@ -188,11 +187,11 @@ class Node:
 
     @property
     def entrance(self) -> list[str]:
-        """What stands before a command that is to run there.
+        """The prefix of a command that runs it on this node.
 
-        It has the cluster's settings of Ray, and its mode of authentication among them: a driver
-        that asks for tokens refuses the control store, which then ends the driver's actors as if
-        nobody referred to them.
+        It sets the cluster's Ray settings, among them the mode of authentication: a driver that
+        requires tokens refuses the control store, which then ends the driver's actors as if nobody
+        referred to them.
         """
         settings = [f"{key}={value}" for key, value in self.environ.items() if key[:4] == "RAY_"]
         return [*self._enter(), "env", *settings]
@@ -204,7 +203,7 @@ class Node:
         run("ip", "link", "set", self.host_link, "up")
 
     def limit(self, mbit: int) -> None:
-        """Bound what reaches the node, megabits a second."""
+        """Limit the traffic to the node, in megabits per second."""
         rate = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms"]
         run("tc", "qdisc", "replace", "dev", self.host_link, "root", "tbf", *rate)
 
@@ -213,7 +212,7 @@ class Node:
         return ["nsenter", "--target", first, "--net", "--pid", "--mount", "--uts", "--ipc"]
 
     def _first_process(self) -> int:
-        """The one that all others there are children of."""
+        """Return the id of the process from which all others on the node descend."""
         assert self.process is not None
         [first] = psutil.Process(self.process.pid).children()
         return first.pid
@@ -234,12 +233,12 @@ class Network:
 
     @property
     def gateway(self) -> str:
-        """This machine, as the nodes see it."""
+        """The address of this machine in the network."""
         return f"{self.subnet}.1"
 
     @property
     def private(self) -> Path:
-        """A directory that is empty on all nodes but one, by default the head."""
+        """A directory that is empty on all nodes except one, by default the head."""
         return self.directory / PRIVATE
 
     @property
@@ -257,9 +256,9 @@ class Network:
         store_mib: int = 128,
         sees_private: bool | None = None,
     ) -> Node:
-        """Plug in a node; the first one is the head. `Network.start` powers them on.
+        """Add a node; the first one is the head. `Network.start` powers them on.
 
-        sees_private: None: the head alone.
+        sees_private: whether the node sees `private`; None: only the head does.
         """
         arguments = [
             f"--num-cpus={cpus:g}",
@@ -276,7 +275,7 @@ class Network:
     def add_pod(
         self, parameters: Mapping[str, str], *, environ: Mapping[str, str], shm_mib: int
     ) -> Node:
-        """Plug in a node that starts as the operator starts a group's pod.
+        """Add a node that starts as the operator starts a group's pod.
 
         parameters: the group's rayStartParams, quoted for a shell; the operator adds the rest.
         """
@@ -320,7 +319,10 @@ class Network:
         return node
 
     def plug_in(self) -> tuple[str, str, str]:
-        """A namespace on the bridge: its name, the bridge's end of its cable, its address."""
+        """Make a namespace that is connected with the bridge.
+
+        Returns: its name, the device at the bridge's end of the link, and its address.
+        """
         number = next(self._host_numbers)
         name, host_link = f"{self.name}n{number}", f"{self.name}h{number}"
         address = f"{self.subnet}.{number}"
@@ -344,7 +346,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(directory: Path) -> Iterator[Network]:
-    """An empty network; whatever happens, nothing of it and of its nodes is left at the end."""
+    """Make an empty network; remove it and all its nodes at the end of the block."""
     require_nodes()
     _sweep()
     name = f"{PREFIX}{os.getpid()}x{next(_numbers)}"
@@ -368,7 +370,7 @@ def _free_subnet() -> str:
 
 
 def _sweep() -> None:
-    """Remove what processes left that were killed."""
+    """Remove the networks of processes that were killed."""
     names = re.findall(rf"\b({PREFIX}(\d+)x\d+)\b", run("ip", "-brief", "link"))
     for name, pid in set(names):
         if not psutil.pid_exists(int(pid)):
@@ -376,7 +378,10 @@ def _sweep() -> None:
 
 
 def _remove(name: str) -> None:
-    """A namespace takes its end of the cable along, and that the other end."""
+    """Remove a network with its namespaces and links.
+
+    Deleting a namespace deletes the device at its end of the link, and with it the other one.
+    """
     spaces = re.findall(rf"^({name}n\d+)", run("ip", "netns", "list"), flags=re.MULTILINE)
     for space in spaces:
         run("ip", "netns", "delete", space, check=False)

@@ -20,9 +20,9 @@ BUCKET = "runs"
 
 @contextlib.contextmanager
 def object_server(directory: Path) -> Iterator[dict[str, str]]:
-    """Start one with the bucket BUCKET; it ends after LIFE_S by itself.
+    """Start a server with the bucket BUCKET; it ends by itself after LIFE_S.
 
-    Yields: the variables by which s3fs finds it.
+    Yields: the variables by which s3fs finds the server.
     """
     need_package("s3fs", "s3")
     need_package("moto", "dev")
@@ -51,7 +51,7 @@ def object_server(directory: Path) -> Iterator[dict[str, str]]:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
     finally:
-        # `timeout` passes it on.
+        # `timeout` passes the signal on.
         process.terminate()
         process.wait(timeout=20)
 

@@ -1,4 +1,4 @@
-"""OpenEnv's real server in an environment of its own."""
+"""OpenEnv's real server in a Python environment of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 60.0
 
 @contextmanager
 def real_server(example: str) -> Iterator[str]:
-    """An example of docs/examples behind the package's own server; gives its address."""
+    """Serve an example of docs/examples with the package's own server. Yields: the address."""
     python = environment_of("openenv") / "bin" / "python"
     port = free_port()
     line = [str(python), str(ROOT / "docs/examples" / example), "--port", str(port)]

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector on loopback: it takes spans over HTTP and keeps them."""
+"""An OpenTelemetry collector on loopback, which receives spans over HTTP and keeps them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The spans of one trace, by name; several of a name in the order of their starts."""
+    """The spans of a trace by name; those of one name are in the order of their starts."""
 
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
@@ -33,7 +33,7 @@ class Trace:
         ]
 
     def parents(self) -> set[tuple[str, str]]:
-        """Names of spans and of what they are in."""
+        """Return the name of each span that has a parent, with the parent's name."""
         names = {span.span_id: name for name, spans in self.spans.items() for span in spans}
         return {
             (name, names[span.parent_span_id])
@@ -56,7 +56,7 @@ class Collector:
     _spans: list[Span] = field(default_factory=list)
 
     def traces(self) -> dict[str, Trace]:
-        """By the root's rollout."""
+        """Return the traces by the rollout of their root."""
         by_id: dict[bytes, Trace] = {}
         for span in sorted(self._spans, key=lambda span: span.start_time_unix_nano):
             spans = by_id.setdefault(span.trace_id, Trace()).spans

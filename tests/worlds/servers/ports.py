@@ -1,4 +1,4 @@
-"""Ports of this machine for the servers that a test starts."""
+"""Free ports for the servers that a test starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """One that was free a moment ago, on loopback."""
+    """Return a port of loopback that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

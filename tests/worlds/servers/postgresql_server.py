@@ -23,12 +23,12 @@ from worlds.servers.ports import free_port
 LIFE_S = 3600
 START_S = 30.0
 PASSWORD = "a password of the tests"
-# Where Debian has the programs, which are not on the path.
+# The directories of Debian's programs, which are not on the path.
 FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 
 
 def find_program(name: str) -> str:
-    """Skips the test where PostgreSQL is not installed; in CI that is a failure."""
+    """Return a program's path; skip the test if PostgreSQL is not installed, or fail it in CI."""
     for folder in FOLDERS:
         if (folder / name).exists():
             return str(folder / name)
@@ -44,16 +44,16 @@ class PostgresqlServer:
     directory: Path
     port: int
     life_s: float = LIFE_S
-    """After which a start of it ends by itself."""
+    """Seconds after which a started server ends by itself."""
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
     def url(self) -> str:
-        """Without the password."""
+        """The URL without the password."""
         return f"postgresql://runs@127.0.0.1:{self.port}/postgres"
 
     def store_url(self, schema: str) -> str:
-        """As a run's record has it."""
+        """Return the URL of a schema as a run's record has it."""
         return f"postgresql+psycopg://runs@127.0.0.1:{self.port}/postgres?schema={schema}"
 
     def start(self) -> None:
@@ -75,7 +75,10 @@ class PostgresqlServer:
             time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> None:
-        """SIGINT: end all sessions and shut down; SIGQUIT: at once, as after a crash."""
+        """Stop the server.
+
+        number: SIGINT ends all sessions and shuts down; SIGQUIT stops at once, as in a crash.
+        """
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError, ValueError, OSError):
@@ -89,13 +92,13 @@ class PostgresqlServer:
 
 @contextlib.contextmanager
 def postgresql(directory: Path, *, life_s: float = LIFE_S) -> Iterator[PostgresqlServer]:
-    """A new cluster that has been started; nothing of it is left alive at the end."""
+    """Make and start a new cluster of databases; stop it at the end of the block."""
     directory.mkdir(parents=True)
     password = directory / "password"
     password.write_text(PASSWORD)
     data = directory / "data"
     if os.geteuid() == 0:
-        # PostgreSQL refuses root, and pytest's directories are its own user's alone.
+        # PostgreSQL refuses to run as root, and only root may enter pytest's directories.
         for each in (directory, *directory.parents):
             if each.owner() == "root" and each != Path("/") and each != Path("/tmp"):
                 each.chmod(each.stat().st_mode | 0o011)

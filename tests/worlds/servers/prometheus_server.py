@@ -50,16 +50,16 @@ def series_of(metric: Mapping[str, str]) -> Series:
 
 
 def find_tools() -> dict[str, str]:
-    """Where prometheus and promtool are: installed, or unpacked from Debian's package.
+    """Return the paths of prometheus and promtool, installed or unpacked from Debian's package.
 
-    Unpacking starts no service and needs no root. Where there is no such package the test is
-    skipped with the reason; where CI is set it fails.
+    Unpacking starts no service and needs no root. If the package cannot be downloaded, the test is
+    skipped with the reason; if CI is set, it fails.
     """
     try:
         return _installed() or _unpacked() or _downloaded()
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
-        skip_or_fail(f"there is no Prometheus, and Debian's package cannot be had: {told}")
+        skip_or_fail(f"there is no Prometheus, and Debian's cannot be downloaded: {told}")
 
 
 def _installed() -> dict[str, str]:
@@ -74,7 +74,7 @@ def _unpacked() -> dict[str, str]:
 
 def _downloaded() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as directory:
-        # Where apt's own user may write.
+        # apt downloads as a user of its own, who must be able to write here.
         Path(directory).chmod(0o777)
         try:
             _run("apt-get", "download", "prometheus", cwd=directory)
@@ -96,34 +96,34 @@ def _run(*line: str, cwd: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prometheus:
-    """One that scrapes a single target."""
+    """A running Prometheus. instance: its target; empty if it has several."""
 
     address: str
     instance: str
     run: str
-    """Which the dashboard shows."""
+    """The run that the dashboard shows."""
 
     def newest(self) -> dict[Series, float]:
-        """What the newest scrape held."""
+        """Return the series of the newest scrape with their values."""
         found = self._ask("query", query=self._own)
         return {series_of(item["metric"]): float(item["value"][1]) for item in found}
 
     def wait_for(self, wanted: Series, *, at_least: float, limit_s: float) -> None:
-        """Wait until a scrape shows a value that high."""
+        """Wait until a scrape shows a value of `at_least` or more."""
         deadline = time.monotonic() + limit_s
         while (value := self.newest().get(wanted, -math.inf)) < at_least:
             assert time.monotonic() < deadline, f"{wanted} is {value} after {limit_s:g} s"
             time.sleep(0.2)
 
     def wait_for_scrapes(self, count: int, *, limit_s: float) -> None:
-        """Wait for so many more."""
+        """Wait for `count` more scrapes."""
         wanted, deadline = len(self.scrapes()) + count, time.monotonic() + limit_s
         while len(self.scrapes()) < wanted:
             assert time.monotonic() < deadline, f"no {count} scrapes in {limit_s:g} s"
             time.sleep(0.2)
 
     def scrapes(self) -> list[dict[Series, float]]:
-        """What each scrape so far held, in order."""
+        """Return the series and values of each scrape so far, in order."""
         by_time: dict[float, dict[Series, float]] = {}
         for item in self._ask("query", query=f"{self._own}[{LIFE_S}s]"):
             for at, value in item["values"]:
@@ -131,7 +131,7 @@ class Prometheus:
         return [by_time[at] for at in sorted(by_time)]
 
     def draw(self, expr: str, *, since: float) -> list[float]:
-        """The finite points that Grafana would draw of a panel's query, at one a second."""
+        """Return the finite points that Grafana would draw for a panel's query, one per second."""
         filled = fill(expr, run=self.run)
         found = self._ask("query_range", query=filled, start=since, end=time.time(), step=SCRAPE_S)
         points = [float(value) for item in found for _, value in item["values"]]
@@ -140,8 +140,8 @@ class Prometheus:
     def wait_for_points(self, expr: str, *, since: float) -> None:
         """Wait until Grafana would draw a panel's query.
 
-        A subquery's own steps are whole minutes of the clock, so that one which was scraped for
-        less than a minute may have none.
+        The steps of a subquery are at whole minutes of the clock, so a subquery over less than a
+        minute of scrapes may have no points.
         """
         deadline = time.monotonic() + 2 * SUBQUERY_STEP_S
         while not self.draw(expr, since=since):
@@ -149,11 +149,11 @@ class Prometheus:
             time.sleep(SCRAPE_S)
 
     def runs(self) -> list[str]:
-        """What the dashboard's variable offers."""
+        """Return the runs that the dashboard's variable offers."""
         return self._ask("label/run/values", **{"match[]": "rayloom_train_steps_total"})
 
     def down(self) -> set[str]:
-        """The targets that cannot be scraped, as host:port."""
+        """Return the targets that cannot be scraped, as host:port."""
         return {item["metric"]["instance"] for item in self._ask("query", query="up == 0")}
 
     @property
@@ -173,7 +173,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
-    """Scrape host:port with the committed configuration, at a test's pace. run: its name."""
+    """Scrape host:port with the committed configuration, every SCRAPE_S. run: the run's name."""
     text = CONFIG.read_text()
     assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
     text = text.replace("127.0.0.1:9400", target)
@@ -184,7 +184,7 @@ def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is scraped, and the labels that its series get."""
+    """An address to scrape, and the labels that its series get."""
 
     address: str
     """host:port"""
@@ -195,7 +195,10 @@ class Target:
 def scraping_all(
     targets: Sequence[Target], directory: Path, *, run: str, rules: str = "", alertmanager: str = ""
 ) -> Iterator[Prometheus]:
-    """Scrape them at a test's pace. run: its name. rules: as YAML. alertmanager: host:port."""
+    """Scrape several targets, every SCRAPE_S.
+
+    run: the run's name. rules: as YAML. alertmanager: host:port.
+    """
     config: dict[str, Any] = {
         "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
         "scrape_configs": [
@@ -225,7 +228,7 @@ def serving(text: str, directory: Path) -> Iterator[str]:
     config.write_text(text)
     address = f"127.0.0.1:{free_port()}"
     with output.open("w") as file:
-        # `timeout` ends it also where this process is killed.
+        # `timeout` ends it even if this process is killed.
         process = subprocess.Popen(
             [
                 "timeout", "--kill-after=5", str(LIFE_S), tools["prometheus"],
@@ -247,7 +250,10 @@ def serving(text: str, directory: Path) -> Iterator[str]:
 
 
 def panels_without_data(prometheus: Prometheus, *, since: float) -> set[str]:
-    """Of all dashboards, each as "Dashboard: panel", with the legend where others have data."""
+    """Return the panels of all dashboards that have no data, each as "Dashboard: panel".
+
+    If only some series of a panel have no data, each is listed with its legend.
+    """
     empty: set[str] = set()
     for dashboard in load_dashboards():
         for panel in dashboard.panels:
@@ -272,8 +278,8 @@ def _is_ready(url: str) -> bool:
 
 
 def fill(expr: str, *, run: str, place: Mapping[str, str] = {}) -> str:
-    """A panel's query as Grafana sends it, with All chosen wherever there is a further choice."""
-    # Grafana's own rule, with a shortest step of a minute, which stands for the scrapes' interval.
+    """Return a panel's query as Grafana sends it, with All chosen for every further choice."""
+    # Grafana's own rule is four scrape intervals, and the shortest step, a minute, is the interval.
     assert SHORTEST_STEP == "1m"
     filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
     for label in PLACE_LABELS:

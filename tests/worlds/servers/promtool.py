@@ -1,4 +1,4 @@
-"""Prometheus' promtool, which evaluates rules and queries over series that a test writes down."""
+"""Prometheus' promtool, which evaluates rules and queries over series that a test defines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def promtool(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
 
 
 def run_test(test: Mapping[str, Any], file: Path, *, rule_files: Sequence[Path] = ()) -> None:
-    """Have promtool run one test of its format, which is written to `file`."""
+    """Write a test in promtool's format to `file`, and have promtool run it."""
     whole = {
         "rule_files": [str(each) for each in rule_files],
         "evaluation_interval": "60s",

@@ -1,4 +1,4 @@
-"""A real Redis for tests: what a head keeps its cluster's state in, so that it can come back."""
+"""A real Redis for tests, in which a head keeps its cluster's state so that it can be restarted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PORT = 6380
 
 @contextlib.contextmanager
 def redis_server(directory: Path, *, host: str) -> Iterator[str]:
-    """Start one that listens on `host`; it keeps its data in memory alone.
+    """Start a server that listens on `host` and keeps its data only in memory.
 
-    Yields: HOST:PORT. It ends after LIFE_S by itself.
+    It ends by itself after LIFE_S. Yields: HOST:PORT.
     """
     program = shutil.which("redis-server")
     if program is None:
@@ -41,7 +41,7 @@ def redis_server(directory: Path, *, host: str) -> Iterator[str]:
             time.sleep(0.05)
         yield f"{host}:{PORT}"
     finally:
-        # `timeout` passes it on.
+        # `timeout` passes the signal on.
         process.terminate()
         process.wait(timeout=20)
 
