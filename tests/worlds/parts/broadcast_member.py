@@ -1,4 +1,4 @@
-"""An engine's end of a broadcast without vLLM: it asks, receives, loads a small model, reports."""
+"""An engine's side of a broadcast without vLLM: it polls, receives, loads a model and reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_model(seed: int) -> nn.Sequential:
 
 
 def packed(model: nn.Module) -> tuple[WeightGroup, ...]:
-    """A group a layer, 9 MB each."""
+    """Return a group of weights for each layer, 9 MB each."""
     return tuple(pack_group([named]) for named in model.state_dict().items())
 
 
@@ -44,7 +44,7 @@ def score(model: nn.Module) -> Any:
 
 
 def group_former(board: Any) -> Callable[[Publication, str, float], Seat | None]:
-    """As the trainer's rank 0 asks the board."""
+    """Return a function that asks the board to form a group, as the trainer's rank 0 does."""
 
     def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)
@@ -59,9 +59,10 @@ def group_former(board: Any) -> Callable[[Publication, str, float], Seat | None]
 
 @ray.remote(num_cpus=0)
 class Member:
-    """Pulls for ever. fault: "dies" or "freezes"; at: "seat", "broadcast" or "load"; once.
+    """An engine that pulls publications until it is killed.
 
-    fault: "strays": it never reaches rank 0's store; it ends as an engine does.
+    fault: "dies" or "freezes" happens once, at "seat", "broadcast" or "load". With "strays" the
+    engine never reaches rank 0's store, and ends after MAX_FAILED_BROADCASTS as a real engine does.
     """
 
     def __init__(

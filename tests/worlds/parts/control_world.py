@@ -33,7 +33,7 @@ from worlds.runs.run_driver import write_checkpoint
 
 @dataclass
 class ScriptedTerm:
-    """A term that trains, as far as the control asks it."""
+    """A term that trains, reduced to what the control calls."""
 
     is_training: bool = True
     step_in_hand: int | None = 7
@@ -47,7 +47,7 @@ class ScriptedTerm:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[list[str], Sampling, str, float]] = field(default_factory=list)
     passes_after: int = 2
-    """Of a task's samples, those before this one fail."""
+    """The number of each task's first sample that passes."""
     control: Control | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class ScriptedTerm:
 
 
 def played(task_id: str, *, reward: float, num_sampled: int = 4, version: int = 3) -> Any:
-    """A sample of an evaluation."""
+    """Make the summary of an evaluation's sample."""
     return replace(
         make_summary("g000000.0-0", outcome=Outcome.COMPLETED),
         task_id=task_id,
@@ -86,7 +86,7 @@ def played(task_id: str, *, reward: float, num_sampled: int = 4, version: int = 
 
 @dataclass
 class ScriptedEngines:
-    """Two engines, as the weight board tells of them."""
+    """A pair of engines, as the weight board reports them."""
 
     term: ScriptedTerm
     term_number: int = 1
@@ -114,7 +114,7 @@ class ScriptedEngines:
 
 @dataclass
 class World:
-    """One process; `restart` is what a kill -9 and a new start make of it."""
+    """One process of a run; `restart` returns the process that follows it after a kill -9."""
 
     directory: Path
 
@@ -154,7 +154,7 @@ class World:
         return world
 
     def commit(self, step: int) -> str:
-        """Commit a checkpoint; its id."""
+        """Commit a checkpoint; return its id."""
         term = self.recorder.term_number
         directory = write_checkpoint(self.place, step, term).name
         commit(self.store, term=term, step=step, directory=directory)
@@ -163,7 +163,7 @@ class World:
 
 @dataclass
 class AskedControl:
-    """The control as the supervisor's client asks it."""
+    """The control, as the supervisor's client calls it."""
 
     control: Control
     is_gone: bool = False
@@ -182,7 +182,7 @@ class AskedControl:
 
 @dataclass
 class LocalControl:
-    """The routes' port, in this process."""
+    """The port of the control's routes, in this process."""
 
     world: World
     stops: list[float | None] = field(default_factory=list)

@@ -43,7 +43,10 @@ def _update_twice(
 def update_twice(
     model: str, shards: Sequence[tuple[ValueRow, ...]], directory: Path
 ) -> list[list[CriticStats]]:
-    """Two updates on the same shards, one process a rank: the statistics of each rank."""
+    """Update twice on the same shards, with a process for each rank.
+
+    Returns: the statistics of each rank's two updates.
+    """
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     store = str(directory / f"store-{len(shards)}")

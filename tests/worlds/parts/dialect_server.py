@@ -1,4 +1,4 @@
-"""The dialects' routes on loopback, answered by a script instead of a session: for real SDKs."""
+"""The dialects' routes on loopback for real SDKs; a script answers instead of a session."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from service.gateway.dialects.dialect import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Late:
-    """A refusal that comes when the stream has begun."""
+    """A refusal that is sent after the stream has begun."""
 
     refused: Refused
 
 
 @dataclass(kw_only=True)
 class DialectServer:
-    """What it answers next, and what it was asked."""
+    """A server with scripted answers, which keeps the requests that it gets."""
 
     url: str = ""
     script: list[ChatReply | Refused | Late] = field(default_factory=list)
-    """Each is an answer; the last one stays."""
+    """The answers in order; the last one is repeated."""
     bodies: list[Any] = field(default_factory=list)
     requests: list[ChatRequest] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class DialectServer:
 
 @contextmanager
 def speaking() -> Iterator[DialectServer]:
-    """A server of all dialects, as long as the block lasts."""
+    """Serve all dialects until the end of the block."""
     served = DialectServer()
     routes = [Route(each.path, _route(each, served), methods=["POST"]) for each in DIALECTS]
     routes += [

@@ -1,4 +1,4 @@
-"""Fakes for the environment actor's tests; Ray's workers import them, so they are light."""
+"""Fakes for the environment actor's tests, with few imports, because Ray's workers import them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from actors.types import (
 
 
 class GuessFour:
-    """Says "4" whatever it is asked; slow where it is told to be."""
+    """A policy that answers every request with "4", whose tokens are `ids`, after a delay."""
 
     def __init__(self, ids: list[int], *, delay_s: float) -> None:
         self.ids = np.array(ids, dtype=np.int32)
@@ -42,7 +42,7 @@ class GuessFour:
 
 
 class Endless:
-    """An environment of a user's own, given by its path; it never answers."""
+    """A user's own environment, named by its path, whose step never returns."""
 
     def __init__(self, *, word: str) -> None:
         self.word = word
@@ -59,7 +59,7 @@ class Endless:
 
 
 class SometimesHanging:
-    """Ends after one turn; while the file `hangs` is there, it hangs in reset."""
+    """An environment of one turn that hangs in `reset` while the file `hangs` exists."""
 
     def __init__(self, *, hangs: str) -> None:
         self.hangs = Path(hangs)
@@ -77,7 +77,7 @@ class SometimesHanging:
 
 
 class FakeQueue:
-    """Hands out what it was given and keeps what comes back."""
+    """A queue that hands out the given rollouts and keeps the trajectories that come back."""
 
     def __init__(self, assignments: list[RolloutAssignment], *, num_failing_puts: int = 0) -> None:
         self.waiting = assignments
@@ -114,5 +114,8 @@ class FakeQueue:
         return self.ended, self.block_sizes, self.max_held
 
     async def asked(self) -> int:
-        """How often rollouts were asked for; from the second time on, those of the first play."""
+        """Return how often rollouts were taken.
+
+        When they are taken for the second time, the first ones are being played.
+        """
         return self.num_asked

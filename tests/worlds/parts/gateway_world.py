@@ -1,4 +1,4 @@
-"""A gateway without Ray: the real sessions, tree, renderer, store; a policy of a few lines."""
+"""A gateway without Ray: real sessions, tree, renderer and store, and a policy of a few lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def said(content: str, **fields: Any) -> Message:
 
 @dataclass
 class Policy:
-    """Answers a request by its number: 0, 1, 2, … Waits before it where it is told to."""
+    """A policy that answers each request with its number: 0, 1, 2, …
+
+    before: awaited before each answer.
+    """
 
     answers: Callable[[int], GenerateReply] = lambda number: reply(f"{number}<|im_end|>")
     before: Callable[[], Awaitable[None]] | None = None
@@ -69,9 +72,9 @@ class Policy:
 
 @dataclass
 class Gateway:
-    """One gateway over a run's directory; `restart` is what a kill -9 and a successor make of it.
+    """One gateway over a run's directory; `restart` returns its successor after a kill -9.
 
-    A client's request that was under way is under way no more then.
+    A restart ends the requests of clients that are in progress.
     """
 
     directory: Path
@@ -83,7 +86,7 @@ class Gateway:
     finds_parser: bool = False
     stop: tuple[str, ...] = ()
     policy_client: PolicyClient | None = None
-    """In the place of `policy`."""
+    """Used instead of `policy`."""
     playing: dict[str, asyncio.Task[Trajectory]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,14 +134,17 @@ class Gateway:
         self.playing[name] = asyncio.create_task(self.sessions.play(assignment))
 
     async def opened(self, **fields: Any) -> Gateway:
-        """With one session that is created and admitted."""
+        """Create a group of sessions and admit the first one; return this gateway."""
         self.create(**fields)
         self.admit()
         await asyncio.sleep(0.05)
         return self
 
     async def restart(self, *names: str) -> Gateway:
-        """names: of sessions whose rollouts its successor is handed."""
+        """Kill this gateway and return its successor.
+
+        names: the sessions whose rollouts the successor is handed.
+        """
         for task in self.playing.values():
             task.cancel()
         self.sessions.close()

@@ -1,4 +1,4 @@
-"""Functions that score the answers of a group together, as `group_reward` names them."""
+"""Functions for the setting `group_reward`, which score the answers of a group together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ calls: list[dict[str, Any]] = []
 
 
 def places(completions: list[str], prompts: list[str], answer: list[str], **columns: Any) -> Any:
-    """A reward by place in the group, with a metric and a column."""
+    """Reward each answer by its place in the group; log a metric and a column."""
     calls.append({"completions": completions, "prompts": prompts, "answer": answer, **columns})
     columns["log_metric"]("answers", len(completions))
     columns["log_extra"]("place", [f"place {index}" for index in range(len(completions))])
@@ -17,7 +17,7 @@ def places(completions: list[str], prompts: list[str], answer: list[str], **colu
 
 
 async def longest(completions: list[str], answers: list[str]) -> list[dict[str, float]]:
-    """Named as verifiers names a group's lists."""
+    """Score the longest answers; the parameters are named as verifiers names a group's lists."""
     most = max(map(len, completions))
     assert answers == [answers[0]] * len(completions)
     return [{"long": float(len(each) == most), "plain": 0.5} for each in completions]
@@ -67,7 +67,7 @@ def hangs(completions: list[str]) -> list[float]:
 
 
 def changes(completions: list[str], words: list[list[str]]) -> list[float]:
-    """Change what it was called with."""
+    """Change the arguments in place."""
     words[0].append("changed")
     completions.clear()
     return [float(len(words))] * len(words)

@@ -1,6 +1,7 @@
 """A run of a scripted policy: real episodes, the queue's state machine, the merge and its journal.
 
-What an engine samples and a trainer updates is scripted; everything between them is the product's.
+The engine's samples and the trainer's updates are scripted; everything between them is the
+product's own code.
 """
 
 from __future__ import annotations
@@ -47,22 +48,22 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How a policy develops over a run."""
+    """The development of a policy over a run."""
 
     onset: int | None
-    """The first step in which the hack is played; None: it is never found."""
+    """The first step in which the hack is played; None: the policy never finds it."""
     ramp: int
-    """Steps until it is played nearly always."""
+    """Steps until the hack is played nearly always."""
     skill: tuple[float, float]
     form: tuple[float, float]
-    """At first and at last."""
+    """The values at the start and at the end; also of `skill` and `length`."""
     length: tuple[float, float]
     middle: float
     """The step at which half is learned."""
     pace: float
-    """Steps; the larger, the slower."""
+    """In steps; the larger, the slower the policy learns."""
     failure_rate: float
-    """Of an engine, at any time."""
+    """The share of an engine's calls that fail outside the burst."""
     burst: range
     """Steps in which an engine fails half the time."""
 
@@ -101,7 +102,7 @@ class Course:
 
 
 class ScriptedPolicy:
-    """Of one attempt of one rollout."""
+    """The policy of one attempt of one rollout."""
 
     def __init__(self, planted: Planted, course: Course, *, seed: str, step: int) -> None:
         rng = random.Random(seed)
@@ -126,14 +127,14 @@ class ScriptedPolicy:
 
 
 class ScriptedRun:
-    """Plays a run step by step."""
+    """A run of a scripted policy that is played step by step."""
 
     def __init__(self, planted: Planted, course: Course, *, seed: int, size: Size) -> None:
         self.planted, self.course, self.seed, self.size = planted, course, seed, size
         self.tasks: dict[str, Task] = {}
         self._rng = random.Random(f"tasks {seed}")
         self._blocks: dict[int, TrajectoryBlock] = {}
-        """What the object store holds for the step in hand."""
+        """The contents of the object store for the current step."""
         self._num_blocks = 0
         named = {
             "groups_per_step": size.groups_per_step,
@@ -143,13 +144,13 @@ class ScriptedRun:
         }
         self.queue_settings = queue_settings(**named)
         self._queue = QueueState(self.queue_settings)
-        # Every token is of version 0: how old it is is no matter here.
+        # Every token has version 0, and its age must not matter here.
         self.merge_settings = step_settings(
             **{**named, "max_lag": 10_000}, max_context_tokens=MAX_CONTEXT
         )
 
     def steps(self) -> Iterator[JournalStep]:
-        # Not asyncio.run, which makes a text of each result to look for a signal's handler.
+        # Not asyncio.run, which formats each result as text when it looks for a signal handler.
         loop = asyncio.new_event_loop()
         try:
             for step in range(1, self.size.num_steps + 1):
@@ -186,7 +187,7 @@ class ScriptedRun:
         return through_a_file(written)
 
     def requests(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """New tasks for them."""
+        """Request a group with a new task for each open slot."""
         requests = []
         for slot in slots:
             task = self.planted.make_task(len(self.tasks), self._rng)
@@ -202,7 +203,7 @@ class ScriptedRun:
         return {task.environment for task in self.tasks.values()}
 
     async def play(self, assignment: RolloutAssignment, step: int) -> Trajectory:
-        # A rollout that is played again is played alike.
+        # A rollout that is played again is played in the same way.
         seed = f"{self.seed} {assignment.rollout_id}"
         return await play_episode(
             assignment,
@@ -214,7 +215,7 @@ class ScriptedRun:
         )
 
     def features(self, step: JournalStep) -> tuple[StepFeatures, ...]:
-        """With what the shadow verifier says of some."""
+        """Return a step's features, with the shadow verifier's verdicts on some trajectories."""
         found = step_features(step)
         verify = self.planted.verify
         if verify is None:
@@ -234,7 +235,7 @@ def _last_reply(trajectory: Trajectory) -> str:
 def played(
     planted: Planted, *, seed: int, has_hack: bool, size: Size | None = None
 ) -> tuple[Course, list[tuple[StepFeatures, ...]]]:
-    """Play a run of a seed's own course; returns what its journal looks like."""
+    """Play a run whose course depends on the seed; return the course and each step's features."""
     size = size or Size()
     course = Course.of(seed, num_steps=size.num_steps, has_hack=has_hack)
     run = ScriptedRun(planted, course, seed=seed, size=size)

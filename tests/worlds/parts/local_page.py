@@ -1,4 +1,4 @@
-"""What the page asks of a run, in this process: from the real store, and a journal beside it."""
+"""The run that the page reads, in this process, with a real store and a journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worlds.parts.submission_service import Service
 
 @dataclass
 class LocalPage:
-    """What the page's routes ask of `service.api.ports.RunPort`."""
+    """The part of `service.api.ports.RunPort` that the page's routes call."""
 
     service: Service
 

@@ -1,4 +1,4 @@
-"""The sessions that routes call, in this process, without Ray between."""
+"""The sessions that the routes call, in this process and without Ray."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from service.gateway.sessions import Sessions
 
 
 class LocalPort:
-    """`Sessions`, as `service.gateway.client` has them."""
+    """`Sessions` with the interface of `service.gateway.client`."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
         self.abandoned: set[asyncio.Task[None]] = set()
-        """On their way to the gateway, as calls whose answers nobody awaits."""
+        """Calls on their way to the gateway whose answers nobody awaits."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sessions, name)

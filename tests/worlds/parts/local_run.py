@@ -43,7 +43,7 @@ OPEN_LIMIT_S = 10.0
 
 @dataclass
 class LocalRun:
-    """`service.api.ports.RunPort`."""
+    """`service.api.ports.RunPort`, in this process."""
 
     service: Service
     behind_s: float = 0.0
@@ -107,7 +107,7 @@ class LocalRun:
 
 
 class LocalSessions(LocalPort):
-    """The sessions of a run; a policy of a few lines answers."""
+    """The sessions of a run, answered by a policy of a few lines."""
 
     def __init__(self, service: Service, settings: SessionSettings | None = None) -> None:
         settings = settings or SessionSettings(hold_s=5.0)
@@ -137,7 +137,7 @@ class LocalSessions(LocalPort):
         )
 
     async def admit(self) -> None:
-        """Give group numbers to what waits, and open its sessions."""
+        """Give group numbers to the waiting tasks, and open their sessions."""
         await self._service.admit()
         for assignment in take_all(self._service.queue, environments=(SESSION,)):
             self.playing.append(asyncio.create_task(self.sessions.play(assignment)))
@@ -145,7 +145,7 @@ class LocalSessions(LocalPort):
             await within(OPEN_LIMIT_S, self._opened(session_id(assignment.task.task_id, member)))
 
     async def _opened(self, name: str) -> None:
-        """As the store has it."""
+        """Wait until the store shows a session as opened or ended."""
         while (found := self._store.find([name])[name]).opened_at is None and found.end is None:
             await asyncio.sleep(0.01)
 

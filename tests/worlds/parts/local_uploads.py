@@ -1,4 +1,4 @@
-"""The uploads that routes call, in this process, without Ray between."""
+"""The uploads that the routes call, in this process and without Ray."""
 
 from __future__ import annotations
 

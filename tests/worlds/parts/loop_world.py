@@ -1,4 +1,4 @@
-"""What the loop's tests share: fakes that answer at once and write down what they were asked."""
+"""Fakes of the loop's parts, which answer at once and record their calls."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def at_once(version: int) -> None:
 
 @dataclass
 class World:
-    """Every handle at once, writing down what is asked of it."""
+    """A fake of every handle that the loop calls, which records the calls."""
 
     calls: list[str] = field(default_factory=list)
     tasks_given: dict[int, Task] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class World:
     skip_from: int = 10**9
     misalign_from: int = 10**9
     unequal_from: int = 10**9
-    """The first version that the engines score otherwise than the trainer."""
+    """The first version that the engines score differently from the trainer."""
     fail_from: int | None = None
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
@@ -263,7 +263,7 @@ class World:
 
 @dataclass
 class Notebook:
-    """The recorder."""
+    """A recorder that keeps its calls in the world."""
 
     world: World
 
@@ -325,7 +325,7 @@ def make_loop(
     evaluation_sets: Sequence[EvaluationSet] = (),
     curriculum: Curriculum | None = None,
 ) -> Loop:
-    """parts: in the world's place, by the names of `LoopParts`."""
+    """Make a loop over the world's fakes. parts: replace the world, by the names of `LoopParts`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
     world.num_taken = world.version = 0 if parent is None else parent.step
     fakes: dict[str, Any] = dict.fromkeys(

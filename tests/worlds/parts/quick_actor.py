@@ -9,7 +9,7 @@ from actors.trajectory_queue import exchange
 
 
 class QuickActor(EnvironmentActor):
-    """Asks the queue often, and sends small blocks."""
+    """An environment actor that asks the queue often and sends small blocks."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         exchange.POLL_S, exchange.MAX_BLOCK = 0.2, 8

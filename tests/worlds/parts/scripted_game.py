@@ -1,8 +1,8 @@
-"""A game whose returns are a script: a function of the task and of the group's member alone.
+"""A game whose returns are scripted: they depend only on the task and on the group's member.
 
 Whatever the policy answers and whatever happens to the run, a group whose members were all played
-to their end has the same returns, and so the same advantages, in every run. The chaos runs lay a
-copy of this file into their working directory, as a user's own game.
+to their end has the same returns, and so the same advantages, in every run. The chaos runs copy
+this file into their working directory, as a user's own game.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ NUM_RETURNS = 8
 
 
 def scripted_return(task_id: str, member: int) -> float:
-    """0, 1/8, ..., 7/8."""
+    """Return one of 0, 1/8, ..., 7/8."""
     return derived_seed(task_id, member) % NUM_RETURNS / NUM_RETURNS
 
 
 def member_of(rollout: str) -> int:
-    """Its place in the group, which ends its id: `g000012.0-3`; 0 in the trial before the start."""
+    """Return a rollout's place in its group, which is the end of its id: 3 for `g000012.0-3`.
+
+    In the trial before the start it is 0.
+    """
     return int(rollout.rpartition("-")[2] or 0)
 
 
 class ScriptedGame:
-    """Two turns, the return with the last one."""
+    """A game of two turns, which gives the return in the last one."""
 
     def __init__(self) -> None:
         self._turns_left = NUM_TURNS

@@ -1,4 +1,4 @@
-"""The API's application over a gateway in this process: routes, dialects, sessions, store."""
+"""The API's application over a gateway in this process: routes, dialects, sessions and store."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class _Port(LocalPort):
 
 @dataclass
 class SessionRun:
-    """A run and its sessions: what is submitted is admitted at once."""
+    """A run and its sessions; submitted tasks are admitted at once."""
 
     gateway: Gateway
     submitted: dict[str, RolloutRequest] = field(default_factory=dict)
     session_secret: str = ""
-    """From which sessions' keys are derived."""
+    """The secret from which the sessions' keys are derived."""
 
     def __post_init__(self) -> None:
         self.port = _Port(self.gateway.sessions)
@@ -133,7 +133,7 @@ class SessionRun:
         raise NotImplementedError
 
     async def stop(self, grace_s: float | None) -> None:
-        """Nothing is asked to stop here."""
+        """Do nothing: there is no run to stop."""
 
     async def readiness(self) -> ReadyAnswer:
         raise NotImplementedError
@@ -141,15 +141,15 @@ class SessionRun:
 
 @dataclass
 class Reader:
-    """A client at the application's own interface, which reads, waits and leaves as it likes."""
+    """A client at the application's ASGI interface, which a test can pause or disconnect."""
 
     app: FastAPI
     parts: list[bytes] = field(default_factory=list)
     status: int | None = None
     may_read: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared, what is sent to it waits."""
+    """While it is cleared, messages to the client wait."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, it is gone."""
+    """Once it is set, the client has disconnected."""
     _has_sent: bool = False
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class Reader:
         return b"".join(self.parts)
 
     async def _send(self, message: Message) -> None:
-        # As servers do: what is sent to one that is gone is dropped at once.
+        # As servers do, drop messages to a client that has disconnected at once.
         waiting = [asyncio.create_task(event.wait()) for event in (self.may_read, self.left)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,8 @@
 """The routes of one session on loopback, over a gateway in this process and forced answers.
 
-Everything between the client's request and the engine's port is the real one: what a command line
-needs that no tiny policy could say is forced behind that port, as sampled tokens.
+Everything from the client's request to the engine's port is real. The engine is replaced by a
+script, whose answers arrive as sampled tokens: no tiny policy could say what a command-line agent
+needs.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ TITLE = "A title"
 
 @dataclass(kw_only=True)
 class ForcedPolicy:
-    """Samples a script: texts and calls, one a request.
+    """A policy that samples the texts and calls of a script, one for each request.
 
-    Where the program asks for titles, they are what a request without tools asks for.
+    has_titles: the program requests titles; a request without tools is one for a title.
     """
 
     script: list[str | ToolCall]
@@ -45,10 +46,10 @@ class ForcedPolicy:
     tokenizer: Any = field(default_factory=build_tokenizer)
     end: str = TURN_END
     thought: str = ""
-    """Before everything, where the prompt ends inside of a thought."""
+    """Written before each answer if the prompt ends inside a thought."""
     requests: list[GenerateRequest] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
-    """What was said of the script, as text."""
+    """The texts of the script that were sampled so far."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         self.requests.append(request)
@@ -76,7 +77,7 @@ class ForcedPolicy:
         )
 
     def _written(self, call: ToolCall) -> str:
-        """In the form of the template."""
+        """Return a call as text in the form of the chat template."""
         if "<function=" not in self.tokenizer.chat_template:
             made = json.dumps({"name": call.name, "arguments": call.arguments})
             return f"<tool_call>{made}</tool_call>"
@@ -88,7 +89,7 @@ class ForcedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A session that an agent can be started with."""
+    """A session with which an agent can be started."""
 
     session: NewSession
     address: str
@@ -99,7 +100,7 @@ class Served:
 async def serving(
     directory: Path, policy: ForcedPolicy, *, unsupported: Unsupported = "refuse"
 ) -> AsyncIterator[Served]:
-    """One session, open, as long as the block lasts."""
+    """Serve one open session until the end of the block."""
     settings = SessionSettings(hold_s=LIMIT_S, titles="leave_out", unsupported=unsupported)
     gateway = Gateway(
         directory,
@@ -109,7 +110,7 @@ async def serving(
         policy_client=policy,
     )
     await gateway.opened(spec=replace(SPEC, max_tokens_per_turn=MAX_ANSWER_TOKENS))
-    # The session is there: nothing is submitted to a run.
+    # The session exists already, so no task is submitted to the run.
     app = SessionRun(gateway).app()
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")

@@ -1,4 +1,4 @@
-"""The submissions of a run in an actor of their own, asked as its supervisor is, and killed."""
+"""The submissions of a run in an actor that is called like its supervisor, and may be killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOM = 10_000
 
 @ray.remote(num_cpus=0)
 class SubmissionActor:
-    """What `run_client` asks of a supervisor that submissions need."""
+    """An actor with the supervisor's methods that `run_client` calls to submit tasks."""
 
     def __init__(self, directory: str) -> None:
         self._service = Service(Path(directory), settings=ServiceSettings(max_waiting_tasks=ROOM))

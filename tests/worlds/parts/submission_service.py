@@ -1,4 +1,4 @@
-"""A service without engines and trainer: the real submission queue, store, recorder, window."""
+"""A service without engines and trainer: real submission queue, store, recorder and window."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(name: str, *, seed: int = 1, num_samples: int = 2) -> RolloutRequest
 
 @dataclass
 class Service:
-    """One process of a service: `restart` is what a kill -9 and a new start make of it."""
+    """One process of a service; `restart` returns the process that follows it after a kill -9."""
 
     directory: Path
     settings: ServiceSettings = field(default_factory=lambda: ServiceSettings(max_waiting_tasks=8))
@@ -54,7 +54,7 @@ class Service:
         )
 
     async def begin(self, *, passed_over: Collection[str] = ()) -> Service:
-        """passed_over: checkpoints that cannot be read."""
+        """Take a lease and begin its term. passed_over: checkpoints that cannot be read."""
         lease = self.store.acquire_lease(owner="service", passed_over=passed_over)
         await self.recorder.begin_term(lease)
         snapshot = lease.queue_snapshot
@@ -71,14 +71,14 @@ class Service:
         return await Service(self.directory, settings=self.settings).begin(passed_over=passed_over)
 
     async def admit(self) -> list[str]:
-        """Give tasks to the group numbers that want one; the tasks' ids."""
+        """Give tasks to the group numbers that need one; return the tasks' ids."""
         requests = await self.submissions.fill(self.queue.admissible())
         self.queue.admit(requests)
         self.drain()
         return [request.task.task_id for request in requests]
 
     def play(self, *, outcome: Outcome = Outcome.COMPLETED) -> int:
-        """Let every pending rollout end so; how many there were."""
+        """End every pending rollout with the outcome; return how many there were."""
         assignments = take_all(self.queue, environments=("guessing",))
         for assignment in assignments:
             assert end(self.queue, assignment, outcome=outcome, version=self.step)
@@ -86,11 +86,11 @@ class Service:
         return len(assignments)
 
     def take(self) -> None:
-        """Let the next step take its groups, where it is complete; `train` goes on with it."""
+        """Take the groups of the next step, if it is complete; `train` trains them."""
         self.taken = self.taken or self.queue.take_step()
 
     async def train(self) -> list[str]:
-        """Train the next step and publish it; its rollouts, none where it is not complete."""
+        """Train and publish the next step, if it is complete; return its rollouts."""
         self.take()
         if self.taken is None:
             return []
@@ -103,11 +103,11 @@ class Service:
         return rollouts
 
     async def cancel(self, name: str) -> str | None:
-        """As the supervisor does it; how the task stands then."""
+        """Cancel a task as the supervisor does; return the task's status after that."""
 
         async def evict(group_id: str) -> bool:
             is_evicted = self.queue.cancel_group(group_id)
-            # The ledger may tell of it before the answer comes.
+            # The ledger may show the eviction before the answer arrives.
             self.drain()
             return is_evicted
 
@@ -128,7 +128,7 @@ class Service:
         self.recorder.rollouts(drained.summaries)
 
     async def prune(self, *, keep: int = 1) -> None:
-        """As after a checkpoint: let go of what no kept one needs."""
+        """Forget what no kept checkpoint needs, as after a checkpoint."""
         kept = self.store.checkpoints()[:keep]
         await self.recorder.forget(kept, journal_steps=0, max_policy_age=1, keep_checkpoints=3)
 

@@ -1,4 +1,4 @@
-"""The routes of an application for tenants, and what is sent to them."""
+"""The routes of an application for tenants, and the bodies of requests to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLLOUTS, SESSIONS, KEYS = "/api/v1/rollouts", "/api/v1/sessions", "/api/v1/keys
 UPLOADS, FEED = "/api/v1/trajectories", "/api/v1/feed"
 VERSIONS = [{"version": 3, "start": 2, "end": 6}]
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
-# What is sent to each route that takes a body; one that is not here fails the walk.
+# The body for each route that takes one; a walk over the routes fails if one is missing.
 BODIES: dict[str, dict[str, Any]] = {
     ROLLOUTS: {"environment": "guessing", "tasks": [{"id": "ID", "seed": 1}]},
     f"{ROLLOUTS}/{{rollout_id}}/cancel": {},
@@ -47,8 +47,10 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def made_by(client: httpx.AsyncClient, run: TenantRun) -> dict[str, Any]:
-    """A task and a group of sessions, admitted, and a trajectory of a group that is not complete;
-    the answer with the sessions."""
+    """Admit a task and a group of sessions, and upload a trajectory of an incomplete group.
+
+    Returns: the answer with the sessions.
+    """
     tasks = {"environment": "guessing", "tasks": [{"id": "owners-task", "seed": 1}]}
     assert (await client.post(ROLLOUTS, json=tasks)).status_code == 202
     created = await client.post(SESSIONS, json={"id": "owners-group"})
@@ -66,13 +68,13 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def walked(app: FastAPI) -> list[tuple[str, str]]:
-    """Every method and path of the application."""
+    """Return every method and path of the application."""
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
     return sorted({(method, route.path) for route in routes for method in route.methods})
 
 
 def with_ids(path: str, *, task: str, group: str, session: str, upload: str = "u") -> str:
-    """A route's path, for what has these ids."""
+    """Return a route's path with the given ids in place of its parameters."""
     by_name = {"rollout_id": task, "group": group, "name": session}
     if path.startswith(UPLOADS):
         by_name = {"group": upload, "name": upload}

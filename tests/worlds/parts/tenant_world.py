@@ -42,12 +42,12 @@ SETTINGS = HttpSettings(
 
 @dataclass
 class TenantRun(LocalRun):
-    """A run whose keys are asked for, and the sessions of its groups."""
+    """A run whose API requires keys, and the sessions of its groups."""
 
     noted: list[CallAnswer] = field(default_factory=list)
     num_key_reads: int = 0
     silent_s: float = 0.0
-    """How long a run that is gone takes to be missed."""
+    """Seconds after which a call to a run that is gone fails."""
 
     def __post_init__(self) -> None:
         self.port = LocalSessions(self.service, SETTINGS.sessions)
@@ -67,7 +67,7 @@ class TenantRun(LocalRun):
         return self
 
     async def note_call(self, call: CallAnswer) -> None:
-        """Keep what is to be written down."""
+        """Keep the call instead of storing it."""
         self.noted.append(call)
 
     async def keys(self) -> Sequence[NamedKey]:
@@ -78,13 +78,13 @@ class TenantRun(LocalRun):
         return await super().keys()
 
     def app(self, *, first_digest: str | None = SETTINGS.key_digest) -> FastAPI:
-        """One replica of the API. first_digest: as `HttpSettings.key_digest`."""
+        """Make one replica of the API. first_digest: the value of `HttpSettings.key_digest`."""
         settings = replace(SETTINGS, key_digest=first_digest)
         app = create_app(self, settings, stream_s=0.2)
         add_control(app, self)
         add_sessions(app, self, self.port, settings)
         add_uploads(app, self, self.uploads, settings)
-        # For admins alone: no test here comes so far as to call it.
+        # The page is only for admins, and no test here reaches it.
         add_page(app, cast(Any, None))
         return app
 
@@ -96,7 +96,7 @@ def client_of(app: FastAPI, key: str = "") -> httpx.AsyncClient:
 
 
 async def new_key(app: FastAPI, name: str, **fields: object) -> str:
-    """A key that the first admin creates; of the tenant `name`, unless another is named."""
+    """Create a key as the first admin, for the tenant `name` unless `fields` name another."""
     async with client_of(app, FIRST_KEY) as admin:
         answer = await admin.post("/api/v1/keys", json={"name": name, "tenant": name, **fields})
     assert answer.status_code == 201, answer.text

@@ -1,4 +1,4 @@
-"""What the trainer's tests share: batches from samples, and real processes that hold ranks."""
+"""Batches made from samples, and real processes that hold ranks, for the trainer's tests."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from actors.trainer.tiny.model import build_tiny_model
 from actors.weights.board import WeightGroup
 from worlds.builders.settings import changed
 
-# Generous: a machine that does other work must not fail a test.
+# Long, so that no test fails because the machine is busy.
 CALL_TIMEOUT_S = 400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One row before packing; mask, logprobs, advantages, versions: one a token.
+    """One sample before packing. mask, logprobs, advantages, versions: one value per token.
 
-    trajectory: samples of one number belong together; None: the sample is a trajectory of its own.
+    trajectory: samples with the same number are one trajectory; None: the sample is one by itself.
     """
 
     token_ids: np.ndarray
@@ -61,7 +61,7 @@ def tiny_model(directory: Path, *, tied: bool = True) -> str:
 
 
 def random_samples(seed: int, num_samples: int, *, version: int = 0) -> list[Sample]:
-    """Samples of 4 to 60 tokens, about half of each trained, the first token never."""
+    """Make samples of 4 to 60 tokens; about half are trained, but never a sample's first token."""
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(num_samples):
@@ -83,9 +83,11 @@ def random_samples(seed: int, num_samples: int, *, version: int = 0) -> list[Sam
 def obvious_logprobs(
     causal_lm: PreTrainedModel, token_ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """What every faster way is compared with: transformers on one sequence, alone.
+    """Compute log-probabilities the plain way, as the reference for every faster way.
 
-    Args: token_ids: [T]. Returns: [T - 1] float32, nats: each token's given all before it.
+    Transformers' model runs on a single sequence.
+
+    Args: token_ids: [T]. Returns: [T - 1] float32, nats: of each token given all before it.
     """
     ids = torch.tensor(token_ids, dtype=torch.int64)
     logits = causal_lm(ids[None]).logits[0, :-1].float() / temperature
@@ -93,7 +95,7 @@ def obvious_logprobs(
 
 
 def pack(samples: Sequence[Sample], *, loss_weight: float = 1.0) -> MicroBatch:
-    """One packed row; a sample's masked tokens are its targets, all of one loss weight."""
+    """Pack samples into one row; the tokens in a sample's mask are targets of one loss weight."""
 
     def joined(values: list[np.ndarray], dtype: Any) -> np.ndarray:
         return np.concatenate(values).astype(dtype) if values else np.zeros(0, dtype)
@@ -175,7 +177,7 @@ def shards(
 
 
 class RankHost:
-    """What runs in a rank's process: one `TrainerRank` after another."""
+    """The server in a rank's process, which holds one `TrainerRank` after another."""
 
     def __init__(self) -> None:
         self.store: Any = None
@@ -193,7 +195,7 @@ class RankHost:
         self.rank = TrainerRank(settings, rank=number, store=self.store)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Full weights by name, as published; empty but on rank 0."""
+        """Return the full weights by name, as published; empty on all ranks except 0."""
         assert self.rank is not None
         named: dict[str, np.ndarray] = {}
         for group in self.rank.pack_weights():
@@ -209,17 +211,17 @@ class RankHost:
         return named
 
     def plant(self, fault: Callable[[TrainerRank], None]) -> None:
-        """fault: changes the rank, until the next one joins."""
+        """Plant a fault, a function that changes the rank; it lasts until the next rank joins."""
         assert self.rank is not None
         fault(self.rank)
 
     def packed(self) -> list[WeightGroup]:
-        """What is published."""
+        """Return the groups of weights that are published."""
         assert self.rank is not None
         return list(self.rank.pack_weights())
 
     def logprobs(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
-        """Of every token but the first, by the way that a training step goes: [T - 1], nats."""
+        """Score every token except the first, as a training step does: [T - 1], nats."""
         assert self.rank is not None
         row = scoring_row(token_ids)
         row = replace(row, temperatures=np.full_like(row.temperatures, temperature))
@@ -244,10 +246,13 @@ def _serve(pipe: Connection) -> None:
 
 
 class World:
-    """Real processes with gloo between them; ranks are made in them again and again."""
+    """Real processes connected by gloo, in which `start` replaces the ranks by new ones."""
 
     def __init__(self, num_ranks: int, *, method: str = "spawn") -> None:
-        """method: fork starts at once, where this process has imported all and run nothing."""
+        """Start the processes.
+
+        method: "fork" is fast, but needs a process that has all imports and has run nothing.
+        """
         context: Any = multiprocessing.get_context(method)
         self.num_ranks = num_ranks
         self._pipes: list[Connection] = []
@@ -314,7 +319,7 @@ class World:
 
 @cache
 def shared_world(num_ranks: int) -> World:
-    """One world of each size for the whole run: starting processes is what takes time."""
+    """Return the world of a size, which all tests share: starting processes takes long."""
     world = World(num_ranks)
     atexit.register(world.stop)
     return world
@@ -326,16 +331,16 @@ def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]
 
 
 async def process_ids_of(group: TrainerGroup) -> list[int]:
-    """Ask each rank for its process; a rank answers between two calls of its group."""
+    """Ask each rank for its process id; a rank answers between two calls of its group."""
     asked = [rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group._ranks]
     return [await process_id for process_id in asked]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """List the whole checkpoints under a directory, oldest first: by term, then step.
+    """List the complete checkpoints under a directory, oldest first: by term, then step.
 
-    A newer term outranks a later step: it went on from a checkpoint that was committed, and what
-    the older term wrote beyond that belongs to no surviving lineage.
+    A newer term outranks a later step: it continued from a committed checkpoint, and the older
+    term's checkpoints after that one belong to no surviving lineage.
     """
     found: list[tuple[int, int, Path]] = []
     for manifest in root.glob(f"step-*/{MANIFEST}"):

@@ -1,4 +1,4 @@
-"""Uploads over HTTP without Ray: the real routes, checks, stores, submission queue and window."""
+"""Uploads over HTTP without Ray: real routes, checks, stores, submission queue and window."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HTTP = HttpSettings(
 
 
 class _Run(LocalRun):
-    """Its version is the service's step."""
+    """A run whose policy version is the service's step."""
 
     async def readiness(self) -> ReadyAnswer:
         found = await super().readiness()
@@ -65,7 +65,7 @@ class _Run(LocalRun):
 
 @dataclass
 class UploadWorld:
-    """One process of a run; `restart` is what a kill -9 and a new start make of it."""
+    """One process of a run; `restart` returns the process that follows it after a kill -9."""
 
     directory: Path
     policy: Policy = field(default_factory=Policy)
@@ -104,7 +104,7 @@ class UploadWorld:
         return await self.client.post(url, content=raw, headers={"content-type": kind})
 
     async def admitted(self) -> list[RolloutAssignment]:
-        """What the window lets in now, handed to the gateway."""
+        """Admit what the window has room for; return the assignments for the gateway."""
         await self.service.admit()
         return take_all(self.service.queue, environments=(UPLOADED,))
 
@@ -118,7 +118,7 @@ class UploadWorld:
 
 
 def item(name: str = "t-0", *, group: str = "g", **changes: Any) -> dict[str, Any]:
-    """A trajectory of two turns: [1, 2] -> [3, 4], then [5] -> [6]; version 0."""
+    """Make an upload of two turns: [1, 2] -> [3, 4], then [5] -> [6]; version 0."""
     sample = {
         "token_ids": [1, 2, 3, 4, 5, 6],
         "mask": [0, 0, 1, 1, 0, 1],
@@ -131,14 +131,14 @@ def item(name: str = "t-0", *, group: str = "g", **changes: Any) -> dict[str, An
 
 
 def played(*, seed: int, version: int = 0, reward: float = 1.0) -> Trajectory:
-    """A trajectory of three turns, as our own environments make it."""
+    """Make a trajectory of three turns, as the product's own environments do."""
     return make_trajectory(linear_turns(3, seed=seed, version=version, reward=reward))
 
 
 def as_item(
     trajectory: Trajectory, name: str, *, group: str = "g", packed: bool = False
 ) -> dict[str, Any]:
-    """A trajectory as its producer uploads it. packed: columns as bytes."""
+    """Return a trajectory as its producer uploads it. packed: columns as bytes."""
     turns = trajectory.turns
     by_tokens = any(sample.token_rewards is not None for sample in trajectory.samples)
     rewards = {turn.index: turn.reward for turn in turns[:-1] if turn.reward}
@@ -190,7 +190,7 @@ def pack(values: Any, dtype: str, **shape: Any) -> dict[str, Any]:
 
 
 def in_json(item: Any) -> Any:
-    """With the bytes of packed columns as JSON has them."""
+    """Return an item with the bytes of packed columns in base64, as JSON needs them."""
     if isinstance(item, dict):
         return {name: in_json(value) for name, value in item.items()}
     if isinstance(item, list | tuple):
@@ -199,7 +199,7 @@ def in_json(item: Any) -> Any:
 
 
 def spans_of(versions: np.ndarray) -> list[dict[str, int]]:
-    """Spans that cover the trained tokens; those between belong to the version before them."""
+    """Return spans that cover the trained tokens; tokens between have the version before them."""
     trained = np.flatnonzero(versions != NO_VERSION)
     if not trained.size:
         return []
@@ -220,5 +220,5 @@ def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 
 
 def renamed(trajectory: Trajectory) -> tuple[Sample, ...]:
-    """Its samples without what only an assignment gives."""
+    """Return a trajectory's samples without their id, which only an assignment gives."""
     return tuple(replace(sample, trajectory_id="") for sample in trajectory.samples)
