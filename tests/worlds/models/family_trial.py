@@ -137,8 +137,8 @@ async def _difference(
 ) -> np.ndarray:
     """Return the absolute differences between the engine's logprobs and the trainer's.
 
-    They are those of the tokens that the engine sampled at the temperature; at 1, also those with
-    which the engine scores the whole text.
+    The tokens are those that the engine sampled at the temperature. At temperature 1 the engine
+    also scores the whole text, and those differences are included.
     """
     prompt = np.random.default_rng(version).integers(2, VOCABULARY, NUM_SCORED).astype(np.int32)
     reply = await engine.generate(

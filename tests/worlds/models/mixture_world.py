@@ -202,7 +202,7 @@ def merged_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
 
 
 def unmerged_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
-    """Return each turn as a sample of its own, with the trajectory it belongs to."""
+    """Return each turn as a sample of its own, which belongs to the same trajectory."""
     parts = [replayed(each, [turn]) for each in trajectories for turn in whole_turns(each)]
     return merged_samples(parts)
 

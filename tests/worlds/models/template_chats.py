@@ -40,7 +40,7 @@ class Reply:
     reasoning: str = ""
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     is_cut: bool = False
-    """Whether the limit of its length ended it."""
+    """Whether the reply was cut at its largest length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

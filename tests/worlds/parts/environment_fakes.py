@@ -114,8 +114,8 @@ class FakeQueue:
         return self.ended, self.block_sizes, self.max_held
 
     async def asked(self) -> int:
-        """Return how often rollouts were taken.
+        """Return how often rollouts were requested.
 
-        When they are taken for the second time, the first ones are being played.
+        From the second request on, the rollouts of the first one are being played.
         """
         return self.num_asked

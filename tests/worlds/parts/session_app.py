@@ -183,7 +183,7 @@ class Reader:
         return b"".join(self.parts)
 
     async def _send(self, message: Message) -> None:
-        # As servers do, drop messages to a client that has disconnected at once.
+        # As servers do, drop messages at once if the client has disconnected.
         waiting = [asyncio.create_task(event.wait()) for event in (self.may_read, self.left)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -107,7 +107,7 @@ class Run:
                 return
             assert self.process.poll() is None, f"the run ended early: {self.log()}"
             time.sleep(0.2)
-        raise AssertionError(f"step {step} did not come within {limit_s} s: {self.log()}")
+        raise AssertionError(f"step {step} is not stored after {limit_s} s: {self.log()}")
 
     def advance(self, num_steps: int, *, limit_s: float) -> None:
         """Wait for `num_steps` more steps than are stored now."""

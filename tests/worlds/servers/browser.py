@@ -155,7 +155,7 @@ def browser() -> Iterator[Browser]:
     """Run Chromium until the end of the block. Without it the test is skipped, or fails in CI."""
     program = next((found for name in NAMES if (found := shutil.which(name))), None)
     if program is None:
-        skip_or_fail("needs chromium-headless-shell")
+        skip_or_fail("chromium-headless-shell is needed")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [

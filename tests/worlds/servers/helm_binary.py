@@ -71,7 +71,7 @@ def _kept_binary(pinned: Pinned) -> Path:
     kept = TOOLS / f"helm-{pinned.version}" / "helm"
     if not kept.is_file() or _digest(kept.read_bytes()) != pinned.sha256:
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-            raise Unreachable("the pinned binary is for Linux on x86-64; set HELM to one of yours")
+            raise Unreachable("the pinned binary is for Linux on x86-64; set HELM to your own")
         _keep(_fetched(pinned), kept)
     return kept
 

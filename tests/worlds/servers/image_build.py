@@ -35,7 +35,7 @@ LIMIT_S = 2400
 def require_buildah() -> None:
     """Skip the test if no image can be built; fail it if CI is set."""
     if os.geteuid() != 0:
-        skip_or_fail("an image is built as root")
+        skip_or_fail("building an image needs root")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         skip_or_fail(f"{', '.join(missing)} not found: install Debian's packages of these names")
 

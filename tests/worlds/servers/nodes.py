@@ -102,7 +102,7 @@ class Node:
 
         Call this in the main thread: the node is killed when the thread that started it ends.
         """
-        assert self.process is None, "it runs already"
+        assert self.process is None, "the node is already running"
         self.logged_before = self.log.stat().st_size if self.log.exists() else 0
         script = _FIRST_PROCESS.format(
             name=self.name, ray=_RAY, arguments=" ".join(self.arguments), shm_mib=self.shm_mib,

@@ -27,7 +27,7 @@ def real_server(example: str) -> Iterator[str]:
         address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_S
         while not _is_healthy(address):
-            assert process.poll() is None and time.monotonic() < deadline, "no server came up"
+            assert process.poll() is None and time.monotonic() < deadline, "it did not start"
             time.sleep(0.2)
         yield address
     finally:

@@ -59,7 +59,7 @@ def find_tools() -> dict[str, str]:
         return _installed() or _unpacked() or _downloaded()
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
-        skip_or_fail(f"there is no Prometheus, and Debian's cannot be downloaded: {told}")
+        skip_or_fail(f"Prometheus is not installed, and Debian's cannot be downloaded: {told}")
 
 
 def _installed() -> dict[str, str]:
@@ -173,7 +173,10 @@ class Prometheus:
 
 @contextlib.contextmanager
 def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
-    """Scrape host:port with the committed configuration, every SCRAPE_S. run: the run's name."""
+    """Scrape host:port with the committed configuration, every SCRAPE_S seconds.
+
+    run: the run's name.
+    """
     text = CONFIG.read_text()
     assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
     text = text.replace("127.0.0.1:9400", target)
@@ -195,7 +198,7 @@ class Target:
 def scraping_all(
     targets: Sequence[Target], directory: Path, *, run: str, rules: str = "", alertmanager: str = ""
 ) -> Iterator[Prometheus]:
-    """Scrape several targets, every SCRAPE_S.
+    """Scrape several targets, every SCRAPE_S seconds.
 
     run: the run's name. rules: as YAML. alertmanager: host:port.
     """
