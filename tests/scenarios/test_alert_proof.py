@@ -1,7 +1,7 @@
-"""Alerts of a real run, at a real Alertmanager's webhook: each fires by its fault, and resolves.
+"""Tests that a real run's alerts fire by their faults and resolve, at an Alertmanager's webhook.
 
-The rules are those of the chart with every duration a sixtieth. Those whose faults need hardware,
-days or a defect are tried by promtool alone (`tests/deploy/test_rules.py`).
+The rules are those of the chart with each duration divided by 60. Rules whose faults need special
+hardware, days or a defect are tested only with promtool (`tests/deploy/test_rules.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ALERTMANAGER = "prometheus-alertmanager"
 SCALE = 1 / 60
 
 
-class Told:
-    """What the webhook was told, by alert: "firing" or "resolved", in order."""
+class Webhook:
+    """A webhook that keeps the states of each alert in order: "firing" or "resolved"."""
 
     def __init__(self) -> None:
         self.states: dict[str, list[str]] = {}
@@ -58,16 +58,16 @@ class Told:
 
 
 @contextmanager
-def alertmanager(directory: Path, told: Told) -> Iterator[str]:
-    """Yields its host:port."""
+def alertmanager(directory: Path, received: Webhook) -> Iterator[str]:
+    """Run Alertmanager until the end of the block; yield its host:port."""
     if shutil.which(ALERTMANAGER) is None:
         skip_or_fail(f"{ALERTMANAGER} is not installed (Debian: {ALERTMANAGER})")
     address = f"127.0.0.1:{free_port()}"
-    with answering(told.answer) as webhook:
+    with answering(received.answer) as webhook:
         (directory / "alertmanager.yml").write_text(alertmanager_config(webhook=webhook))
         command = alertmanager_command(ALERTMANAGER, directory, address=address)
         with (directory / "alertmanager.out").open("wb") as output:
-            # `timeout` ends it also where this process is killed.
+            # `timeout` ends it also if this process is killed.
             process = subprocess.Popen(
                 ["timeout", "--kill-after=5", str(LIFE_S), *command],
                 stdout=output, stderr=subprocess.STDOUT,
@@ -88,14 +88,14 @@ def test_alerts_reach_a_webhook_when_their_faults_begin_and_when_they_end(
         small_model,
         run={"steps": 100_000, "evaluate_every": 100_000},
         trainer={"num_ranks": 1},
-        # The deadline is a number of the run, which the rules' scale does not shorten.
+        # The rules' scale does not shorten the deadlines that come from the run's configuration.
         rollouts={"num_actors": 1, "frozen_after_s": 600, "episode_deadline_s": 60},
         service={"port": 0, "max_waiting_tasks": 8},
     )
-    told = Told()
+    received = Webhook()
     with (
         running(config, tmp_path / "run", command="serve") as run,
-        alertmanager(tmp_path, told) as receiver,
+        alertmanager(tmp_path, received) as receiver,
     ):
         url = run.api_address(limit_s=START_S)
         target = Target(address=run.metrics_address(limit_s=START_S), labels={})
@@ -111,25 +111,25 @@ def test_alerts_reach_a_webhook_when_their_faults_begin_and_when_they_end(
             ):  # fmt: skip
                 run.wait_for_step(3, limit_s=START_S)
                 run.kill_part(ENGINE)
-                told.wait_for("firing", "RayloomEngineMissing", limit_s=START_S)
-                told.wait_for("resolved", "RayloomEngineMissing", limit_s=START_S)
+                received.wait_for("firing", "RayloomEngineMissing", limit_s=START_S)
+                received.wait_for("resolved", "RayloomEngineMissing", limit_s=START_S)
 
                 frozen = run.freeze_part("ray::EnvironmentActor")
                 by_freeze = "RayloomNoRollouts", "RayloomStalled", "RayloomRequestsRefused"
-                told.wait_for("firing", *by_freeze, limit_s=START_S)
+                received.wait_for("firing", *by_freeze, limit_s=START_S)
                 frozen.send_signal(signal.SIGCONT)
-                told.wait_for("resolved", *by_freeze, limit_s=START_S)
+                received.wait_for("resolved", *by_freeze, limit_s=START_S)
 
                 client.stop()
                 run.process.kill()
-                told.wait_for("firing", "RayloomTargetDown", limit_s=STEP_S)
-                # It was seen an hour ago, which is a minute here, and is forgotten then.
-                told.wait_for("resolved", "RayloomTargetDown", limit_s=START_S)
+                received.wait_for("firing", "RayloomTargetDown", limit_s=STEP_S)
+                # The alert ends an hour after the last scrape of the target: a minute here.
+                received.wait_for("resolved", "RayloomTargetDown", limit_s=START_S)
         finally:
             client.stop()
             working.join(timeout=60)
-    assert "RayloomLedgerOutOfBalance" not in told.states
-    assert "RayloomRunFailed" not in told.states
+    assert "RayloomLedgerOutOfBalance" not in received.states
+    assert "RayloomRunFailed" not in received.states
 
 
 # A driver that keeps its fault until its standard input ends.
@@ -178,14 +178,14 @@ except ray.exceptions.OutOfMemoryError as error:
 
 @contextmanager
 def fault(node: Node, script: str) -> Iterator[None]:
-    """Have a driver on the node do as the script says, until the end of the block."""
+    """Run a script with a fault in a driver on the node until the end of the block."""
     process = subprocess.Popen(
         [*node.entrance, "timeout", str(LIFE_S), sys.executable, "-c", script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     try:
-        # After lines of Ray Serve's own.
+        # Ray Serve prints lines before it.
         assert "begun\n" in process.stdout, f"the driver ended with {process.wait()}"
         yield
         process.stdin.close()
@@ -199,7 +199,7 @@ def fault(node: Node, script: str) -> Iterator[None]:
 
 @contextmanager
 def small_volume(directory: Path) -> Iterator[None]:
-    """Mount a file system of its own there, until the end of the block."""
+    """Mount a small file system at a new directory until the end of the block."""
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", directory], check=True)
     try:
@@ -210,7 +210,7 @@ def small_volume(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def filled(volume: Path, *, left_bytes: int) -> Iterator[None]:
-    """Fill a volume except for `left_bytes`, until the end of the block."""
+    """Fill a volume except for `left_bytes` until the end of the block."""
     ballast = volume / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(volume).free - left_bytes)
@@ -221,17 +221,17 @@ def filled(volume: Path, *, left_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.nodes
-def test_alerts_on_what_is_below_the_run_reach_a_webhook(tmp_path: Path, small_model: str) -> None:
-    """Objects are spilled, an application of Ray Serve fails to deploy, a node is short of memory,
-    the checkpoints' volume is full, and a node is lost."""
+def test_alerts_on_ray_nodes_and_volumes_reach_a_webhook(tmp_path: Path, small_model: str) -> None:
+    """Alerts fire for spilled objects, a Ray Serve application that fails to deploy, a node that is
+    short of memory, a full volume of checkpoints, and a lost node."""
     require_nodes()
-    volume, told = tmp_path / "volume", Told()
-    # Ray's memory monitor finds it short of memory from the first worker on.
+    volume, received = tmp_path / "volume", Webhook()
+    # With the first worker, Ray's memory monitor finds the node short of memory.
     is_short = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
     with (
         small_volume(volume),
         network(tmp_path) as net,
-        alertmanager(tmp_path, told) as receiver,
+        alertmanager(tmp_path, received) as receiver,
     ):
         roles = {f"rayloom_{role}": 1.0 for role in ("control", "inference", "trainer")}
         port = "--metrics-export-port=8080"
@@ -259,20 +259,20 @@ def test_alerts_on_what_is_below_the_run_reach_a_webhook(tmp_path: Path, small_m
             ):  # fmt: skip
                 run.wait_for_step(5, limit_s=START_S)
                 with fault(head, SPILL):
-                    told.wait_for("firing", "RayloomObjectStoreSpilling", limit_s=START_S)
+                    received.wait_for("firing", "RayloomObjectStoreSpilling", limit_s=START_S)
                 with fault(head, FAIL_TO_DEPLOY):
-                    told.wait_for("firing", "RayloomServeUnhealthy", limit_s=START_S)
+                    received.wait_for("firing", "RayloomServeUnhealthy", limit_s=START_S)
                 with fault(head, RUN_OUT_OF_MEMORY):
-                    told.wait_for("firing", "RayloomOutOfMemory", limit_s=START_S)
+                    received.wait_for("firing", "RayloomOutOfMemory", limit_s=START_S)
                 one = max((volume / "run" / "checkpoints").glob("step-*"))
                 size = sum(each.stat().st_size for each in one.rglob("*"))
-                # Room for the next one, and then for less than one and a half.
+                # There is room for the next checkpoint; after it, for less than one and a half.
                 with filled(volume, left_bytes=2 * size):
-                    told.wait_for("firing", "RayloomCheckpointVolumeFull", limit_s=START_S)
+                    received.wait_for("firing", "RayloomCheckpointVolumeFull", limit_s=START_S)
                 second.kill()
-                told.wait_for("firing", "RayloomNodesMissing", limit_s=START_S)
+                received.wait_for("firing", "RayloomNodesMissing", limit_s=START_S)
                 second.start()
-                told.wait_for(
+                received.wait_for(
                     "resolved", "RayloomObjectStoreSpilling", "RayloomServeUnhealthy",
                     "RayloomOutOfMemory", "RayloomCheckpointVolumeFull", "RayloomNodesMissing",
                     limit_s=START_S,

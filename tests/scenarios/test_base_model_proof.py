@@ -1,4 +1,4 @@
-"""A base model: raw prompts and stop strings, from the data to the export and its evaluation."""
+"""Test of a base model with raw prompts and stop strings, from the data to the evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOICES = ("12", "34")
 
 
 def write_base_model(directory: Path) -> str:
-    """The tiny model without a chat template."""
+    """Write the tiny model without a chat template; return its directory."""
     build_tiny_model(directory, seed=0, warmup_steps=20)
     settings = directory / "tokenizer_config.json"
     found = json.loads(settings.read_text())
@@ -79,7 +79,7 @@ def test_a_base_model_is_trained_on_raw_prompts_until_a_stop_string(
                 ids = sample.token_ids[turn.tokens].tolist()
                 before = tokenizer.decode(ids[:-1], skip_special_tokens=False)
                 whole = tokenizer.decode(ids, skip_special_tokens=False)
-                # The last token completes it, and none before it did.
+                # Only the last token may complete a stop string.
                 assert not any(each in before for each in STOP)
                 if any(each in whole for each in STOP):
                     assert turn.finish_reason is FinishReason.STOP

@@ -1,4 +1,7 @@
-"""Agents from npm and PyPI, unchanged, over forced answers: `make proof PART=clients`."""
+"""Tests of unmodified agents from npm and PyPI, whose policy gives scripted answers.
+
+Run by `make proof PART=clients`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ TASK = "Write hello to note.txt"
 DONE = "It is done."
 WRITE = ToolCall(name="write", arguments={"text": "hello"})
 TYPED = '{"said": "It is done."}'
-# What the policy says to have a program over a framework write the note; how many samples that is.
+# By program: the policy's answers with which it writes the note, and the number of samples.
 SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
     "ai_sdk.mjs": ([WRITE, DONE], 1),
     "langgraph_react.py": ([WRITE, DONE], 1),
@@ -41,7 +44,7 @@ SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
         [WRITE, ToolCall(name="final_result", arguments={"said": DONE})],
         1,
     ),
-    # smolagents writes what it ran into the reply that it sends back.
+    # smolagents adds the code that it ran to the reply that it sends back.
     "smolagents_code.py": (
         ["<code>\nprint(write('hello'))\n</code>", f"<code>\nfinal_answer({DONE!r})\n</code>"],
         2,
@@ -51,7 +54,7 @@ SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
         2,
     ),
 }
-# Those that ask for what a session cannot obey.
+# Programs that request an option that a session does not support.
 CONSTRAINED = {
     "openai_agents_typed.py",
     "pydantic_ai_chat.py",
@@ -61,7 +64,7 @@ CONSTRAINED = {
 
 
 def script_of(program: CommandLine, note: Path) -> list[str | ToolCall]:
-    """What the policy says to have a command line write `note`."""
+    """Return the policy's answers with which a command-line agent writes `note`."""
     command, file = "printf hello > note.txt", str(note)
     calls = {
         CODEX.name: ToolCall(name="exec_command", arguments={"cmd": command}),
@@ -77,7 +80,7 @@ def script_of(program: CommandLine, note: Path) -> list[str | ToolCall]:
 
 
 def policy_over(template: str, script: list[str | ToolCall], **options: Any) -> ForcedPolicy:
-    """Over the tiny model's own template, or a published one, whose model thinks."""
+    """Return a policy with the tiny model's template or a published one of a thinking model."""
     if not template:
         return ForcedPolicy(script=list(script), **options)
     (found,) = (each for each in published() if each.name == template)
@@ -99,7 +102,7 @@ async def finished(served: Served) -> tuple[dict[str, Any], Trajectory]:
 
 
 def check_trained(policy: ForcedPolicy, trajectory: Trajectory, *, num_samples: int) -> None:
-    """Each text of the script is trained once, in its order; the reward is there once."""
+    """Check that each text of the script is trained once, in order, with the reward."""
     assert not policy.script
     assert trajectory.outcome is Outcome.COMPLETED and trajectory.episode_return == 1.0
     assert len(trajectory.samples) == num_samples
@@ -129,7 +132,7 @@ def check_trained(policy: ForcedPolicy, trajectory: Trajectory, *, num_samples: 
         )
     ],
 )
-async def test_a_command_line_does_a_task_and_its_session_has_what_was_sampled(
+async def test_session_of_a_command_line_agent_has_its_sampled_turns(
     tmp_path: Path, program: CommandLine, template: str
 ) -> None:
     line_of(program)
@@ -140,7 +143,7 @@ async def test_a_command_line_does_a_task_and_its_session_has_what_was_sampled(
         said = await work(program, TASK, home=home, env=served.session.env)
         assert DONE in said and note.read_text() == "hello"
         answer, trajectory = await finished(served)
-    # A title says nothing of the task: it is not trained.
+    # A request for a title does not belong to the task, so that it is not trained.
     assert answer["left_out"] == int(program is OPENCODE)
     assert len(policy.requests) == len(policy.sampled) + answer["left_out"]
     check_trained(policy, trajectory, num_samples=1)
@@ -151,7 +154,7 @@ async def test_a_command_line_does_a_task_and_its_session_has_what_was_sampled(
 
 
 @pytest.mark.parametrize("program", FRAMEWORKS, ids=lambda program: program.name)
-async def test_a_framework_does_a_task_and_its_session_has_what_was_sampled(
+async def test_session_of_a_framework_agent_has_its_sampled_turns(
     tmp_path: Path, program: CommandLine
 ) -> None:
     line_of(program)

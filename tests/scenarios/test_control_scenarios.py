@@ -1,4 +1,4 @@
-"""An operator and a run for real: each part paused and resumed, a checkpoint gone back to by id."""
+"""Test of an operator's control of a real run: pauses, checkpoints, a return, an evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 Json = dict[str, Any]
-# Of a step: without variance a group is evicted with it.
+# The statuses of a rollout after its step: a group without variance is evicted.
 OVER = {"trained", "evicted"}
 
 
@@ -76,7 +76,7 @@ def trained(client: httpx.Client, name: str) -> None:
     until(lambda: statuses(client, name) <= OVER)
 
 
-def test_an_operator_pauses_each_part_goes_back_to_a_checkpoint_and_evaluates(
+def test_operator_pauses_each_part_returns_to_a_checkpoint_and_evaluates(
     tmp_path: Path, small_model: str
 ) -> None:
     config = small_config(
@@ -88,7 +88,7 @@ def test_an_operator_pauses_each_part_goes_back_to_a_checkpoint_and_evaluates(
         rollouts={"turn_deadline_s": 3, "episode_deadline_s": 6},
     )
     with running(config, tmp_path / "run", command="serve") as run, client_of(run) as client:
-        # Training: what is played waits for its step.
+        # Training is paused: rollouts that have ended wait for their step.
         post(client, "/control/training/pause", reason="a look")
         submit(client, "a")
         until(lambda: statuses(client, "a") == {"finished"})
@@ -96,18 +96,19 @@ def test_an_operator_pauses_each_part_goes_back_to_a_checkpoint_and_evaluates(
         post(client, "/control/training/resume")
         trained(client, "a")
         first = follow(client, post(client, "/checkpoints"))["checkpoint"]
-        # Admission: what is submitted stays in the backlog.
+        # Admission is paused: submitted tasks stay in the backlog.
         post(client, "/control/admission/pause")
         submit(client, "b")
         stays(client, "b", "queued")
         post(client, "/control/admission/resume")
         trained(client, "b")
-        # Generation, for longer than a rollout may take: nothing is lost by it.
+        # Generation is paused for longer than the deadline of an episode: no rollout is lost.
         held = post(client, "/control/generation/pause")
         assert held["in_flight"]["engines_held"] == held["in_flight"]["engines"] == 1
         submit(client, "c")
         stays(client, "c", "running", seconds=4.0)
-        # A checkpoint needs no turn, and a return begins a term whose engines load and hold.
+        # A checkpoint can be made during the pause. A return begins a term whose engines load the
+        # weights and stay paused.
         second = follow(client, post(client, "/checkpoints"))["checkpoint"]
         assert second != first
         follow(client, post(client, f"/checkpoints/{first}/return"))
@@ -121,7 +122,7 @@ def test_an_operator_pauses_each_part_goes_back_to_a_checkpoint_and_evaluates(
         assert statuses(client, "b") <= {"queued", "running"}
         assert statuses(client, "a") <= OVER
         post(client, "/control/generation/resume")
-        # What was undone is played again, and nothing of it twice.
+        # The rollouts of steps that were undone are played again, each once.
         trained(client, "b")
         trained(client, "c")
         asked = post(client, "/evaluations", temperature=0.8, num_samples=2, num_tasks=2)

@@ -1,7 +1,7 @@
-"""The run of `make demo`, over several seeds and once with learning rate 0.
+"""Test of the run of `make demo`, with several seeds and once with learning rate 0.
 
-Each run takes minutes, so that this is a proof; it prints the table that docs/status.md shows.
-SEEDS="0 1" in the environment chooses seeds.
+Each run takes minutes, so that this is a proof. It prints the table that docs/status.md shows.
+The environment variable SEEDS, as in SEEDS="0 1", chooses the seeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_DRIFT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Held-out scores of a run at temperature 0, its time and its memory."""
+    """A run's held-out scores at temperature 0 before and after it, its time and its memory."""
 
     before: float
     after: float
@@ -50,7 +50,7 @@ def rayloom(*arguments: str) -> None:
 
 
 def train(run: Path, *options: str) -> Trained:
-    """Run both commands of `make demo`; the model is converted by the first of the runs alone."""
+    """Run both commands of `make demo`; only the first call converts the model."""
     started = time.monotonic()
     rayloom("model", "smollm2", MODEL)
     rayloom("train", CONFIG, *options, "--run-dir", str(run))

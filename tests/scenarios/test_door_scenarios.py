@@ -1,4 +1,4 @@
-"""What a researcher begins with: a data set, a function and tools, without a configuration."""
+"""Tests of a user's first runs: a data set, a reward function, tools and an own environment."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ QUICK = ["--set", "algorithm.group_size=8"]
 @pytest.mark.parametrize(
     "function", ["score", pytest.param("as_trl_has_it", marks=pytest.mark.proof)]
 )
-def test_a_function_is_trained_by_interrupted_and_goes_on_without_a_configuration(
+def test_run_with_a_reward_function_resumes_without_a_configuration(
     tmp_path: Path, function: str
 ) -> None:
-    """docs/reward-functions.md, as its commands are."""
+    """Run the commands of docs/reward-functions.md, interrupt the run and resume it."""
     place = tmp_path / "mine"
     shutil.copytree(EXAMPLE, place)
     asked = ["--dataset", "after.jsonl", "--reward", f"my.py:{function}", "--set", "run.steps=500"]
@@ -70,7 +70,7 @@ CLASS = [*OF_DATA, "--reward", "my.py:from_notebook", "--tools", "my.py:Notebook
 def test_tools_are_called_and_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], config: str | None
 ) -> None:
-    """docs/tools.md, as its commands are, for fewer steps."""
+    """Run the commands of docs/tools.md for fewer steps."""
     place = tmp_path / "mine"
     shutil.copytree(SUMS, place)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -84,16 +84,16 @@ def test_tools_are_called_and_trained(
     trajectories = [
         entry.trajectory for step in open_journal(run.place.path).steps() for entry in step.entries
     ]
-    # Calls were made, and answered: both functions give 0.2 for one that worked.
+    # Calls were made and answered: both reward functions give 0.2 for a call that worked.
     assert any(len(each.turns) > 1 and each.episode_return >= 0.2 for each in trajectories)
 
 
-def test_servers_of_episodes_end_with_a_killed_actor_and_with_a_run_that_is_ended_at_once(
+def test_mcp_servers_end_with_a_killed_actor_and_a_run_that_is_interrupted_twice(
     tmp_path: Path,
 ) -> None:
     place = tmp_path / "mine"
     shutil.copytree(SUMS, place)
-    # A launcher, as npx and uvx are, and a process that would outlive its server.
+    # A launcher, like npx and uvx, also starts a process that would outlive its server.
     files = [f"{place}/{name}" for name in ("launch.sh", "server.py", "sums.jsonl")]
     launcher, server, watched = files
     Path(launcher).write_text(f"tail -f {watched} > /dev/null &\n{sys.executable} {server}; true\n")
@@ -101,12 +101,12 @@ def test_servers_of_episodes_end_with_a_killed_actor_and_with_a_run_that_is_ende
     config["tasks"]["options"]["mcp"] = {"sums": {"command": ["sh", launcher], "per": "episode"}}
     config["run"]["steps"] = 100
     config["rollouts"]["slots_per_actor"] = 8
-    # A process, and a second of a processor, for each rollout.
+    # Each rollout starts a process, which takes a second of a processor.
     config["algorithm"]["groups_per_step"] = 2
     (place / "mcp.yaml").write_text(yaml.safe_dump(config))
 
     def of_servers() -> list[psutil.Process]:
-        # Between two steps there may be none.
+        # Between two steps there may be no server.
         return poll(lambda: open_now() or None, limit_s=STEP_S) or []
 
     def open_now() -> list[psutil.Process]:
@@ -133,8 +133,8 @@ def _line(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_a_world_of_ones_own_is_played_and_trained(tmp_path: Path) -> None:
-    """docs/environment-tutorial.md, as its command is, for fewer steps."""
+def test_environment_of_the_tutorial_is_played_and_trained(tmp_path: Path) -> None:
+    """Run the command of docs/environment-tutorial.md for fewer steps."""
     place = tmp_path / "mine"
     shutil.copytree(ROOT / "docs" / "examples" / "sticks", place)
     options = ["--set", "run.steps=3", *QUICK]
@@ -145,6 +145,6 @@ def test_a_world_of_ones_own_is_played_and_trained(tmp_path: Path) -> None:
     trajectories = [
         entry.trajectory for step in open_journal(run.place.path).steps() for entry in step.entries
     ]
-    # Some games go on after the first move, and some moves are none.
+    # Some games have a second move, and some answers are not a move.
     assert any(len(each.turns) > 1 for each in trajectories)
     assert any(each.outcome is Outcome.MALFORMED_TOOL_CALL for each in trajectories)

@@ -1,4 +1,4 @@
-"""Engines come and go under a run, and none of them stays behind one."""
+"""Tests of engines that die, freeze, are added or removed during a run, and end with it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ PARTS = r"ray::(ServeReplica:rayloom|rayloom|WeightBoard|Supervisor|Environment|
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a Ray that runs already, and goes on without the run."""
-    # Not a runtime_env: Serve replaces the engines of a job that has another one.
+    """Start a Ray that outlives the run; yield its address."""
+    # A runtime_env does not work here: Serve replaces the engines if a job has another one.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     start_ray(
         address="local", namespace=NAMESPACE, num_cpus=12, include_dashboard=False,
@@ -60,49 +60,49 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def processes(pattern: str) -> list[psutil.Process]:
-    """Those on the cluster of this test whose title begins so."""
+    """Return the processes on this test's cluster whose title begins with a pattern."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            # The cluster is of this process's session, the command has one of its own.
+            # The cluster is in the session of this process; the command has its own session.
             is_ours = os.getsid(process.pid) == os.getsid(0)
             if is_ours and re.match(pattern, " ".join(process.cmdline())):
                 found.append(process)
     return found
 
 
-def wait_until(is_so: Callable[[], bool], *, limit_s: float) -> None:
+def wait_until(condition: Callable[[], bool], *, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so within {limit_s} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {limit_s} s"
         time.sleep(0.2)
 
 
 def pids(found: list[psutil.Process]) -> set[int]:
-    """Of at least one."""
+    """Return the ids of processes, and check that there is one."""
     assert found
     return {process.pid for process in found}
 
 
 def check_weights(run: Run) -> None:
-    """Engines scored the text as the trainer did in every step that had time for a check."""
+    """Check that engines and trainer agreed in every step that had time for a check."""
     found = [record.value("logprob_check_max") for record in run.history().steps]
     differences = [each for each in found if each is not None]
     assert differences and all(each < TOLERANCE_NATS for each in differences)
 
 
 def stop(run: Run) -> None:
-    """Ctrl-C once: the step in hand ends, and what is in flight is kept."""
+    """Press Ctrl-C once: the current step ends, and rollouts in flight are kept."""
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait(limit_s=START_S) == EXIT_INTERRUPTED, run.log()
     check_stopped(run)
     check_weights(run)
 
 
-def test_engines_outlive_a_supervisor_and_a_weight_board_that_are_killed(
+def test_engines_outlive_a_killed_supervisor_and_a_killed_weight_board(
     tmp_path: Path, small_model: str
 ) -> None:
-    """The supervisor, the board, and then both, as where the head of a cluster dies."""
+    """Kill the supervisor, then the board, then both, as when the head of a cluster dies."""
     steps = 24
     config = small_config(tmp_path, small_model, run={"steps": steps, "evaluate_every": 50})
     with running(config, tmp_path / "run") as run:
@@ -121,8 +121,8 @@ def test_engines_outlive_a_supervisor_and_a_weight_board_that_are_killed(
         assert run.history().num_terms == 4
 
 
-def test_engines_outlive_serves_controller_that_is_killed(tmp_path: Path, small_model: str) -> None:
-    """Another environment actor has to ask the next controller where the engines are."""
+def test_engines_outlive_a_killed_serve_controller(tmp_path: Path, small_model: str) -> None:
+    """Check that a new environment actor finds the engines through the next controller."""
     steps = 12
     config = small_config(tmp_path, small_model, run={"steps": steps, "evaluate_every": 50})
     with running(config, tmp_path / "run") as run:
@@ -137,11 +137,13 @@ def test_engines_outlive_serves_controller_that_is_killed(tmp_path: Path, small_
         assert run.history().num_terms == 1
 
 
-@pytest.mark.parametrize("with_board", [False, True], ids=["alone", "and the board"])
-def test_a_driver_that_is_killed_leaves_nothing_on_the_cluster_that_it_joined(
+@pytest.mark.parametrize(
+    "with_board", [False, True], ids=["the driver", "the driver and the board"]
+)
+def test_killed_driver_leaves_nothing_on_the_cluster_that_it_joined(
     tmp_path: Path, small_model: str, address: str, with_board: bool
 ) -> None:
-    """Without its board the engine waits for the next one, and deletes its application itself."""
+    """Check that an engine without a board and a driver deletes its own application."""
     config = small_config(
         tmp_path, small_model, run={"steps": 400, "orphan_timeout_s": ORPHAN_S}
     )  # fmt: skip
@@ -158,17 +160,17 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_cluster_that_it_joined(
             seen.update(each.pid for each in processes(ENGINE))
             return serve.status().applications == {}
 
-        # First the applications: between two starts of a replica there is no process either.
+        # Wait for the applications first: between two starts of a replica there is no process.
         wait_until(is_without_applications, limit_s=ORPHAN_S + 45)
         wait_until(lambda: not processes(PARTS), limit_s=30)
         wait_until(lambda: not any(each.is_running() for each in engines), limit_s=10)
-        # A replica that was started meanwhile has ended before it loaded vLLM.
+        # A replica that was started meanwhile ended before it loaded vLLM.
         assert seen <= {each.pid for each in engines}
         left = ray.util.list_named_actors(all_namespaces=True)
         assert not [each for each in left if "rayloom" in each["name"]]
 
 
-def test_a_run_that_is_resumed_in_time_takes_its_engines_over_and_may_ask_for_more(
+def test_run_that_is_resumed_in_time_takes_over_its_engines_and_adds_one(
     tmp_path: Path, small_model: str, address: str
 ) -> None:
     sections: dict[str, Any] = {"run": {"steps": 4000, "evaluate_every": 5000}}
@@ -180,7 +182,7 @@ def test_a_run_that_is_resumed_in_time_takes_its_engines_over_and_may_ask_for_mo
     config = small_config(tmp_path, small_model, inference={"num_replicas": 2}, **sections)
     with running(config, tmp_path / "run", ["--resume", "--address", address]) as run:
         run.advance(2, limit_s=START_S)
-        # A table that is read while processes come and go may lack one for once.
+        # A list of processes that is read while some start and end may lack one.
         wait_until(lambda: before <= pids(processes(ENGINE)), limit_s=FOUND_S)
         wait_until(lambda: len(processes(ENGINE)) == 2, limit_s=START_S)
         run.advance(2, limit_s=START_S)
@@ -207,10 +209,10 @@ def test_serve_scales_the_engines_up_and_down_while_a_run_trains(
         stop(run)
 
 
-def test_two_runs_on_one_cluster_do_not_know_each_other(
+def test_two_runs_on_one_cluster_do_not_affect_each_other(
     tmp_path: Path, small_model: str, address: str
 ) -> None:
-    """Of one name and one model; the second ends before the first."""
+    """Both have one name and one model; the second ends before the first."""
     steps, arguments = 4, ["--address", address]
     (tmp_path / "short").mkdir()
     long = small_config(tmp_path, small_model, run={"steps": 4000, "evaluate_every": 5000})
@@ -235,7 +237,7 @@ def find_board() -> Any:
 
 
 def scale(board: Any, num_replicas: int) -> None:
-    """As anybody may who can reach the cluster."""
+    """Deploy another number of engines, as anyone with access to the cluster can."""
     status: BoardStatus = ray.get(board.status.remote(), timeout=60)
     kept: Keeping = ray.get(board.open_term.remote(status.term), timeout=60)
     inference = replace(kept.engines.inference, num_replicas=num_replicas)
@@ -249,7 +251,7 @@ def num_holders(board: Any) -> int:
     return len(status.replicas) if status.is_loaded else 0
 
 
-def test_three_engines_of_a_broadcast_die_and_freeze_and_the_run_goes_on(
+def test_run_continues_after_engines_of_a_broadcast_are_killed_and_frozen(
     tmp_path: Path, small_model: str
 ) -> None:
     config = small_config(

@@ -1,4 +1,4 @@
-"""Evaluations of a run, and of its checkpoint by `rayloom evaluate`: real engines, a tiny model."""
+"""Tests of a run's evaluations and of `rayloom evaluate`, with real engines and a tiny model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from service.telemetry.records import evaluation_line
 pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 NUM_TASKS, NUM_SAMPLES = 4, 4
-# A bound of a wait on a busy machine, not a measure.
+# A limit for a wait on a busy machine, not an expected time.
 STOP_S = 120.0
 TOLERANCE_NATS = 1e-3
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, small_model: str) -> Iterator[Run]:
-    """A run of two steps that was evaluated before, between and after."""
+    """Yield a finished run of two steps that was evaluated before, between and after them."""
     directory = tmp_path_factory.mktemp("evaluated")
     config = small_config(
         directory,
@@ -73,7 +73,7 @@ def test_a_run_keeps_every_token_of_its_newest_evaluations(finished: Run) -> Non
         assert evaluation_line(record) in finished.place.log_file.read_text()
 
 
-def test_a_checkpoint_is_evaluated_by_its_own_weights_and_nothing_stays_alive(
+def test_checkpoint_is_evaluated_with_its_own_weights_and_no_process_is_left(
     finished: Run, tmp_path: Path
 ) -> None:
     run_dir, out = finished.place.path, tmp_path / "rollouts.jsonl"
@@ -82,14 +82,18 @@ def test_a_checkpoint_is_evaluated_by_its_own_weights_and_nothing_stays_alive(
     with running(None, run_dir, line, command="evaluate") as evaluation:
         assert evaluation.wait(limit_s=START_S) == 0, evaluation.output.read_text()
         assert evaluation.wait_until_gone(limit_s=STOP_S) == []
-    told = json.loads(evaluation.output.read_text().splitlines()[-1])
-    assert (told["policy"], told["step"], told["policy_version"]) == (checkpoint.name, 2, 2)
-    assert (told["num_tasks"], told["num_samples"], told["file"]) == (3, NUM_SAMPLES, str(out))
+    result = json.loads(evaluation.output.read_text().splitlines()[-1])
+    assert (result["policy"], result["step"], result["policy_version"]) == (checkpoint.name, 2, 2)
+    assert (result["num_tasks"], result["num_samples"], result["file"]) == (
+        3,
+        NUM_SAMPLES,
+        str(out),
+    )
     lines = read_lines(out)
     assert Counter(each["task_id"] for each in lines) == dict.fromkeys(
         [f"guessing-held-out-{number}" for number in range(3)], NUM_SAMPLES
     )
-    assert told["outcomes"] == Counter(each["outcome"] for each in lines)
+    assert result["outcomes"] == Counter(each["outcome"] for each in lines)
     export_checkpoint(checkpoint, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     for sample in (sample for each in lines for sample in each["samples"]):
@@ -99,7 +103,9 @@ def test_a_checkpoint_is_evaluated_by_its_own_weights_and_nothing_stays_alive(
         np.testing.assert_allclose(found, expected, atol=TOLERANCE_NATS)
 
 
-def test_an_interrupted_evaluation_ends_in_order(finished: Run, small_model: str) -> None:
+def test_interrupted_evaluation_ends_without_a_traceback_or_files(
+    finished: Run, small_model: str
+) -> None:
     line = [str(finished.place.path), "--model", small_model, "--samples", "1000"]
     with running(None, finished.place.path, line, command="evaluate") as evaluation:
         evaluation.wait_for_output("playing 4000 rollouts", limit_s=START_S)

@@ -1,4 +1,4 @@
-"""A run's own steps explained by the command, and its power over a thousand trajectories."""
+"""Tests of `rayloom explain` on a run's steps, and of what it finds in a thousand trajectories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_steps_of_a_run_of_two_ranks_are_explained_by_the_command(
         assert run.wait(limit_s=START_S + 4 * STEP_S) == 0, run.log()
         steps = run.history().steps
     for record in steps[:3]:
-        # Checkpoints are of steps 2 and 4.
+        # Steps 2 and 4 have checkpoints.
         command = ["explain", str(tmp_path / "run"), "--step", str(record.step), "--json"]
         done = subprocess.run(
             [sys.executable, "-m", "service.cli.main", *command, "--replay"],
@@ -35,16 +35,18 @@ def test_the_steps_of_a_run_of_two_ranks_are_explained_by_the_command(
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        assert told["is_exact"] and told["replayed_steps"] == (record.step == 2)
-        assert told["grad_norm"] == pytest.approx(record.value("grad_norm"), rel=1e-3)
-        assert len(told["trajectories"]) == record.num_trajectories - sum(record.evictions.values())
+        explained = json.loads(done.stdout)
+        assert explained["is_exact"] and explained["replayed_steps"] == (record.step == 2)
+        assert explained["grad_norm"] == pytest.approx(record.value("grad_norm"), rel=1e-3)
+        assert len(explained["trajectories"]) == record.num_trajectories - sum(
+            record.evictions.values()
+        )
 
 
 @pytest.mark.parametrize(
     ("scale", "seed"), [("std", 1), pytest.param("none", 2, marks=pytest.mark.proof)]
 )
-def test_nine_of_ten_poisoned_among_a_thousand_are_the_first_ten(
+def test_nine_of_ten_poisoned_trajectories_rank_among_the_first_ten(
     tmp_path: Path, scale: str, seed: int
 ) -> None:
     with played_run(tmp_path / "run", config_of(algorithm={"scale": scale})) as run:
@@ -57,7 +59,7 @@ def test_nine_of_ten_poisoned_among_a_thousand_are_the_first_ten(
     assert len({each.first.trajectory_id for each in first} & names) >= 9
 
 
-def test_a_step_in_bfloat16_adds_up_within_its_rounding(
+def test_shares_of_a_bfloat16_step_add_up_to_one_within_rounding(
     tmp_path: Path, tiny_models: dict[bool, str]
 ) -> None:
     config = config_of(tiny_models[True], trainer={"dtype": "bfloat16"})
