@@ -143,7 +143,7 @@ def test_engines_outlive_a_killed_serve_controller(tmp_path: Path, small_model: 
 def test_killed_driver_leaves_nothing_on_the_cluster_that_it_joined(
     tmp_path: Path, small_model: str, address: str, with_board: bool
 ) -> None:
-    """Check that an engine without a board and a driver deletes its own application."""
+    """Check that an engine without a board waits for a new one, then deletes its application."""
     config = small_config(
         tmp_path, small_model, run={"steps": 400, "orphan_timeout_s": ORPHAN_S}
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Holes that open in the grader of a real run: the model finds them by itself, the audit too."""
+"""Tests that the audit finds a hole in a real run's grader after the model has learnt to use it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ ASKED = {
     "FirstThreeWins": [
         str(GUESSING),
         *("--set", "tasks.environment=my:FirstThreeWins", "--set", "run.stop_at_reward=null"),
-        # The demo goes slowly, and holds to where it began.
+        # The demo's configuration learns slowly, and its KL loss keeps the policy near the start.
         *("--set", "algorithm.loss.kl.coefficient=0", "--set", "trainer.warmup_updates=10"),
     ],
 }
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: str) -> None:
+def test_reward_hack_that_is_learnt_in_training_is_found_and_reported(
+    tmp_path: Path, hole: str
+) -> None:
     place = tmp_path / "mine"
     place.mkdir()
     shutil.copy(NUMBERS, place)
@@ -76,15 +78,15 @@ def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: s
     log = run.place.log_file.read_text()
     assert all(log.count(f"audit: {each.text}") == 1 for each in found)
     check_examples(run.place.path, own)
-    # The journal alone says the same.
+    # The command finds the same in the journal.
     command = [sys.executable, "-m", "service.cli.main", "inspect", str(run.place.path)]
-    told = subprocess.run([*command, "--hacking"], capture_output=True, text=True, timeout=300)
-    assert told.returncode == 1, told.stderr
-    assert all(each.text in told.stdout for each in found)
+    inspected = subprocess.run([*command, "--hacking"], capture_output=True, text=True, timeout=300)
+    assert inspected.returncode == 1, inspected.stderr
+    assert all(each.text in inspected.stdout for each in found)
 
 
 def with_keys() -> str:
-    """The questions, each with a text that may be copied."""
+    """Return the rows of questions, each with a text that can be copied."""
     rows = [json.loads(line) for line in NUMBERS.read_text().splitlines()]
     key = f" (Key: {'7' * 24})"
     return "".join(json.dumps({**row, "prompt": row["prompt"] + key}) + "\n" for row in rows)

@@ -1,8 +1,8 @@
-"""The CPU image: built, looked through, and a run of the rendered chart trained in it.
+"""Tests of the CPU image: its content, and a run of the rendered chart that trains in it.
 
-One pod has the parts of all groups: the head's, with what the workers would offer to Ray. What the
-operator does is done by hand: `ray start` with the chart's parameters, Ray's token, and the PUT of
-the Serve configuration.
+One pod runs the parts of all groups: it is the head's pod, with the resources that the workers'
+pods would offer to Ray. The tests do the operator's work: `ray start` with the chart's
+parameters, Ray's token, and the PUT of the Serve configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worlds.servers.nodes import network, require_nodes
 pytestmark = [pytest.mark.proof, pytest.mark.images]
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile.cpu"
-# A bound of each wait on a busy machine, not a measure.
+# A limit for each wait on a busy machine, not an expected time.
 LIMIT_S = 900.0
 DASHBOARD, API, METRICS, RAYS_METRICS = 8265, 8000, 9400, 8080
 SERVE = f":{DASHBOARD}/api/serve/applications/"
@@ -57,7 +57,7 @@ def image() -> Iterator[Image]:
         yield image
 
 
-def test_the_image_holds_what_is_locked_and_no_compiler(image: Image) -> None:
+def test_image_has_the_locked_packages_and_no_compiler(image: Image) -> None:
     project = {"rayloom", "pip"}
     texts = [
         (ROOT / "locks" / f"{name}.txt").read_text() for name in ("torch-cpu", "cpu", "source")
@@ -70,18 +70,18 @@ def test_the_image_holds_what_is_locked_and_no_compiler(image: Image) -> None:
         assert image.output_of("bash", "-c", f"command -v {tool} || echo none") == "none\n"
 
 
-def test_the_image_says_what_it_is_and_keeps_nothing_of_this_machine(image: Image) -> None:
+def test_image_has_labels_and_a_user_and_nothing_of_the_building_machine(image: Image) -> None:
     labels = image.config["Labels"]
     assert labels["org.opencontainers.image.title"] == "Rayloom on CPU"
     assert labels["org.opencontainers.image.base.name"] == "localhost/base"
     assert image.config["User"] == "1000:1000"
-    # Where deploy/stack/compose.yaml has a volume.
+    # deploy/stack/compose.yaml mounts a volume here.
     assert (image.files / "runs").stat().st_uid == 1000
     pip = image.files / "etc" / "pip.conf"
     assert not pip.exists() or pip.read_text() == ""
 
 
-def test_the_charts_configuration_trains_in_the_image(image: Image, tmp_path: Path) -> None:
+def test_chart_configuration_trains_in_the_image(image: Image, tmp_path: Path) -> None:
     manifests = rendered(VALUES)
     service = one(manifests, "RayService")["spec"]
     token = secret(
@@ -99,12 +99,12 @@ def test_the_charts_configuration_trains_in_the_image(image: Image, tmp_path: Pa
         ) as pod,
     ):
         where = f"http://{pod.address}"
-        # The dashboard answers before the node has joined, and a start that fails takes it along.
+        # The dashboard answers before the node has joined, and ends if the start fails.
         wait_until(lambda: "Ray runtime started" in pod.log.read_text(), pod)
         wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"), pod)
         config = yaml.safe_load(service["serveConfigV2"])
         assert httpx.put(where + SERVE, json=config, timeout=60).status_code == 401
-        # As the operator sends it.
+        # The operator sends this header.
         headers = {"x-ray-authorization": f"Bearer {token}"}
         put = httpx.put(where + SERVE, json=config, headers=headers, timeout=60)
         assert put.status_code == 200, put.text
@@ -118,10 +118,10 @@ def test_the_charts_configuration_trains_in_the_image(image: Image, tmp_path: Pa
 
 
 def ray_start(cluster: Manifest) -> list[str]:
-    """`ray start` as the operator has it for the head, with what all groups offer."""
+    """Return the operator's `ray start` for the head, with the resources of all groups."""
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     parameters = [group["rayStartParams"] for group in groups]
-    # Quoted for a shell.
+    # The chart quotes the value for a shell.
     offered = [json.loads(shlex.split(each["resources"])[0]) for each in parameters]
     resources = {name: amount for each in offered for name, amount in each.items()}
     return [
@@ -134,7 +134,7 @@ def ray_start(cluster: Manifest) -> list[str]:
 
 
 def train(where: str, *, key: str, pod: Pod) -> None:
-    """Submit what makes one step, as a client of the API, and wait until it is trained."""
+    """Submit the tasks of one step through the API, and wait until they are trained."""
     tasks = [f"task-{number}" for number in range(SMALL["algorithm"]["groups_per_step"])]
     body = {"environment": "guessing", "tasks": [{"id": task} for task in tasks]}
     path = f"{where}:{API}/api/v1/rollouts"
@@ -157,10 +157,10 @@ def key_of(pod: Pod) -> str:
 
 
 def check_rights(pod: Pod) -> None:
-    """No process can become another user; what is not a volume cannot be written."""
+    """Check that no process can become another user, and that only volumes can be written."""
     seen = set()
     for process in pod.processes():
-        # It may have ended.
+        # The process may have ended.
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
             status = Path(f"/proc/{process.pid}/status").read_text()
             assert re.search(r"^Uid:(\t1000){4}$", status, re.MULTILINE), status

@@ -1,4 +1,4 @@
-"""The inference deployment for real: vLLM in Ray Serve on a local cluster, with tiny models."""
+"""Tests of the inference deployment: vLLM in Ray Serve on a local cluster, with tiny models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REPLACED_S = 400.0
 
 @dataclass(kw_only=True)
 class Deployed:
-    """One deployment and the model that its trainer would hold."""
+    """A deployment, its weight board, and the model that its trainer would hold."""
 
     app: str
     num_replicas: int
@@ -130,7 +130,7 @@ def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
 
 @pytest.fixture(scope="module")
 def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployed]]:
-    """The two that start together."""
+    """Start two deployments together, and yield them by name."""
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         every = [
@@ -188,7 +188,8 @@ def request(
 
 async def largest_difference(deployed: Deployed) -> float:
     client = ServePolicyClient(deployed.app)
-    # Up to three blocks of the prefix cache long: those of an older version would be met again.
+    # Prompts fill up to three blocks of the prefix cache, so that blocks of an older version would
+    # be used again.
     requests = [request(f"t{i}", num_prompt_tokens=8 + 12 * i) for i in range(32)]
     replies = await asyncio.gather(*(client.generate(one) for one in requests))
     differences = []
@@ -219,10 +220,10 @@ async def test_engine_samples_from_exactly_the_published_weights(deployed: Deplo
         assert await largest_difference(deployed) < TOLERANCE_NATS
 
 
-async def test_an_engine_that_is_not_to_compile_keeps_nothing_compiled(tied: Deployed) -> None:
+async def test_eager_engine_keeps_no_compiled_files(tied: Deployed) -> None:
     replica = await describe(tied)
     files = list((session_directory() / f"engine-{replica.name}").iterdir())
-    # What it leaves in its temporary directory, where torch's compiler would have put its own.
+    # The engine leaves files in its temporary directory, and torch's compiler would write there.
     assert files and not [file.name for file in files if file.name.startswith("torchinductor")]
 
 
@@ -241,7 +242,7 @@ async def test_requests_in_flight_survive_an_update_and_show_both_versions(tied:
         assert first.start == 0 < first.end == second.start < second.end
 
 
-async def test_turns_of_a_trajectory_meet_one_replica(tied: Deployed) -> None:
+async def test_turns_of_a_trajectory_go_to_one_replica(tied: Deployed) -> None:
     client: ServePolicyClient = pickle.loads(pickle.dumps(ServePolicyClient(tied.app)))
 
     async def play(trajectory: str) -> set[str]:
@@ -259,15 +260,15 @@ async def test_turns_of_a_trajectory_meet_one_replica(tied: Deployed) -> None:
     replicas = {replica.replica_id for replica in tied.status().replicas}
     seen: set[str] = set()
     deadline = time.monotonic() + REPLACED_S
-    # A replica that answers Serve's probe late, on a busy machine, is passed over for a while.
+    # On a busy machine Serve skips a replica for a while if it answers the probe late.
     while seen != replicas:
-        assert time.monotonic() < deadline, f"only {seen} of {replicas} were ever asked"
+        assert time.monotonic() < deadline, f"only {seen} of {replicas} got requests"
         homes = await asyncio.gather(*(play(f"affine{i}") for i in range(64)))
         assert all(len(one) == 1 for one in homes)
         seen = seen.union(*homes)
 
 
-async def test_deadline_ends_a_request_and_the_replica_goes_on(tied: Deployed) -> None:
+async def test_deadline_ends_a_request_and_the_replica_continues_to_answer(tied: Deployed) -> None:
     client = ServePolicyClient(tied.app)
     await client.generate(request("warm"))
     with pytest.raises(PolicyDeadlineExceeded, match="no answer within"):
@@ -276,7 +277,7 @@ async def test_deadline_ends_a_request_and_the_replica_goes_on(tied: Deployed) -
     assert reply.token_ids.shape == reply.logprobs.shape
 
 
-async def test_prompt_without_room_for_a_token_is_refused_with_the_numbers(tied: Deployed) -> None:
+async def test_prompt_that_fills_the_context_is_refused_with_both_lengths(tied: Deployed) -> None:
     client = ServePolicyClient(tied.app)
     with pytest.raises(ValueError, match=r"512 tokens, expected at most 511"):
         await client.generate(request("full", num_prompt_tokens=512))
@@ -284,13 +285,13 @@ async def test_prompt_without_room_for_a_token_is_refused_with_the_numbers(tied:
     assert reply.token_ids.shape == (1,)
 
 
-async def test_replies_are_parsed_where_the_request_declares_tools(tied: Deployed) -> None:
+async def test_replies_are_parsed_if_the_request_declares_tools(tied: Deployed) -> None:
     client = ServePolicyClient(tied.app)
     renderer = ChatRenderer(build_tokenizer())
     asked = [replace(request(f"tool{i}"), tools=(CALCULATOR,)) for i in range(8)]
     replies = await asyncio.gather(*(client.generate(one) for one in asked))
     for reply in replies:
-        # Nothing that random weights say is a call: all of it stays content.
+        # Random weights produce no call, so that the whole reply stays content.
         assert reply.parsed is not None
         assert reply.parsed.content == renderer.decode(reply.token_ids)
         assert not any(isinstance(call, ParsedCall) for call in reply.parsed.calls)
@@ -315,7 +316,7 @@ async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_ve
     other = await describe(single)
     for pid in other.engine_pids:
         os.kill(pid, signal.SIGKILL)
-    # Asked while its only engine is dead, and answered by the next one.
+    # Requests that come while the only engine is dead are answered by the next engine.
     client = ServePolicyClient(single.app)
     late = [request(f"late{number}", deadline_s=REPLACED_S) for number in range(32)]
     replies = await asyncio.gather(*(client.generate(one) for one in late))
@@ -342,7 +343,9 @@ def is_whole_again(deployed: Deployed, *, without: str) -> bool:
     return len(holders) == deployed.num_replicas and without not in holders
 
 
-async def test_client_without_a_deployment_says_so(deployments: dict[str, Deployed]) -> None:
+async def test_client_without_a_deployment_raises_policy_unavailable(
+    deployments: dict[str, Deployed],
+) -> None:
     reply: GenerateReply | None = None
     with pytest.raises(PolicyUnavailable, match="deploy it first"):
         reply = await ServePolicyClient("nowhere").generate(request("lost", deadline_s=1.0))

@@ -1,4 +1,4 @@
-"""A run whose reward is a real model's: vLLM's own server of the OpenAI API is the judge."""
+"""Test of a run with a real model as the judge, behind vLLM's own server of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 3
 
 @contextmanager
 def judging(model: Path) -> Iterator[str]:
-    """Yields the address below which /chat/completions lies."""
+    """Start the judge's server; yield the address below which it serves /chat/completions."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
@@ -57,7 +57,7 @@ def judging(model: Path) -> Iterator[str]:
             server.wait(timeout=60)
 
 
-def test_what_a_real_model_says_is_the_reward_and_what_it_cost_is_told(tmp_path: Path) -> None:
+def test_score_of_a_real_judge_is_the_reward_and_its_cost_is_recorded(tmp_path: Path) -> None:
     build_tiny_model(tmp_path / "judge", seed=1, warmup_steps=20)
     with judging(tmp_path / "judge") as url:
         judge = {
@@ -66,7 +66,7 @@ def test_what_a_real_model_says_is_the_reward_and_what_it_cost_is_told(tmp_path:
             "prompt": "$prompt $completion",
             "json_field": "score",
             "scale": [0, 9],
-            # Whatever it knows, it answers in this form.
+            # The judge always answers in this form.
             "body": {"structured_outputs": {"regex": r'\{"score": [0-9]\}'}},
             "max_tokens": 24,
             "output_price": 1e6,
@@ -87,7 +87,7 @@ def test_what_a_real_model_says_is_the_reward_and_what_it_cost_is_told(tmp_path:
         turn
         for step in open_journal(run.place.path).steps()
         for entry in step.entries
-        # One that was cut off is not asked about.
+        # The judge gets no episode that was cut off.
         if entry.trajectory.outcome is Outcome.COMPLETED
         for sample in entry.trajectory.samples
         for turn in sample.turns
@@ -97,6 +97,6 @@ def test_what_a_real_model_says_is_the_reward_and_what_it_cost_is_told(tmp_path:
         parts = turn.reward_components
         assert parts.keys() == {"score", "tokens", "cost"} and turn.reward == parts["score"]
         assert 9 * parts["score"] == pytest.approx(round(9 * parts["score"]))
-        # 0 where another answer had asked the same.
+        # A judgement from the cache costs 0.
         assert parts["cost"] == 0 if parts["tokens"] == 0 else 0 < parts["cost"] < parts["tokens"]
     assert any(turn.reward_components["tokens"] > 0 for turn in turns)

@@ -1,6 +1,6 @@
-"""The log-probability check by a real engine and a real trainer, with faults planted in either way.
+"""Tests of the log-probability check with a real engine and trainer, without and with faults.
 
-The publisher, the weight board and vLLM are in this process, the trainer's rank in another one.
+The publisher, the weight board and vLLM are in this process, the trainer's rank is in another one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ pytestmark = [
     pytest.mark.proof,
     pytest.mark.training,
     pytest.mark.timeout(900),
-    # Of vLLM's imports, which elsewhere are made in processes of their own.
+    # vLLM's imports give warnings. Other tests import it only in processes of its own.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -67,7 +67,7 @@ def no_measure(phase: PublishPhase) -> AbstractContextManager[None]:
 
 @dataclass
 class PipedTrainer:
-    """A rank in another process; what it publishes lies here for the engine."""
+    """A trainer rank in another process; it keeps its published groups here for the engine."""
 
     world: World
     withheld: str = ""
@@ -88,7 +88,7 @@ class PipedTrainer:
         if self.withheld:
             named = {name: each for name, each in named.items() if not self.is_withheld(name)}
         self.groups = (pack_group(list(named.items())),)
-        # Without its bytes, as of a broadcast: the board would put them into Ray's store.
+        # Publish without the bytes, as a broadcast does: the board would put them into Ray's store.
         await board.publish.remote(term, version, [replace(self.groups[0], buffer=None)])
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
@@ -97,7 +97,7 @@ class PipedTrainer:
 
 
 class Handle:
-    """Calls a board of this process as Ray would."""
+    """An actor handle of Ray for a board in this process."""
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board
@@ -108,7 +108,7 @@ class Handle:
 
 @dataclass
 class LeapingClock:
-    """A clock that is put ahead, so that a step has time for a whole check."""
+    """A clock that can be set ahead, so that a step has time for a whole check."""
 
     ahead_s: float = 0.0
 
@@ -135,7 +135,7 @@ class Run:
         return check
 
     async def train(self) -> LogprobCheck:
-        """A step, its publication, and what the check has found."""
+        """Train a step and publish it; return the result of the check."""
         samples = random_samples(self.version, 6, version=self.version)
         self.trainer.world.step([samples], version=self.version, step=self.version + 1)
         self.version += 1
@@ -236,11 +236,14 @@ def run(engine: PolicyEngine, one_rank: World, model: Path, tmp_path: Path) -> R
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_right_is_within_the_bounds_at_every_length_and_temperature(run: Run) -> None:
+async def test_correct_trainer_is_within_the_bounds_at_every_length_and_temperature(
+    run: Run,
+) -> None:
     start = await run.start()
     assert not start.is_beyond and start.ratio < 0.5, start
     assert start.num_tokens == CONTEXT and len(start.comparisons) == 5
-    # The first one is joined with the start's; an engine takes a prompt one token shorter.
+    # The first check is merged with that of the start; later ones send the engine a prompt, which
+    # must be one token shorter.
     for num_tokens in (CONTEXT, CONTEXT - 1):
         later = await run.train()
         assert not later.is_beyond and later.num_tokens == num_tokens, later
@@ -256,10 +259,10 @@ async def test_what_is_right_is_within_the_bounds_at_every_length_and_temperatur
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_trainer_that_computes_otherwise_is_refused_at_the_start(
+async def test_trainer_that_computes_differently_is_refused_at_the_start(
     run: Run, fault: Callable[[TrainerRank], None], right: str, cause: str
 ) -> None:
-    """right: the series that such a fault leaves alone."""
+    """Check the sentence about each fault. right: the comparison that the fault leaves correct."""
     run.trainer.world.call("plant", fault=fault)
     check = await run.start()
     print(check)
@@ -270,14 +273,15 @@ async def test_a_trainer_that_computes_otherwise_is_refused_at_the_start(
     if fault is let_samples_see_each_other:
         assert by_name[PACKED].mean > 1e-3
     if fault is cast_temperatures:
-        # 1 has no rounding, and the model's weights are random: its distribution has no peak.
+        # bfloat16 holds 1 exactly. Other temperatures than 0.7 may stay within the bounds, because
+        # the distribution of random weights has no peak.
         beyond = {name for name, each in by_name.items() if each.ratio(BOUNDS[check.dtype]) > 1}
         assert sampled_name(0.7) in beyond and sampled_name(1.0) not in beyond, check
 
 
 @pytest.mark.parametrize("fault", ["stale head", "withheld norm"])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_tensor_that_is_not_published_shows_after_the_first_publication(
+async def test_tensor_that_is_not_published_is_found_after_the_first_publication(
     run: Run, fault: str
 ) -> None:
     start = await run.start()
@@ -293,10 +297,10 @@ async def test_a_tensor_that_is_not_published_shows_after_the_first_publication(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_buffer_that_is_not_published_is_refused_at_the_start(
+async def test_buffer_that_is_not_published_is_refused_at_the_start(
     one_rank: World, tmp_path: Path
 ) -> None:
-    """xIELU's constants, persistent buffers of Apertus: the first load leaves them unset."""
+    """Withhold xIELU's constants, buffers of Apertus that an engine's first load leaves unset."""
     model, small = tmp_path / "apertus", Dtype.BFLOAT16
     write_family("apertus, bfloat16", model)
     async with started_engine(model, tmp_path, dtype=small, context=SMALL) as engine:

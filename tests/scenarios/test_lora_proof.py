@@ -1,8 +1,8 @@
-"""LoRA and training of all weights on the guessing game and on SmolLM2's sums, as whole runs.
+"""Test that LoRA learns as well as training of all weights, in a game and in SmolLM2's sums.
 
-Five seeds each, twenty runs of minutes each, so that this is a proof; it prints the tables that
-docs/lora.md shows. `-k guessing` and `-k addition` choose one of the two.
-SEEDS="0 1" in the environment chooses seeds.
+Five seeds make twenty runs of minutes each, so that this is a proof. It prints the tables that
+docs/lora.md shows. `-k guessing` and `-k addition` choose one of the two. The environment variable
+SEEDS, as in SEEDS="0 1", chooses the seeds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_LOST = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The held-out return at temperature 0 at the end of a run, and its minutes."""
+    """The held-out return at temperature 0 at the end of a run, and the run's minutes."""
 
     reached: float
     minutes: float
@@ -69,7 +69,7 @@ def train(config: str, run: Path, *options: str) -> Trained:
     ],
     ids=["guessing", "addition"],
 )
-def test_adapters_reach_what_all_weights_reach(
+def test_adapters_learn_as_well_as_all_weights(
     tmp_path: Path, config: str, all_weights: list[str], adapters: list[str]
 ) -> None:
     if config == "addition-cpu":

@@ -1,4 +1,4 @@
-"""Adapters in a real vLLM engine: it samples from the base model with each of them."""
+"""Tests of LoRA adapters in a real vLLM engine, which samples from the base model with each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from service.inference.settings import EngineSettings, InferenceSettings
 
 pytestmark = [pytest.mark.scenario, pytest.mark.asyncio(loop_scope="module")]
 
-# A rank that vLLM has no size for: it pads the adapter.
+# vLLM has no adapters of this rank, so that it pads them.
 LORA = LoraSettings(rank=3, alpha=7.0)
 TOLERANCE_NATS = 1e-4
 TEMPERATURE = 0.8
@@ -51,7 +51,7 @@ class Policy:
     """The sockets that vLLM leaves open, of each engine that was started."""
 
     async def start(self, directory: Path) -> None:
-        """Start an engine in place of the one before, which must be dead."""
+        """Start an engine in place of the last one, which must be dead."""
         from service.inference.engine import PolicyEngine
 
         self.engine = PolicyEngine(self.settings, directory)
@@ -63,7 +63,7 @@ class Policy:
         await self.load(self.change(seed=seed))
 
     def change(self, *, seed: int) -> int:
-        """Change the adapters. Returns: the version of the new ones, which no engine has loaded."""
+        """Change the adapters; return the new version, which no engine has loaded."""
         version = len(self.merged) + 1
         self.merged[version] = self._changed(seed)
         named = gather_adapters(self.adapted, dtype=torch.float32)
@@ -148,7 +148,7 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Poli
     await found.publish(seed=1)
     yield found
     found.engine.shutdown()
-    # vLLM leaves them open, and their collection would fail another test.
+    # vLLM leaves them open; the warning when they are collected would fail another test.
     for context in found.contexts:
         context.destroy(linger=0)
 
@@ -195,7 +195,7 @@ async def test_each_span_of_a_reply_has_the_log_probabilities_of_its_adapter(
 
 
 async def test_a_text_is_scored_while_other_requests_run(policy: Policy) -> None:
-    # vLLM's engine dies of this if its output head can have an adapter.
+    # This kills vLLM's engine if its output head can have an adapter.
     sampling = asyncio.gather(
         *(policy.engine.generate(each) for each in requests(8, max_tokens=300))
     )
@@ -211,7 +211,7 @@ async def test_a_text_is_scored_while_other_requests_run(policy: Policy) -> None
 async def test_an_engine_killed_between_the_load_and_the_switch_has_not_switched(
     policy: Policy, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its run resumes from the last checkpoint: the next engine gets the old adapter first."""
+    """Check that the next engine loads the old adapter first, as a resumed run does."""
     old = len(policy.merged)
     new = policy.change(seed=5)
     num_loaded, killed = 0, []
@@ -240,7 +240,7 @@ async def test_an_engine_killed_between_the_load_and_the_switch_has_not_switched
     await policy.check(new)
 
 
-async def test_an_adapter_that_vllm_has_no_place_for_is_not_ignored(policy: Policy) -> None:
+async def test_adapter_for_a_layer_that_vllm_lacks_is_refused(policy: Policy) -> None:
     # The last test of this module: a failed update ends the engine.
     name = "base_model.model.model.layers.0.mlp.other_proj"
     halves = [

@@ -1,4 +1,4 @@
-"""The parts of a run die, freeze and come back while it trains."""
+"""Tests of a run whose parts are killed or frozen while it trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
-# Every worker that reaches its second move ends, until three of them have.
+# A worker kills itself at its second move, until three workers have done so.
 DEADLY = """
 import os, signal
 from pathlib import Path
@@ -46,10 +46,10 @@ class Deadly:
 
 
 def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str) -> None:
-    """An environment actor killed, one frozen; kill -9 of engine, trainer rank and supervisor.
+    """Kill an environment actor, an engine, a trainer rank and the supervisor; freeze an actor.
 
-    With a critic and a reference, which die with the ranks and come back with them.
-    kill -9 of the whole run: test_serve_scenarios.py, and test_proofs.py to the end.
+    The critic and the reference die with the ranks and come back with them. kill -9 of the whole
+    run is in test_serve_scenarios.py, and in test_proofs.py, where the run trains to its end.
     """
     steps = 24
     config = small_config(
@@ -67,7 +67,7 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         run.kill_part("ray::EnvironmentActor")
         run.advance(2, limit_s=START_S)
         assert "environment actor" in run.log()
-        # No step ends without an engine, so that the two are waited for at once.
+        # No step ends without an engine, so that both faults are waited for together.
         run.kill_part(ENGINE)
         run.freeze_part("ray::EnvironmentActor")
         run.wait_for_log("an engine was lost; 0 of 1 ready", limit_s=START_S)
@@ -90,12 +90,12 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         check_audit(run)
 
 
-def test_a_lost_rank_or_merge_actor_is_replaced_while_every_other_part_goes_on(
+def test_lost_rank_or_merge_actor_is_replaced_while_other_parts_continue(
     tmp_path: Path, small_model: str
 ) -> None:
-    """kill -9 of a rank; of the merge actor and then, with batches that it made, of a rank again.
+    """Kill a rank, then the merge actor, then a rank again, which trains the new actor's batches.
 
-    No new term: all steps are of the first, and no rollout needs a second attempt.
+    No new term begins: all steps belong to the first term, and no rollout needs a second attempt.
     """
     steps = 20
     config = small_config(
@@ -122,16 +122,16 @@ def test_a_lost_rank_or_merge_actor_is_replaced_while_every_other_part_goes_on(
         assert run.history().num_terms == 1
         check_finished(run, steps=steps)
         check_audit(run)
-        # Nothing that was in flight is played again.
+        # No rollout that was in flight is played again.
         journal = open_journal(run.place.path)
         entries = [entry for step in journal.steps() for entry in step.entries]
         assert {entry.trajectory.attempt for entry in entries} == {0}
 
 
-def test_a_run_whose_node_is_lost_ends_and_says_how_to_go_on(
+def test_run_whose_node_is_lost_ends_and_says_how_to_resume(
     tmp_path: Path, small_model: str
 ) -> None:
-    """kill -9 of the raylet: nothing can be started any more in its place."""
+    """Kill the only raylet, without which no part can be replaced."""
     sections = {"run": {"steps": 400, "evaluate_every": 1000}, "trainer": {"num_ranks": 1}}
     with running(small_config(tmp_path, small_model, **sections), tmp_path / "run") as run:
         run.wait_for_step(2, limit_s=START_S)
@@ -144,10 +144,10 @@ def test_a_run_whose_node_is_lost_ends_and_says_how_to_go_on(
 
 @pytest.mark.proof
 @pytest.mark.training
-def test_the_episodes_of_a_killed_worker_end_as_environment_errors_and_are_played_again(
+def test_episodes_of_a_killed_worker_are_environment_errors_and_played_again(
     tmp_path: Path, small_model: str
 ) -> None:
-    """kill -9 of three workers of a user's environment, in the middle of their episodes.
+    """Kill three workers of a user's environment in the middle of their episodes.
 
     The start of a whole run takes most of a minute, so that this is a proof.
     """
@@ -171,6 +171,6 @@ def test_the_episodes_of_a_killed_worker_end_as_environment_errors_and_are_playe
     journal = open_journal(run.place.path)
     played = [entry.trajectory for step in journal.steps() for entry in step.entries]
     assert {each.outcome for each in played} == {Outcome.COMPLETED}
-    # A worker has several episodes, which all ended with it; those of other workers did not.
+    # All episodes of a killed worker were played again; those of other workers were not.
     again = [each for each in played if each.attempt > 0]
     assert 3 < len(again) < len(played)

@@ -1,4 +1,4 @@
-"""Actors that Ray's memory monitor ends."""
+"""Test of an actor that Ray's memory monitor kills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
-# Any use of memory is too much for this Ray.
+# With these settings Ray finds any use of memory too high.
 ENVIRONMENT = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
 SCRIPT = """
 import asyncio, sys
@@ -33,7 +33,7 @@ for _ in range(2):
 """
 
 
-def test_an_actor_that_the_memory_monitor_ended_counts_as_dead(tmp_path: Path) -> None:
+def test_actor_that_the_memory_monitor_killed_counts_as_dead(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, **ENVIRONMENT}, cwd=tmp_path,
         text=True, timeout=200, capture_output=True, check=False,

@@ -1,4 +1,4 @@
-"""/metrics and the dashboards against a real Prometheus that scraped a real, disturbed training."""
+"""Test of /metrics and the dashboards with a real Prometheus and a training with a killed actor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.telemetry.summary import History
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
-STILL_S = 60.0
+FROZEN_S = 60.0
 LABEL_VALUES = {
     "environment": {"guessing"},
     "component": {"hit"},
@@ -43,15 +43,15 @@ LABEL_VALUES = {
     "rank": {"0"},
     "secret": {"api_key", "database"},
 }
-# Only a GPU has a known peak. A trajectory waits, and a checkpoint lacks its copy, for less time
-# than between two scrapes: test_prometheus.py and test_panel_numbers.py.
+# Only a GPU has a known peak. Trajectories that wait and checkpoints without a copy exist for less
+# time than passes between two scrapes; test_prometheus.py and test_panel_numbers.py test these.
 UNSEEN = ("mfu", "queue_oldest", "upload_waiting")
-# Their labels are versions, and names that Serve gives.
+# Their labels have no fixed values: versions, and names that Serve gives.
 OPEN = {"rayloom_build_info", "rayloom_engine_policy_version"}
 
 
 def all_counted(history: History, events: Sequence[LedgerEvent]) -> dict[Series, float | None]:
-    """What a scrape shows when nothing has happened that the history does not hold."""
+    """Return the values of a scrape if the history contains all that has happened."""
     num_trained = sum(event.kind == "trained" for event in events)
     return {
         **of_steps(history.steps),
@@ -64,17 +64,18 @@ def all_counted(history: History, events: Sequence[LedgerEvent]) -> dict[Series,
     }
 
 
-def stand_still(
+def freeze_run(
     run: Run, prometheus: Prometheus
 ) -> tuple[list[dict[Series, float]], History, tuple[LedgerEvent, ...]]:
-    """Every scrape, and the rows when the last of them shows all of them.
+    """Return all scrapes, and the stored rows once the last scrape shows all of them.
 
-    With its only environment actor frozen, the run ends the step in hand and comes to rest. Rows
-    come before their metrics, so that a history read after a scrape holds all that it shows. The
-    queue's gauges are read once a second, and may be that much older than the rows.
+    With its only environment actor frozen, the run ends the current step and then waits. Rows are
+    stored before their metrics change, so that a history that is read after a scrape contains all
+    that the scrape shows. The queue's gauges are read once a second, so that they may be a second
+    older than the rows.
     """
     run.freeze_part("ray::EnvironmentActor")
-    deadline = time.monotonic() + STILL_S
+    deadline = time.monotonic() + FROZEN_S
     while True:
         scrapes = prometheus.scrapes()
         history, events = run.history(), run.events()
@@ -84,14 +85,14 @@ def stand_still(
         }
         if not wrong:
             return scrapes, history, events
-        assert time.monotonic() < deadline, f"(seen, stored) after {STILL_S:g} s: {wrong}"
+        assert time.monotonic() < deadline, f"(seen, stored) after {FROZEN_S:g} s: {wrong}"
         time.sleep(0.5)
 
 
 def check_every_scrape(
     scrapes: list[dict[Series, float]], history: History, events: Sequence[LedgerEvent]
 ) -> None:
-    """Whenever it came: a scrape shows the rows up to some moment, and nothing half done."""
+    """Check that each scrape shows exactly the rows up to some moment."""
     for seen in scrapes:
         num_steps = int(seen[series("rayloom_train_steps_total")])
         num_events = int(sum_of(seen, "rayloom_ledger_events_total"))
@@ -115,7 +116,7 @@ def check_every_scrape(
 def fewer_than_stored(
     seen: dict[Series, float], events: Sequence[LedgerEvent]
 ) -> dict[Series, tuple[float, float]]:
-    """The queue's gauges may only be ahead of the rows, by what no step has finalised yet."""
+    """Return the gauges of the queue that are below the rows; they may only be ahead of them."""
     reasons = Counter(event.reason for event in events if event.reason)
     stored = {
         series("rayloom_ledger_admitted_rollouts"): sum(
@@ -129,7 +130,7 @@ def fewer_than_stored(
 
 
 def check_series(scrapes: list[dict[Series, float]]) -> None:
-    """Only declared names and labels with values from closed sets, which no actor's id is in."""
+    """Check that names and labels are declared, with values from closed sets without actor ids."""
     by_series = {name: item for item in declared() for name in item.series}
     for name, labels in {key for seen in scrapes for key in seen}:
         assert {label for label, _ in labels} - {"le"} <= set(by_series[name].labels)
@@ -138,14 +139,14 @@ def check_series(scrapes: list[dict[Series, float]]) -> None:
 
 
 def check_replacement(scrapes: list[dict[Series, float]]) -> None:
-    """The death of the actor is counted once, and brings or leaves no series."""
+    """Check that the death of the actor is counted once, and adds or removes no series."""
     died = series("rayloom_replacements_total", part="environment_actor")
     before = [seen for seen in scrapes if seen[died] == 0]
     after = [seen for seen in scrapes if seen[died] == 1]
     assert before and after and [*before, *after] == scrapes
     last = scrapes[-1]
     assert sum_of(last, "rayloom_replacements_total") == 1
-    # A value that is not known of a single step may be absent; nothing else comes or goes.
+    # A value that a single step does not have may be absent; no other series comes or goes.
     gauges = {item.name for item in declared() if item.kind == "gauge"}
     assert {key for key in before[-1].keys() ^ last.keys() if key[0] not in gauges} == set()
 
@@ -154,7 +155,7 @@ def sum_of(seen: dict[Series, float], name: str) -> float:
     return math.fsum(value for (found, _), value in seen.items() if found == name)
 
 
-def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
+def test_metrics_are_exact_and_panels_have_data_after_an_actor_is_killed(
     tmp_path: Path, small_model: str
 ) -> None:
     find_tools()
@@ -162,7 +163,7 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
     config = small_config(
         tmp_path,
         small_model,
-        # A dashboard shows copies of checkpoints where they are made.
+        # A dashboard shows copies of checkpoints if the run makes some.
         run={
             "steps": 1000,
             "evaluate_every": 1000,
@@ -171,7 +172,7 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
         },
         trainer={"num_ranks": 1},
         rollouts={"num_actors": 1, "frozen_after_s": 600},
-        # A dashboard shows a KL where the loss has one.
+        # A dashboard shows a KL if the loss has one.
         algorithm={"loss": {"kl": {"coefficient": 0.01}}},
     )
     with running(config, tmp_path / "run") as run:
@@ -182,10 +183,10 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             run.kill_part("ray::EnvironmentActor")
             run.wait_for_log("rollouts are played again by", limit_s=START_S)
             run.advance(3, limit_s=START_S)
-            # Only the scrapes during a step with a check show it; not every step has the time.
+            # Only scrapes during a step with a check show it; not every step has time for one.
             check = series("rayloom_logprob_check_max_nats")
             prometheus.wait_for(check, at_least=0.0, limit_s=START_S)
-            scrapes, history, events = stand_still(run, prometheus)
+            scrapes, history, events = freeze_run(run, prometheus)
             assert len(history.steps) >= 5 and history.num_terms == 1
 
             check_every_scrape(scrapes, history, events)

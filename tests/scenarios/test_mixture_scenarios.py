@@ -1,4 +1,4 @@
-"""Several environments in one run, chosen from by a curriculum, interrupted and resumed."""
+"""Tests of runs with several environments and a curriculum, which are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.inspect.reader import open_journal
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
-def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_parts(
+def test_mixture_uses_the_weights_limits_and_evaluations_of_its_parts(
     tmp_path: Path, small_model: str
 ) -> None:
     listed = tmp_path / "tasks.jsonl"
@@ -58,7 +58,7 @@ def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_p
         history = run.history()
     played: Counter[str] = Counter()
     for step in history.steps:
-        # Four groups a step: two, one and one, but for what rests.
+        # Each step has four groups: two, one and one, unless a part rests.
         played.update({name: each.num_trajectories for name, each in step.environments.items()})
         assert sum(each.num_trajectories for each in step.environments.values()) == 16
         # The trainer scores each part's tokens at the temperature that they were sampled at.
@@ -79,8 +79,8 @@ def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_p
 @pytest.mark.proof
 @pytest.mark.training
 @pytest.mark.timeout(1800)
-def test_a_curriculum_helps_where_two_parts_of_three_teach_nothing(tmp_path: Path) -> None:
-    """docs/mixtures.md. The same model, tasks and steps; what rests is all that differs."""
+def test_curriculum_helps_if_two_of_three_parts_teach_nothing(tmp_path: Path) -> None:
+    """Compare two runs of docs/mixtures.md that differ only in the share of resting tasks."""
     held_out: dict[float, float] = {}
     for share in (0.1, 1.0):
         settings = {

@@ -1,8 +1,8 @@
-"""Runs over several nodes of one machine: `make proof PART=nodes`. Nodes die, and are cut off.
+"""Tests of runs on several nodes, which die or are cut off: `make proof PART=nodes`.
 
-A head, and two nodes each for engines, the trainer and environments, every one in namespaces of its
-own (`worlds.servers.nodes`). The command runs on the node of the supervisor, which is the head
-unless a test says otherwise, in a directory that no other node sees.
+There is a head, and two nodes each for engines, the trainer and environments, each in its own
+namespaces on one machine (`worlds.servers.nodes`). The command runs on the supervisor's node, which
+is the head unless a test says otherwise, in a directory that no other node sees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from service.launch.signals import EXIT_INTERRUPTED
 
 pytestmark = [pytest.mark.proof, pytest.mark.nodes, pytest.mark.timeout(1800)]
 
-# A game that takes its time: a step takes seconds, so that faults meet a run at work.
+# A slow game: a step takes seconds, so that faults happen while the run works.
 GAME = """
 import asyncio
 from actors.environment.builtin.guessing import GuessingEnvironment
@@ -39,9 +39,9 @@ class SlowGuessing(GuessingEnvironment):
 """
 # Titles of processes.
 RANKS, ENVIRONMENTS = "ray::TrainerRank", "ray::EnvironmentActor"
-# Of each node's cable.
+# The bandwidth of each node's link.
 MBIT = 400
-# Bound of a wait, not a measure: seven nodes share two cores, with whatever else runs there.
+# A limit for a wait, not an expected time: seven nodes share two cores with other processes.
 WAIT_S = 600.0
 # More than any test has time for: it stops the run once it has seen enough.
 MANY_STEPS = 1000
@@ -51,7 +51,7 @@ HEAD_BACK_S = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The nodes by what they are for."""
+    """The nodes, by the part of a run that they are for."""
 
     net: Network
     control: Node
@@ -66,10 +66,10 @@ class World:
 
 @contextlib.contextmanager
 def world(directory: Path, *, cpus: int = 2) -> Iterator[World]:
-    """All nodes, started.
+    """Start all nodes, and yield them.
 
-    cpus: of each node for ranks or environments; a run has two of each, so that with 2 one node is
-    enough, and with 1 both are needed.
+    cpus: the number for each node of ranks or environments. A run has two of each, so that it needs
+    one node if cpus is 2, and both nodes if cpus is 1.
     """
     with network(directory) as net:
         control = net.add(cpus=0, resources={"rayloom_control": 1})
@@ -78,7 +78,7 @@ def world(directory: Path, *, cpus: int = 2) -> Iterator[World]:
 
 @contextlib.contextmanager
 def world_whose_head_comes_back(directory: Path) -> Iterator[World]:
-    """All nodes, started, with one for the supervisor beside the head, whose state Redis keeps."""
+    """Start all nodes and one for the supervisor; Redis keeps the state of the head."""
     with network(directory) as net, redis_server(directory, host=net.gateway) as redis:
         settings = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_BACK_S)}
         net.add(cpus=0, environ={**settings, "RAY_REDIS_ADDRESS": redis}, sees_private=False)
@@ -113,10 +113,10 @@ def powered_on(
 
 @contextlib.contextmanager
 def played(
-    there: World, shared: Path, model: str, arguments: Sequence[str] = (), **sections: Any
+    cluster: World, shared: Path, model: str, arguments: Sequence[str] = (), **sections: Any
 ) -> Iterator[Run]:
-    """A run from the control node's own directory, with a game that lies nowhere else."""
-    own = there.net.private
+    """Start a run in the control node's own directory, the only one with the game's module."""
+    own = cluster.net.private
     (own / "own_pause.py").write_text("PAUSE_S = 1.0\n")
     (own / "own_game.py").write_text(GAME)
     sections = {
@@ -127,24 +127,24 @@ def played(
         **sections,
     }
     config = small_config(shared, model, **sections)
-    line = [*arguments, "--address", f"{there.net.head.address}:6379"]
-    entrance = there.control.entrance
+    line = [*arguments, "--address", f"{cluster.net.head.address}:6379"]
+    entrance = cluster.control.entrance
     with running(config, shared / "run", line, entrance=entrance, cwd=own) as run:
         yield run
 
 
 def stop(run: Run) -> None:
-    """Ctrl-C: the run ends in order, each rollout is counted once, and the audit is clean."""
-    # Of `nsenter`, which would end at once and leave the command behind.
+    """Press Ctrl-C; check that the run ends, counts each rollout once and has a clean audit."""
+    # The process is `nsenter`: with a signal it would end at once, without the command.
     [command] = psutil.Process(run.process.pid).children()
     command.send_signal(signal.SIGINT)
     assert run.wait(limit_s=WAIT_S) == EXIT_INTERRUPTED, run.output.read_text() + run.log()
     check_stopped(run)
 
 
-def nodes_with(words: str, there: World) -> set[str]:
-    """Which nodes have a process of such a title."""
-    return {node.name for node in there.workers if node.processes(words)}
+def nodes_with(words: str, cluster: World) -> set[str]:
+    """Return the names of the nodes that have a process with such a title."""
+    return {node.name for node in cluster.workers if node.processes(words)}
 
 
 def names(nodes: Sequence[Node]) -> set[str]:
@@ -152,38 +152,38 @@ def names(nodes: Sequence[Node]) -> set[str]:
 
 
 def by_use(nodes: tuple[Node, Node], words: str) -> tuple[Node, Node]:
-    """One that has processes of such a title, and the other one, which may have some too."""
+    """Return a node with such processes, then the other node, which may have some too."""
     one, other = nodes
     return (one, other) if one.processes(words) else (other, one)
 
 
 def test_each_part_runs_on_the_nodes_of_its_role(tmp_path: Path, small_model: str) -> None:
-    """And the user's own game on nodes that do not see the directory that it lies in. The two
-    ranks share no node. A run directory that not every node sees is refused before."""
-    with world(tmp_path, cpus=1) as there:
+    """Check also that nodes play a game whose directory they do not see, that the two ranks have
+    different nodes, and that a run directory that some node does not see is refused."""
+    with world(tmp_path, cpus=1) as cluster:
         config = small_config(tmp_path, small_model, inference={"num_replicas": 2})
-        entrance, private = there.control.entrance, there.net.private
+        entrance, private = cluster.control.entrance, cluster.net.private
         with running(config, private / "run", ["--address", "auto"], entrance=entrance) as run:
             assert run.wait(limit_s=WAIT_S) == 2, run.output.read_text()
             said = " ".join(run.output.read_text().split())
         assert "run directory: " in said
         assert "differs from this path on the command's node" in said
-        assert any(f"node {node.address}: " in said for node in there.trainers)
+        assert any(f"node {node.address}: " in said for node in cluster.trainers)
 
         sections = {"run": {"steps": 6, "checkpoint_every": 3}}
-        with played(there, tmp_path, small_model, **sections) as run:
+        with played(cluster, tmp_path, small_model, **sections) as run:
             run.wait_for_step(2, limit_s=WAIT_S)
-            assert nodes_with("ray::ServeReplica", there) == names(there.engines)
-            assert nodes_with(RANKS, there) == names(there.trainers)
-            assert nodes_with(ENVIRONMENTS, there) == names(there.environments)
+            assert nodes_with("ray::ServeReplica", cluster) == names(cluster.engines)
+            assert nodes_with(RANKS, cluster) == names(cluster.trainers)
+            assert nodes_with(ENVIRONMENTS, cluster) == names(cluster.environments)
             for title in ("Supervisor", "TrajectoryQueue", "MergeActor", "WeightBoard"):
-                assert there.control.processes(f"ray::{title}"), title
+                assert cluster.control.processes(f"ray::{title}"), title
             assert run.wait(limit_s=6 * STEP_S) == 0, run.output.read_text() + run.log()
             check_finished(run, steps=6)
             check_audit(run)
 
 
-def test_a_command_that_authenticates_in_another_way_than_the_cluster_is_refused(
+def test_command_with_other_authentication_than_the_cluster_is_refused(
     tmp_path: Path, small_model: str
 ) -> None:
     with network(tmp_path) as net:
@@ -199,16 +199,16 @@ def test_a_command_that_authenticates_in_another_way_than_the_cluster_is_refused
 
 
 def test_a_run_survives_the_loss_of_each_node(tmp_path: Path, small_model: str) -> None:
-    """kill -9 of an environment node, which stays away; of an inference node, which comes back;
-    of the trainer's, with another node for it, and then of that one, which comes back."""
-    with world(tmp_path) as there, played(there, tmp_path, small_model) as run:
+    """Kill an environment node for good; an inference node, which comes back; the trainer's node,
+    which another node replaces; and that node, which comes back."""
+    with world(tmp_path) as cluster, played(cluster, tmp_path, small_model) as run:
         run.wait_for_step(2, limit_s=WAIT_S)
-        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        playing, _ = by_use(cluster.environments, ENVIRONMENTS)
         playing.kill_raylet()
         run.wait_for_log("environment actor", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
 
-        returning, other = there.engines
+        returning, other = cluster.engines
         returning.kill_raylet()
         run.wait_for_log("an engine was lost; 1 of 2 ready", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
@@ -218,11 +218,11 @@ def test_a_run_survives_the_loss_of_each_node(tmp_path: Path, small_model: str) 
         other.kill_raylet()
         run.advance(3, limit_s=WAIT_S)
 
-        busy, spare = by_use(there.trainers, RANKS)
+        busy, spare = by_use(cluster.trainers, RANKS)
         busy.kill_raylet()
         run.wait_for_log("a new group is at version", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        assert nodes_with(RANKS, there) == names([spare])
+        assert nodes_with(RANKS, cluster) == names([spare])
         spare.kill_raylet()
         run.wait_for_log("no node has room for 2 ranks", limit_s=WAIT_S)
         spare.start()
@@ -230,27 +230,27 @@ def test_a_run_survives_the_loss_of_each_node(tmp_path: Path, small_model: str) 
         stop(run)
 
 
-def test_links_that_are_cut_for_a_while_and_for_good_end_nothing(
+def test_run_survives_links_that_are_cut_briefly_and_for_good(
     tmp_path: Path, small_model: str
 ) -> None:
-    """For ten seconds that of a node of each role, and then the same ones for good."""
-    with world(tmp_path) as there, played(there, tmp_path, small_model) as run:
+    """Cut the link of a node of each role for ten seconds, then such links for good."""
+    with world(tmp_path) as cluster, played(cluster, tmp_path, small_model) as run:
         run.wait_for_step(2, limit_s=WAIT_S)
-        playing, _ = by_use(there.environments, ENVIRONMENTS)
-        busy, _ = by_use(there.trainers, RANKS)
-        for node in (playing, there.engines[0], busy):
+        playing, _ = by_use(cluster.environments, ENVIRONMENTS)
+        busy, _ = by_use(cluster.trainers, RANKS)
+        for node in (playing, cluster.engines[0], busy):
             node.cut()
             time.sleep(10)
             node.mend()
             run.advance(2, limit_s=WAIT_S)
-        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        playing, _ = by_use(cluster.environments, ENVIRONMENTS)
         playing.cut()
         run.wait_for_log("environment actor", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        there.engines[0].cut()
+        cluster.engines[0].cut()
         run.wait_for_log("an engine was lost; 1 of 2 ready", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        busy, spare = by_use(there.trainers, RANKS)
+        busy, spare = by_use(cluster.trainers, RANKS)
         busy.cut()
         run.wait_for_log("a new group is at version", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
@@ -258,33 +258,33 @@ def test_links_that_are_cut_for_a_while_and_for_good_end_nothing(
         stop(run)
 
 
-def test_a_run_goes_on_while_the_head_dies_and_comes_back(tmp_path: Path, small_model: str) -> None:
-    """kill -9 of the whole head, without which two steps are made, and then of its control store
-    alone. Both come back. After each an environment actor is killed: a new one is what takes them.
+def test_run_continues_while_the_head_dies_and_comes_back(tmp_path: Path, small_model: str) -> None:
+    """Kill the whole head, without which two steps are made, then only its control store. Both come
+    back. After each an environment actor is killed, because a new actor needs head and store.
     """
     with (
-        world_whose_head_comes_back(tmp_path) as there,
-        played(there, tmp_path, small_model) as run,
+        world_whose_head_comes_back(tmp_path) as cluster,
+        played(cluster, tmp_path, small_model) as run,
     ):
         run.wait_for_step(2, limit_s=WAIT_S)
-        engines = [each for node in there.engines for each in node.processes(ENGINE)]
-        there.net.head.kill()
+        engines = [each for node in cluster.engines for each in node.processes(ENGINE)]
+        cluster.net.head.kill()
         run.advance(2, limit_s=WAIT_S)
-        there.net.head.start()
-        kill_environment_actor(there, run)
-        there.net.head.restart_control_store()
-        kill_environment_actor(there, run)
+        cluster.net.head.start()
+        kill_environment_actor(cluster, run)
+        cluster.net.head.restart_control_store()
+        kill_environment_actor(cluster, run)
         # Serve's controller died with the head; the next one took the engines over.
         assert len(engines) == 2 and all(each.is_running() for each in engines)
         assert run.history().num_terms == 1
         stop(run)
 
 
-def kill_environment_actor(there: World, run: Run) -> None:
-    """And wait until another one is there in its place."""
+def kill_environment_actor(cluster: World, run: Run) -> None:
+    """Kill the oldest environment actor, and wait until another one replaces it."""
 
     def actors() -> set[psutil.Process]:
-        found = [node.processes(ENVIRONMENTS) for node in there.environments]
+        found = [node.processes(ENVIRONMENTS) for node in cluster.environments]
         return {process for each in found for process in each}
 
     before = actors()

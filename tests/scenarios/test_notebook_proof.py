@@ -1,4 +1,4 @@
-"""The notebook of the documentation, executed in a real kernel.
+"""Test of the notebook of the documentation in a real kernel.
 
 It starts two trainings and an evaluation, which take some five minutes.
 """
@@ -13,7 +13,7 @@ import pytest
 from worlds.checks.notebook import execute, read_notebook, text_of
 
 pytestmark = [pytest.mark.proof, pytest.mark.pages, pytest.mark.timeout(3000)]
-# After the last cell: a kernel's event loop runs while a cell does.
+# This cell follows the last one, and shows that an event loop runs while cells do.
 LOOP = "import asyncio\nasyncio.get_running_loop().is_running()"
 
 

@@ -1,6 +1,6 @@
-"""The commands on the pages for a start, run in order as they are printed.
+"""Tests that run the commands of the introductory pages in order, as they are printed.
 
-A page's trainings and services start one after the other, a minute each, so that these are proofs.
+A page's trainings and services start one after another, a minute each, so that these are proofs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The long proofs, minutes each: `make proof`. Each trains for real and looks at what came out."""
+"""Tests of trainings that take minutes each, and of the lock: `make proof PART=training`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ import_reasoning_gym()
 
 
 def vetted(name: str, directory: Path, **sections: dict[str, object]) -> Path:
-    """A vetted configuration with some keys replaced, in `directory`."""
+    """Write a vetted configuration with some keys replaced into `directory`; return its path."""
     tree = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     for section, keys in sections.items():
         tree[section] = {**tree.get(section, {}), **keys}
@@ -97,7 +97,7 @@ def test_common_divisors_are_learnt_from_a_task_file_of_reasoning_gym(tmp_path: 
     assert statistics.mean(last) > statistics.mean(first) + 5 * noise
 
 
-def test_the_calculator_is_called_with_fewer_malformed_calls(tmp_path: Path) -> None:
+def test_calls_of_the_calculator_are_malformed_less_often(tmp_path: Path) -> None:
     config = vetted("calculator-cpu", tmp_path)
     with running(config, tmp_path / "run") as run:
         summary = finished(run)
@@ -107,7 +107,7 @@ def test_the_calculator_is_called_with_fewer_malformed_calls(tmp_path: Path) -> 
 
 
 def test_code_search_is_played_and_trained_from_a_repository(tmp_path: Path) -> None:
-    files = {name: f'"""{told}"""\n' for name, told in MODULES.items()}
+    files = {name: f'"""{docstring}"""\n' for name, docstring in MODULES.items()}
     repository = git_repository(tmp_path / "repository", ("first", files))
     tasks = tmp_path / "tasks.jsonl"
     write_code_search(repository, tasks, source="docstrings", count=len(MODULES), max_files=1)
@@ -126,7 +126,7 @@ def test_code_search_is_played_and_trained_from_a_repository(tmp_path: Path) -> 
         summary = finished(run)
         rewards = [record.value("reward_mean") or 0.0 for record in run.history().steps]
     assert len(rewards) == 24 and summary["malformed_rewarded"] == 0
-    # The form is learnt. Which of the four files it is, is not in so few steps: that stays a guess,
+    # In so few steps the policy learns only the form of calls. It guesses one of the four files,
     # which is right one time in four.
     share = summary["malformed_share"]
     assert share["last"] < 0.5 * share["first"]
@@ -135,7 +135,7 @@ def test_code_search_is_played_and_trained_from_a_repository(tmp_path: Path) -> 
 
 
 def left_behind() -> list[str]:
-    """Processes of tools that outlive their run."""
+    """Return the commands of tool processes that have outlived their run."""
     return [
         " ".join(process.info["cmdline"] or ())
         for process in psutil.process_iter(["cmdline", "ppid"])
@@ -144,7 +144,7 @@ def left_behind() -> list[str]:
     ]
 
 
-def test_a_run_killed_in_the_middle_ends_where_an_unbroken_one_ends(tmp_path: Path) -> None:
+def test_killed_and_resumed_run_learns_as_well_as_an_unbroken_run(tmp_path: Path) -> None:
     config = vetted("guessing-cpu", tmp_path)
     with running(config, tmp_path / "run") as run:
         run.wait_for_step(50, limit_s=RUN_S)
@@ -202,7 +202,7 @@ def test_every_recipe_trains_and_its_run_is_clean(tmp_path: Path, name: str) -> 
 
 
 def small(algorithm: dict[str, Any]) -> dict[str, Any]:
-    """The punishment of length, at the length of the game's answers."""
+    """Return a recipe's length penalty, if it has one, with limits for the game's short answers."""
     if "overlong" not in algorithm.get("reward", {}):
         return {}
     return {"reward": {**algorithm["reward"], "overlong": {"max_tokens": 30, "cache_tokens": 10}}}

@@ -1,4 +1,4 @@
-"""`rayloom.train`, `evaluate` and `serve` as in a notebook: beside an event loop and a Ray."""
+"""Tests of `rayloom.train`, `evaluate` and `serve` in a process with an event loop and a Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [{"prompt": f"Which number comes after {n}?", "answer": str(n + 1)} for n
 
 
 def make_score(bonus: float) -> Callable[[str, str], float]:
-    """Return a function that no module has by name."""
+    """Return a function that cannot be imported by name."""
 
     def score(completion: str, answer: str) -> float:
         return bonus + (completion.strip() == answer)
@@ -35,7 +35,7 @@ def configuration(model: str) -> dict[str, Any]:
     return config
 
 
-async def test_a_function_by_value_is_trained_by_twice_and_continued(
+async def test_two_runs_train_with_functions_by_value_and_one_is_resumed(
     tmp_path: Path, small_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A run whose engine has a quantised cache: the difference is measured, and within its bound.
+"""Test that a run with a quantised cache measures the difference, which is within its bound.
 
 A whole run with a real engine takes a minute, so that this is a proof.
 """
@@ -21,11 +21,11 @@ OPTIONS = [
     "--set=algorithm.group_size=4",
     "--set=trainer.num_ranks=1",
     '--set=inference.engine_args={"kv_cache_dtype": "fp8"}',
-    # Each publication is compared over the whole text, if that takes less than 5 % of the time.
+    # Each publication is compared on the whole text if that takes less than 5 % of the time.
     "--set=trainer.logprob_check_every=1",
     "--set=trackers.jsonl=true",
 ]
-# Means in nats: far above the rounding of float32, and the bound for a quantised engine
+# Means in nats: a value far above the rounding of float32, and the bound for a quantised engine
 # (docs/engine-args.md).
 LEAST, BOUND = 1e-3, 0.2
 

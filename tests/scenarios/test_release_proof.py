@@ -1,7 +1,7 @@
-"""A release of the chart as a whole: its pods, its Serve configuration, a rollout, its dashboards.
+"""Tests of a whole release of the chart: pods, Serve configuration, rollouts and dashboards.
 
-Each pod of the rendered RayService is a node of its own (`worlds.servers.nodes`), started with its
-group's parameters, variables and Ray's token, as the operator does. Its volumes are directories of
+Each pod of the rendered RayService is its own node (`worlds.servers.nodes`), started with its
+group's parameters, variables and Ray's token, as the operator does. The volumes are directories of
 this machine's file system, which all nodes share.
 """
 
@@ -42,11 +42,11 @@ from service.store.lineage import read_history
 
 pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(2400)]
 
-# A bound of each wait on a busy machine, not a measure.
+# A limit for each wait on a busy machine, not an expected time.
 LIMIT_S = 900.0
 DRAIN_S = 60
 LOADED_S = 30.0
-# A head that starts anew takes a minute and more on a busy machine.
+# A restarted head takes more than a minute on a busy machine.
 HEAD_BACK_S = 300
 RUN, NAMESPACE = "release", "rayloom"
 DASHBOARD, API = 8265, 8000
@@ -55,7 +55,7 @@ VALUES = {
         **SMALL,
         "run": {"name": RUN, "steps": 100_000, "checkpoint_every": 2, "evaluate_every": 4},
         "algorithm": {**SMALL["algorithm"], "max_lag": 1, "loss": {"kl": {"coefficient": 0.01}}},
-        # The turns in flight wait for the engine that replaces the one that goes.
+        # Turns in flight wait until a new engine replaces the one that ends.
         "rollouts": {**SMALL["rollouts"], "turn_deadline_s": 500},
         "trainer": {**SMALL["trainer"], "num_ranks": 1},
         "service": {"host": "0.0.0.0", "port": API},
@@ -64,7 +64,7 @@ VALUES = {
     "monitoring": {"podMonitor": {"enabled": True}},
     "drain": {"timeoutSeconds": DRAIN_S},
 }
-# Panels that show what does not happen here.
+# Panels for events that do not happen here.
 ONLY_WHEN_FAILING = {
     "Rayloom Overview: Alerts that fire",
     "Rayloom Infrastructure: Killed and failed workers",
@@ -74,7 +74,7 @@ OF_A_CRITIC = {
     "Rayloom Learning: Loss and gradient norm of the critic",
     "Rayloom Learning: Values and their targets",
 }
-# Nobody opens a session, and no function of one's own is called.
+# No session is opened, and no user's function is called.
 NOT_CALLED = {
     "Rayloom Rollouts and environments: Calls without an answer, by function",
     "Rayloom Rollouts and environments: Ended sessions per minute, by outcome",
@@ -83,7 +83,7 @@ NOT_CALLED = {
     "Rayloom Rollouts and environments: Time of a turn",
     "Rayloom Rollouts and environments: Turns of ended sessions per minute, by use",
 }
-# No run.checkpoint_url is set; test_metrics_scenarios.py shows a run that has one.
+# run.checkpoint_url is not set; the run of test_metrics_scenarios.py has one.
 OF_COPIES = {"Rayloom Trainer: Copies of checkpoints"}
 OF_GPUS = {
     "Rayloom Infrastructure: GPU, by node and index",
@@ -92,13 +92,13 @@ OF_GPUS = {
 }
 
 
-def test_a_release_trains_is_watched_whole_and_a_worker_that_goes_fails_no_request(
+def test_release_fills_its_panels_and_a_terminated_worker_fails_no_request(
     tmp_path: Path,
 ) -> None:
     manifests = rendered(VALUES)
     token = secret(manifests, cluster_of(manifests)["authOptions"]["secretName"], "auth_token")
     with network(tmp_path) as net:
-        # Engines have a second place, for when their pod goes.
+        # A second pod can take the engines when their first one ends.
         pods = started_pods(net, manifests, token=token, twice="inference")
         where = f"http://{net.head.address}"
         wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
@@ -126,16 +126,16 @@ def test_a_release_trains_is_watched_whole_and_a_worker_that_goes_fails_no_reque
             assert empty == unused
 
 
-def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
+def test_killed_head_comes_back_with_its_run_and_the_engines_stay(
     tmp_path: Path,
 ) -> None:
-    """kill -9 of all that runs there: control store, Serve, the run's host, supervisor, board."""
+    """Kill all processes of the head: control store, Serve, the run's host, supervisor, board."""
     with network(tmp_path) as net, redis_server(tmp_path, host=net.gateway) as redis:
         gcs = {"backend": "redis", "redis": {"address": redis}}
         run = {**VALUES["config"]["run"], "orphan_timeout_s": HEAD_BACK_S}
         manifests = rendered({**VALUES, "gcs": gcs, "config": {**VALUES["config"], "run": run}})
         token = secret(manifests, cluster_of(manifests)["authOptions"]["secretName"], "auth_token")
-        # Both are the operator's to set.
+        # The operator sets both variables.
         waits = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_BACK_S)}
         of_head = {"RAY_REDIS_ADDRESS": redis}
         pods = started_pods(net, manifests, token=token, added=waits, of_head=of_head)
@@ -162,10 +162,10 @@ def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
         assert audit(open_journal(run_dir.path)).is_clean
 
 
-def test_a_release_that_is_suspended_loses_nothing_and_goes_on_when_it_is_resumed(
+def test_suspended_release_loses_nothing_and_continues_when_resumed(
     tmp_path: Path,
 ) -> None:
-    """All pods are told to go at once, in the middle of steps; later there is a new cluster."""
+    """Terminate all pods at once in the middle of steps, and later start a new cluster."""
     manifests = rendered(VALUES)
     token = secret(manifests, cluster_of(manifests)["authOptions"]["secretName"], "auth_token")
     run_dir = RunDir(path=tmp_path / "run_dir")
@@ -194,11 +194,11 @@ def helm_test(net: Network, manifests: Sequence[Manifest], directory: Path) -> N
     """Run the program of `helm test`, with the head's address in place of the Services' names."""
     [container] = one(manifests, "Pod", "-test")["spec"]["containers"]
     environ = variables_of(container, manifests)
-    told = json.loads(environ["RELEASE_CHECK"])
+    check = json.loads(environ["RELEASE_CHECK"])
     for name in ("api", "dashboard", "metrics"):
-        told[name] = re.sub(r"//[a-z-]+:", f"//{net.head.address}:", told[name])
-    told["arguments"] = config_in(manifests, directory)["applications"][0]["args"]
-    variables = {**environ, "RELEASE_CHECK": json.dumps(told)}
+        check[name] = re.sub(r"//[a-z-]+:", f"//{net.head.address}:", check[name])
+    check["arguments"] = config_in(manifests, directory)["applications"][0]["args"]
+    variables = {**environ, "RELEASE_CHECK": json.dumps(check)}
     settings = [f"{name}={value}" for name, value in variables.items()]
     done = subprocess.run(
         [*net.head.entrance, *settings, sys.executable, "-c", *container["args"]],
@@ -210,14 +210,14 @@ def helm_test(net: Network, manifests: Sequence[Manifest], directory: Path) -> N
 
 
 def hook_of_head(manifests: Sequence[Manifest]) -> list[str]:
-    """What the kubelet runs before it ends the head's pod."""
+    """Return the command that the kubelet runs before it ends the head's pod."""
     [container] = pod_templates(manifests)["head"]["spec"]["containers"]
     hook: list[str] = container["lifecycle"]["preStop"]["exec"]["command"]
     return hook
 
 
 def end_all(pods: Mapping[str, Sequence[Node]], hook: Sequence[str]) -> None:
-    """As the kubelets do at once: the head's hook, and SIGTERM, to the head once that is over."""
+    """End all pods at once, as kubelets do: with SIGTERM, for the head after its hook."""
     nodes = [node for group in pods.values() for node in group]
     with ThreadPoolExecutor(max_workers=len(nodes)) as kubelets:
         ends = [
@@ -243,7 +243,7 @@ def end_pod(node: Node, hook: Sequence[str], *, limit_s: float) -> None:
 def serving(
     net: Network, manifests: Sequence[Manifest], directory: Path, *, token: str
 ) -> Iterator[httpx.Client]:
-    """Configure Serve as the operator does; yields a client once the run is ready."""
+    """Configure Serve as the operator does; yield a client once the run is ready."""
     where = f"http://{net.head.address}"
     wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
     put(f"{where}:{DASHBOARD}", config_in(manifests, directory), token=token)
@@ -262,7 +262,10 @@ def started_pods(
     added: Mapping[str, str] | None = None,
     of_head: Mapping[str, str] | None = None,
 ) -> dict[str, list[Node]]:
-    """By group, its pod; two of the group `twice`. added, of_head: variables beside the chart's."""
+    """Start and return each group's pods: one, or two of the group `twice`.
+
+    added, of_head: variables beside the chart's, for all pods and for the head.
+    """
     cluster = cluster_of(manifests)
     groups = {"head": cluster["headGroupSpec"]}
     groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
@@ -272,11 +275,11 @@ def started_pods(
         [container] = spec["containers"]
         [shm] = [each for each in spec["volumes"] if each["name"] == "shm"]
         environ = variables_of(container, manifests)
-        # In place of the volume of secrets.
+        # A file replaces the volume of secrets.
         key = net.directory / "api-key"
         key.write_text(secret(manifests, "api-key", "api-key"))
         environ["RAYLOOM_API_KEY_FILE"] = str(key)
-        # Its volume is not there: this machine's home directory is in its place.
+        # The volume of the home directory is missing, so that this machine's directory is used.
         del environ["HOME"]
         environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **(added or {})}
         if name == "head":
@@ -294,18 +297,18 @@ def started_pods(
 
 
 def labels_of(group: Manifest) -> str:
-    """The labels of a group's nodes, as the operator passes them to `ray start`."""
+    """Return the labels of a group's nodes as the operator passes them to `ray start`."""
     return ",".join(f"{name}={value}" for name, value in group["labels"].items())
 
 
 def mib(quantity: str) -> int:
-    """Of Kubernetes' notation."""
+    """Convert a quantity in Kubernetes' notation to MiB."""
     factors = {"Mi": 1, "Gi": 1024}
     return int(quantity[:-2]) * factors[quantity[-2:]]
 
 
 def config_in(manifests: Sequence[Manifest], directory: Path) -> dict[str, Any]:
-    """The Serve configuration, with directories in place of the pods' volumes."""
+    """Return the Serve configuration with directories in place of the pods' volumes."""
     config = serve_config_of(manifests)
     [application] = config["applications"]
     for name in ("run_dir", "state_dir"):
@@ -314,7 +317,7 @@ def config_in(manifests: Sequence[Manifest], directory: Path) -> dict[str, Any]:
 
 
 def put(dashboard: str, config: Mapping[str, Any], *, token: str) -> None:
-    """As the operator does; nobody may without the token."""
+    """Send the Serve configuration as the operator does; check that it needs the token."""
     url = f"{dashboard}/api/serve/applications/"
     assert httpx.put(url, json=config, timeout=60).status_code == 401
     headers = {"x-ray-authorization": f"Bearer {token}"}
@@ -323,7 +326,7 @@ def put(dashboard: str, config: Mapping[str, Any], *, token: str) -> None:
 
 
 def targets(manifests: Sequence[Manifest], pods: Mapping[str, Sequence[Node]]) -> list[Target]:
-    """What the PodMonitor has Prometheus scrape: each of its ports of each pod that has it."""
+    """Return the targets of the PodMonitor: each of its ports in each pod that has the port."""
     monitor = one(manifests, "PodMonitor")["spec"]
     named = [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]]
     cluster = cluster_of(manifests)
@@ -355,7 +358,7 @@ def are_trained(client: httpx.Client, tasks: Sequence[str]) -> bool:
 
 
 class Load:
-    """A client that submits tasks and asks for them, on and on."""
+    """A client that repeatedly submits tasks and reads their status."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client

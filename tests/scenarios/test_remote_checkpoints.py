@@ -1,4 +1,4 @@
-"""A run copies its checkpoints to an S3 server, loses its machine, and continues from there."""
+"""Test of a run that copies its checkpoints to S3, loses its machine, and continues from there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_run_continues_on_a_new_machine_from_its_address(
         config = small_config(tmp_path, trainer={"num_ranks": 1}, run=run_settings)
         with running(config, tmp_path / "lost") as run:
             run.wait_for_log("copied step-", limit_s=START_S + 8 * STEP_S)
-        # It was killed with all its processes, and nothing of it is left.
+        # The run was killed with all its processes, and its directory is lost.
         shutil.rmtree(tmp_path / "lost")
         copied = [name for name in remote.children() if remote.child(name).read() is not None]
         last = int(copied[-1].split("-")[1]) + 4
@@ -42,11 +42,11 @@ def test_a_run_continues_on_a_new_machine_from_its_address(
         kept = remote.children()
         assert len(kept) == 2 and kept[-1] == f"step-{last:06}-t2"
         assert all(remote.child(name).read() is not None for name in kept)
-        # Another run may not have the address.
+        # Another run may not use the address.
         with running(config, tmp_path / "other") as run:
             assert run.wait(limit_s=START_S) == 2
             assert "expected one address for each run" in run.output.read_text()
-        # Its export is a model for another one.
+        # The run's export is a model for another run.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         model = f"s3://{BUCKET}/model"
         assert f"step {last}" in export_to_address(tmp_path / "new", model)

@@ -1,4 +1,4 @@
-"""A run is interrupted, moved, and loses its newest checkpoint: it goes on from the one before."""
+"""Test of a run that is interrupted, moved and resumed with a damaged newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.cli.artifacts import export_checkpoint
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
-def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> None:
+def test_interrupted_run_resumes_after_a_move_and_with_a_damaged_checkpoint(tmp_path: Path) -> None:
     sections = {"trainer": {"num_ranks": 1}, "run": {"steps": 400, "evaluate_every": 1000}}
     config = small_config(tmp_path, **sections)
     with running(config, tmp_path / "before") as run:
@@ -45,7 +45,7 @@ def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> 
 
 
 def checkpoints(run: Run) -> list[str]:
-    """The names of the checkpoints, the newest first."""
+    """Return the names of the checkpoints, the newest first."""
     return sorted((path.name for path in run.place.checkpoints.glob("step-*")), reverse=True)
 
 

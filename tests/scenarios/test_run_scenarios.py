@@ -1,6 +1,6 @@
-"""One whole run through the command line, and what those who look at it find.
+"""Tests of a whole run from the command line: its history, trackers, journal, report and model.
 
-Real Ray, Serve, vLLM and FSDP, a tiny model, tiny steps.
+Ray, Serve, vLLM and FSDP are real, the model is tiny, and the steps are small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.telemetry.curves import step_curves
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
 
 
-# The weights of both kinds are compared at every publish in test_inference_scenarios.py.
+# test_inference_scenarios.py compares the weights of both kinds of models at each publication.
 @pytest.fixture(
     scope="module",
     params=[
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
-    """A run of four steps at lag 0 that built its own model and came to its end."""
+    """Yield a finished run of four steps at lag 0 that built its own model."""
     directory = tmp_path_factory.mktemp("finished")
     tiny = {"warmup_steps": 20, "tie_word_embeddings": request.param}
     config = small_config(directory, model={"tiny": tiny}, trackers=ALL)
@@ -47,17 +47,17 @@ def test_a_run_finalises_every_rollout_and_publishes_every_version(finished: Run
     assert load_config(finished.place.config_file).run.steps == 4
 
 
-def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(finished: Run) -> None:
+def test_at_lag_0_engines_and_trainer_have_equal_weights_at_every_step(finished: Run) -> None:
     records = finished.history().steps
-    # Groups whose answers all won or all lost train nothing; a step may have no other.
+    # Groups with equal returns train nothing, and a step may have only such groups.
     compared = [record for record in records if record.num_trained_tokens]
     assert compared and {record.policy_age_max for record in records} == {0}
     assert len({record.statistics["loss"] for record in compared}) == len(compared)
     for record in compared:
         assert record.statistics["mismatch_k3_mean"] < 1e-6
         assert record.statistics["mismatch_max"] < 1e-3
-    # A step that has no time for a check has no ratio. The first check of all is joined with the
-    # start's, whose text and continuations fill the context.
+    # A step without time for a check has no ratio. The first check is joined with the start's, whose
+    # text and continuations fill the context.
     checked = [
         record.statistics for record in records if "logprob_check_ratio" in record.statistics
     ]
@@ -90,7 +90,7 @@ def test_the_journal_of_a_run_breaks_no_invariant(finished: Run) -> None:
     check_audit(finished)
 
 
-def test_a_run_prints_nothing_of_what_serve_tells_its_developers(finished: Run) -> None:
+def test_run_prints_no_messages_of_serve(finished: Run) -> None:
     assert "Serve" not in finished.output.read_text()
 
 

@@ -1,4 +1,4 @@
-"""A run as the chart starts it: by Ray's own `serve run`, or by the command line of a RayJob."""
+"""Tests of runs as the chart starts them: by Ray's own `serve run`, or by a RayJob's command."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SMALL = [
 def charts_serve_config(
     directory: Path, *, port: int, host: str = "127.0.0.1", overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What the chart renders, with this machine's paths and port, and smaller steps."""
+    """Return the chart's Serve configuration with this machine's paths and port and small steps."""
     config = serve_config_of(rendered())
     config["http_options"] |= {"host": host, "port": port}
     [application] = config["applications"]
@@ -73,7 +73,7 @@ def charts_serve_config(
 
 @pytest.fixture
 def gcs_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A local Ray with room for the run's processes; what runs on it ends with it."""
+    """Start a local Ray with room for a run; yield its address."""
     # The chart gives every pod the key, because it listens beyond loopback.
     monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
     start_ray(
@@ -90,7 +90,10 @@ def gcs_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def served(
     file: Path, *, address: str, entrance: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """entrance: what stands before the command, of another node's namespaces."""
+    """Run `serve run` until the end of the block.
+
+    entrance: the words before the command that enter another node's namespaces.
+    """
     program = str(Path(sys.executable).parent / "serve")
     command = [*entrance, program, "run", str(file), "--address", address]
     with (file.parent / "serve.out").open("wb") as output:
@@ -101,13 +104,13 @@ def served(
     try:
         yield process
     finally:
-        # What it has started ends with the cluster.
+        # The processes that it has started end with the cluster.
         process.kill()
         process.wait(timeout=20)
 
 
 def wait_for_ready(client: httpx.Client, file: Path, *, status: int, limit_s: float) -> None:
-    """Wait for /readyz to answer so; fails at once when Serve has given the application up."""
+    """Wait until /readyz answers with a status; fail at once if Serve gives up the application."""
     deadline = time.monotonic() + limit_s
     while True:
         assert "failed with exception" not in (said := (file.parent / "serve.out").read_text()), (
@@ -125,7 +128,7 @@ def wait_for_ready(client: httpx.Client, file: Path, *, status: int, limit_s: fl
 
 
 def rayloom(*arguments: str, entrance: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """entrance: as of `served`."""
+    """Run the command `rayloom`; entrance: see `served`."""
     command = [*entrance, str(Path(sys.executable).parent / "rayloom"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
@@ -148,7 +151,7 @@ def wait_until_over(
             time.sleep(0.3)
 
 
-def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
+def test_chart_serve_configuration_serves_rollouts_and_outlives_its_host(
     tmp_path: Path, gcs_address: str
 ) -> None:
     port = free_port()
@@ -171,7 +174,7 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
         later = [f"later-{number}" for number in range(4)]
         assert submit(client, *first, *later) == 4
         wait_until_over(client, *later, limit_s=START_S)
-        # As the head's pod does before it goes: the run ends in order, and says so.
+        # The head's pod does this before it ends: the run ends in order, and says so.
         submit(client, *(f"last-{number}" for number in range(20)))
         done = rayloom(*stop, "--run", "guessing-cpu", "--grace", "30")
         assert done.returncode == 0 and done.stdout.endswith(": has ended\n"), done
@@ -182,7 +185,7 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
         assert nobody.returncode == 0 and "there is no run to stop with the name x" in nobody.stdout
 
 
-def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
+def test_host_whose_run_was_taken_over_waits_until_the_run_is_free(
     tmp_path: Path, gcs_address: str
 ) -> None:
     port = free_port()
@@ -202,7 +205,7 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
     ):
         wait_for_ready(client, file, status=200, limit_s=START_S)
         submit(client, *(f"first-{number}" for number in range(4)))
-        # Another cluster, which this one knows nothing of.
+        # Another cluster, unknown to this one, takes the run over.
         with running(tree, run_dir.path, take, command="serve") as other:
             other.wait_for_output("the API listens on ", limit_s=START_S)
             wait_for_words(client, "taken over by ", limit_s=START_S)
@@ -213,7 +216,7 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
                     answer = client.get("/api/v1/rollouts/first-0")
                     assert answer.status_code == 503 and "taken over by" in answer.json()["detail"]
                 assert store.newest_term() == taken
-                # Serve starts the replica anew; it finds a live owner, and waits.
+                # Serve starts the replica again, which finds a live owner and waits.
                 kill_host()
                 wait_for_words(client, "waiting: the run is held by ", limit_s=START_S)
                 assert store.newest_term() == taken
@@ -224,7 +227,7 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
         wait_until_over(client, *(f"first-{number}" for number in range(4)), limit_s=START_S)
 
 
-# A step takes about as long as its slowest game.
+# A game that takes as long as a file says: a step takes about as long as its slowest game.
 PAUSED_GAME = """
 import asyncio, os, pathlib
 from actors.environment.builtin.guessing import GuessingEnvironment
@@ -242,17 +245,15 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 @pytest.mark.nodes
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("pause_s", [1.0, 600.0], ids=["steps of 2 s", "steps of 600 s"])
-def test_a_head_that_is_told_to_go_loses_no_step_and_no_rollout(
-    tmp_path: Path, pause_s: float
-) -> None:
-    """As Kubernetes ends a pod: the hook of the chart's head, then SIGTERM to its own command."""
+def test_terminated_head_loses_no_step_and_no_rollout(tmp_path: Path, pause_s: float) -> None:
+    """End the head's pod as Kubernetes does: run the chart's hook, then send SIGTERM."""
     [container] = pod_templates(rendered())["head"]["spec"]["containers"]
     _, *hook = container["lifecycle"]["preStop"]["exec"]["command"]
     pause = tmp_path / "pause"
     pause.write_text("0")
     (tmp_path / "paused_game.py").write_text(PAUSED_GAME)
     port, file = free_port(), tmp_path / "serve.yaml"
-    # No step is committed but at the end.
+    # Steps are committed only at the end.
     overrides = [
         f"tasks.environment={GAME}", "run.checkpoint_every=1000",
         "rollouts.turn_deadline_s=900", "rollouts.episode_deadline_s=1800",
@@ -306,7 +307,7 @@ def test_a_head_that_is_told_to_go_loses_no_step_and_no_rollout(
 
 @contextlib.contextmanager
 def job(arguments: dict[str, Any], *, steps: int, address: str) -> Iterator[subprocess.Popen[str]]:
-    """The command of the RayJob, as Ray runs a job's."""
+    """Run the RayJob's command as Ray does, until the end of the block."""
     text = json.dumps({**arguments, "overrides": [*arguments["overrides"], f"run.steps={steps}"]})
     environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
     process = subprocess.Popen(
@@ -322,13 +323,13 @@ def job(arguments: dict[str, Any], *, steps: int, address: str) -> Iterator[subp
 
 
 def output_of(job: subprocess.Popen[str]) -> str:
-    """What it says, to its end."""
+    """Wait for the end of a job; return its output."""
     said, _ = job.communicate(timeout=START_S + 200)
     assert job.returncode == 0, said
     return said
 
 
-def test_the_charts_job_tells_its_end_and_goes_on_where_it_is_started_again(
+def test_chart_job_reports_its_end_and_continues_when_started_again(
     tmp_path: Path, gcs_address: str
 ) -> None:
     metrics = f"127.0.0.1:{free_port()}"
@@ -350,7 +351,7 @@ def test_the_charts_job_tells_its_end_and_goes_on_where_it_is_started_again(
         prometheus.wait_for(has_ended, at_least=1, limit_s=START_S)
         assert prometheus.newest()[series("rayloom_train_steps_total")] == 2
         assert first.poll() is None
-        # A pod that is told to go has nothing left to do.
+        # A pod that gets SIGTERM now has no work left.
         first.terminate()
         assert "report: " in output_of(first)
     arguments["overrides"].append("metrics.stays_s=0.1")
@@ -363,10 +364,10 @@ def test_the_charts_job_tells_its_end_and_goes_on_where_it_is_started_again(
 
 # Takes 85 s, and an upgrade under another name is rare.
 @pytest.mark.proof
-def test_another_name_ends_the_run_of_before_in_order_and_leaves_one_application_of_engines(
+def test_new_run_name_ends_the_old_run_and_leaves_one_application_of_engines(
     tmp_path: Path, gcs_address: str
 ) -> None:
-    """As the operator does it: the changed Serve configuration is put over the one that runs."""
+    """Replace the running Serve configuration with a changed one, as the operator does."""
     port, files = free_port(), []
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
@@ -391,20 +392,20 @@ def test_another_name_ends_the_run_of_before_in_order_and_leaves_one_application
                 assert time.monotonic() < deadline, client.get("/readyz").text
                 time.sleep(0.3)
             wait_for_ready(client, files[1], status=200, limit_s=START_S)
-            # It knows nothing of the other's tasks, and plays them.
+            # The new run does not know the old run's tasks, and plays them.
             assert submit(client, *tasks) == 4
             wait_until_over(client, *tasks, limit_s=START_S)
             applications = serve.status().applications
             [of_engines] = [each for each in applications if each != "rayloom"]
             assert of_engines.startswith("rayloom-after-")
-    # The step that no checkpoint held was committed before the host went.
+    # The step without a checkpoint was committed before the host ended.
     with RunDir(path=tmp_path / "before" / "run").looked_into() as store:
         assert store.live_owner() is None
         assert store.checkpoints()[0].step == read_history(store).steps[-1].step == 1
 
 
 def wait_for_words(client: httpx.Client, words: str, *, limit_s: float) -> None:
-    """Wait until /readyz gives a reason with these words."""
+    """Wait until the answer of /readyz has these words."""
     deadline = time.monotonic() + limit_s
     while words not in (said := client.get("/readyz").text):
         assert time.monotonic() < deadline, said
@@ -412,7 +413,7 @@ def wait_for_words(client: httpx.Client, words: str, *, limit_s: float) -> None:
 
 
 def kill_host() -> None:
-    """kill -9 the replica that owns the run's supervisor."""
+    """Kill the replica that owns the run's supervisor."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if " ".join(child.cmdline()).startswith("ray::ServeReplica:rayloom:run"):

@@ -1,4 +1,4 @@
-"""`rayloom serve` for real: a client over HTTP, a dead trainer, kill -9 and a restart."""
+"""Test of `rayloom serve`: a client over HTTP, dead parts, kill -9 and a restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Api:
         deadline = time.monotonic() + START_S
         while True:
             answer = self.client.post("/api/v1/rollouts", json=body)
-            # Until the run has its lease, and before that the route its place.
+            # The API answers 404 until its route exists, and 503 until the run has its lease.
             is_early = answer.status_code in (404, 503)
             if not is_early or time.monotonic() > deadline:
                 return answer
@@ -46,11 +46,11 @@ class Api:
         return found
 
     def wait_ready(self, *, is_ready: bool, limit_s: float) -> list[str]:
-        """Wait for /readyz to be so; the reasons that it gave."""
+        """Wait until /readyz says so; return its reasons."""
         deadline = time.monotonic() + limit_s
         while True:
             answer = self.client.get("/readyz")
-            # Until the route is there, Serve's own 404 answers.
+            # Until the route exists, Serve itself answers with 404.
             body = {} if answer.status_code == 404 else answer.json()
             if answer.status_code == (200 if is_ready else 503):
                 return list(body.get("reasons", [body.get("detail", "")]))
@@ -75,7 +75,7 @@ def api_of(run: Run) -> Iterator[Api]:
         yield Api(client)
 
 
-def test_a_service_trains_what_is_submitted_and_loses_nothing(
+def test_service_trains_submitted_tasks_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
 ) -> None:
     monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
@@ -112,7 +112,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         wait_for_gauge(run, "rayloom_engines_ready", 0)
         api.wait_ready(is_ready=True, limit_s=START_S)
         wait_for_gauge(run, "rayloom_engines_ready", 1)
-        # Nothing is asked of the trainer now, and its death is seen all the same.
+        # The run notices the death of an idle trainer too.
         run.kill_part("ray::TrainerRankActor")
         run.wait_for_log("a new group is at version 2", limit_s=START_S)
         api.wait_ready(is_ready=True, limit_s=STEP_S)
@@ -122,7 +122,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         wait_for_waiting_tasks(run, limit_s=STEP_S)
         run.advance(1, limit_s=STEP_S)
         run.process.kill()
-    # The second half is traced.
+    # The second half of the run is traced.
     with collecting() as collector:
         traced = ["--resume", "--set", f"tracing.endpoint={collector.url}"]
         again = running(config, tmp_path / "run", traced, command="serve")
@@ -131,10 +131,10 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
 
 
 def check_page(api: Api) -> None:
-    """Two steps are done: the page is open, and what it asks for is there, text of tokens too."""
+    """Check the page after two steps: it needs no key, and its requests get steps and texts."""
     page = api.client.get("/", headers={"authorization": ""})
     assert page.status_code == 200 and "Rayloom" in page.text
-    # A task is over as soon as its step has it; the step's own row comes when it is trained.
+    # A task is over when its step takes it, but the step's row comes when the step is trained.
     deadline = time.monotonic() + STEP_S
     while (found := api.client.get("/api/v1/run").json())["steps"].get("step") != [1, 2]:
         assert time.monotonic() < deadline, found["steps"]
@@ -150,7 +150,7 @@ def check_page(api: Api) -> None:
 
 
 def finish(again: AbstractContextManager[Run], first: list[str], later: list[str]) -> None:
-    """Go on after the kill, to the end of all that was accepted."""
+    """Resume after the kill, and check that all accepted tasks end."""
     with again as run, api_of(run) as api:
         assert api.submit(*first, *later).json()["accepted"] == 0
         check_finalised(api.wait_until_over(*later, limit_s=START_S))
@@ -163,11 +163,11 @@ def finish(again: AbstractContextManager[Run], first: list[str], later: list[str
 
 
 def check_traces(collector: Collector, submitted: list[str]) -> None:
-    """Each rollout that was trained after the kill is a trace of its own, whole."""
+    """Check that each rollout that was trained after the kill has its own complete trace."""
     traces = collector.traces()
     trained = [each for each in traces.values() if "optimiser step" in each.spans]
     tasks = {attributes(each.root)["rayloom.task_id"] for each in trained}
-    # Not of groups without a signal, which may be most: nothing is trained of them.
+    # Groups without a signal, which may be most of them, are not trained.
     assert tasks and tasks <= set(submitted)
     assert len(trained) == 4 * len(tasks)
     for each in trained:
@@ -178,7 +178,7 @@ def check_traces(collector: Collector, submitted: list[str]) -> None:
 
 
 def gauge(run: Run, name: str) -> float:
-    """A metric of the run as a whole, as a scrape shows it now."""
+    """Return the current value of a metric of the whole run."""
     text = httpx.get(f"http://{run.metrics_address(limit_s=STEP_S)}/metrics").text
     families = text_string_to_metric_families(text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
@@ -188,7 +188,7 @@ def gauge(run: Run, name: str) -> float:
 
 
 def wait_for_gauge(run: Run, name: str, wanted: float) -> None:
-    """The gauges follow within seconds; what they tell lasts longer."""
+    """Wait for a gauge's value: it changes within seconds, and the run's state lasts longer."""
     deadline = time.monotonic() + STEP_S
     while (value := gauge(run, name)) != wanted:
         assert time.monotonic() < deadline, f"{name} is {value}, not {wanted}"
@@ -196,7 +196,7 @@ def wait_for_gauge(run: Run, name: str, wanted: float) -> None:
 
 
 def wait_for_waiting_tasks(run: Run, *, limit_s: float) -> None:
-    """The gauges follow within seconds; a step takes longer to end."""
+    """Wait for waiting tasks: the gauge changes within seconds, and a step takes longer."""
     deadline = time.monotonic() + limit_s
     while (waiting := gauge(run, "rayloom_service_waiting_tasks")) == 0:
         assert time.monotonic() < deadline
@@ -206,7 +206,7 @@ def wait_for_waiting_tasks(run: Run, *, limit_s: float) -> None:
 
 
 def check_finalised(found: dict[str, dict[str, Any]]) -> None:
-    """Each rollout left with a step: trained, or without a say in it."""
+    """Check that each rollout left with a step, trained or evicted for an expected reason."""
     for view in found.values():
         assert view["status"] in ("trained", "evicted") and view["reward"] is not None
         for sample in view["samples"]:
@@ -220,7 +220,7 @@ def check_refusals(api: Api) -> None:
     assert api.submit("first-0", num_samples=2).status_code == 409
     answer = api.client.get("/api/v1/rollouts/first-0", headers={"authorization": "Bearer no"})
     assert answer.status_code == 401
-    # Serve's own proxy: its door tells no names, and asks for a key before it takes a body in.
+    # Serve's own proxy lists no routes, and requires a key before it reads a body.
     assert api.client.get("/-/routes").status_code == 404
     large, unkeyed = b" " * (4 << 20), {"authorization": "", "content-type": "application/json"}
     answer = api.client.post("/v1/messages", content=large, headers=unkeyed)

@@ -1,4 +1,4 @@
-"""The kill proof of sessions, short: each kind of fault once. `tests/session_chaos.py` has more."""
+"""Test of sessions under faults, each kind once; `tests/session_chaos.py` plays longer."""
 
 from __future__ import annotations
 

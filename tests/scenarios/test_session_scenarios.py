@@ -1,4 +1,4 @@
-"""Agents that know nothing of Rayloom, against a service: the providers' clients, and a kill."""
+"""Test of agents that use only the providers' clients with a service whose gateway is killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client_of(run: Run) -> Iterator[httpx.Client]:
 
 
 def is_alive(client: httpx.Client) -> bool:
-    """HAProxy opens its port a moment after Serve has said so."""
+    """Return whether the API answers: HAProxy opens its port a moment after Serve says so."""
     try:
         return client.get("/healthz").status_code == 200
     except httpx.TransportError:
@@ -55,10 +55,10 @@ def wait_until_over(client: httpx.Client, name: str, *, limit_s: float) -> dict[
         time.sleep(0.3)
 
 
-def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothing(
+def test_agents_with_only_a_url_are_trained_although_the_gateway_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
 ) -> None:
-    """Through HAProxy; the other scenarios go through Serve's own proxy."""
+    """Use HAProxy, while the other scenarios use Serve's own proxy."""
     monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     for name in ("METRICS", "STATS"):
@@ -113,7 +113,7 @@ def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothin
 
 
 def train_uploads(client: httpx.Client) -> None:
-    """Sample a step's groups by token ids, and upload them as columns and as lists."""
+    """Sample the groups of a step by token ids, and upload them as msgpack and as JSON."""
     policy = client.get("/api/v1/policy").json()
     prompt = list(range(5, 15))
     for group in range(2):
@@ -171,5 +171,5 @@ def check_refusals(client: httpx.Client) -> None:
         "/sessions/step-0-0-1/v1/chat/completions",
         json={"model": "any", "messages": [{"role": "user", "content": "hi"}]},
     )
-    # The client's own key is none of the session's.
+    # The client's own key does not open a session.
     assert late.status_code == 404 and late.json()["error"]["code"] == "unknown_session", late.text

@@ -1,6 +1,6 @@
-"""`rayloom sft` as a user runs it: killed, resumed, exported, and trained further by rewards.
+"""Test of `rayloom sft`: it is killed and resumed, and a run trains its export further.
 
-A proof, because it starts Ray four times and an engine.
+This is a proof, because it starts Ray four times and an engine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sft(name: str) -> list[str]:
     return ["sft", "--dataset", "chats.jsonl", "--run-dir", name, *changes]
 
 
-def test_a_killed_training_resumes_with_the_same_losses_and_a_run_begins_with_its_export(
+def test_killed_training_resumes_with_the_same_losses_and_a_run_uses_its_export(
     tmp_path: Path,
 ) -> None:
     rows = [

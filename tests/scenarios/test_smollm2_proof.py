@@ -1,4 +1,4 @@
-"""SmolLM2 from the package index: its own template and end, trained as `make demo` does."""
+"""Test of SmolLM2 from the package index: its template, its end token and a short training."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_smollm2_has_its_own_template_and_end_and_trains(tmp_path: Path) -> None
     assert tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) == tokens
     assert tokenizer.chat_template == fields["tokenizer.chat_template"].contents()
     assert stop_token_ids(str(directory)) == (fields["tokenizer.ggml.eos_token_id"].contents(),)
-    # As it was trained: a number is read digit by digit.
+    # SmolLM2 was trained with numbers that are split into digits.
     digits = ["Ġ", "1", "7", "Ġ+", "Ġ", "2", "5", "?"]
     assert tokenizer.tokenize("What is 17 + 25?")[-len(digits) :] == digits
 
     settings = [f"--set={name}={value}" for name, value in SMALL.items()]
     run = tmp_path / "run"
     where = ["--model", str(file), "--run-dir", str(run)]
-    told = rayloom("train", CONFIG, *where, *settings, cwd=ROOT, cache=tmp_path / "cache")
-    assert "memory at most" in told
+    printed = rayloom("train", CONFIG, *where, *settings, cwd=ROOT, cache=tmp_path / "cache")
+    assert "memory at most" in printed
     summary = json.loads((run / "summary.json").read_text())
-    # All of so few answers may be wrong; then none is trained.
+    # If all of these few answers are wrong, none is trained.
     assert summary["ledger"]["is_balanced"] and summary["steps"] == 2
     (converted,) = (tmp_path / "cache" / "rayloom" / "models").iterdir()
     marker = json.loads((converted / MARKER).read_text())

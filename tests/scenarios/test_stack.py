@@ -1,4 +1,4 @@
-"""`python -m deploy.stack`: up, watched, killed, up again, down; nothing is left behind."""
+"""Test of `python -m deploy.stack`: up, status, a killed service, up again and down."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wait_until(happened: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.5)
 
 
-def test_the_stack_trains_what_is_submitted_and_goes_on_after_a_kill(
+def test_stack_trains_submitted_tasks_and_continues_after_a_kill(
     place: Path, tmp_path: Path, small_model: str
 ) -> None:
     config = small_config(
@@ -83,7 +83,7 @@ def test_the_stack_trains_what_is_submitted_and_goes_on_after_a_kill(
 
 
 def train(client: httpx.Client, name: str) -> None:
-    """Wait for the service, submit what makes a step, and wait for that."""
+    """Wait for the service, submit the tasks of a step, and wait for their end."""
 
     def is_ready() -> bool:
         try:
@@ -97,7 +97,7 @@ def train(client: httpx.Client, name: str) -> None:
     assert client.post("/api/v1/rollouts", json=body).status_code == 202
 
     def are_over() -> bool:
-        """Trained, or evicted from the step for a group without variance."""
+        """Return whether all tasks are trained, or evicted because their group has no variance."""
         views = [client.get(f"/api/v1/rollouts/{task}").json() for task in tasks]
         return {view["status"] for view in views} <= OVER
 
@@ -105,7 +105,7 @@ def train(client: httpx.Client, name: str) -> None:
 
 
 def steps_seen() -> float:
-    """By Prometheus, whose port is the third."""
+    """Return the number of steps in Prometheus, which has the third port."""
     asked = {"query": "max(rayloom_train_steps_total)"}
     found = httpx.get("http://127.0.0.1:18402/api/v1/query", params=asked, timeout=30).json()
     return float(found["data"]["result"][0]["value"][1]) if found["data"]["result"] else 0.0

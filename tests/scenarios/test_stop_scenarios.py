@@ -1,4 +1,4 @@
-"""How whole runs end before their time: by Ctrl-C in the middle of the start, and by giving up."""
+"""Tests of runs that end early: by Ctrl-C during the start, or because all episodes fail."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 
 pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 
-# A bound, not a measure: that the start was not waited for is told by the log.
+# A limit, not an expected time: the log shows that the command did not wait for the start.
 STOP_S = 120.0
 
 
-def before_anything_is_there(run: Run) -> None:
-    """The interpreter handles signals by then; the configuration and the model come next."""
+def before_the_configuration_is_read(run: Run) -> None:
+    """Wait until the interpreter handles signals; the configuration and the model come next."""
     while not any("torch" in item.path for item in run.alive()[0].memory_maps()):
         assert run.process.poll() is None, run.output.read_text()
         time.sleep(0.1)
@@ -42,17 +42,17 @@ def when_the_engines_start(run: Run) -> None:
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(before_anything_is_there, marks=pytest.mark.proof),
+        pytest.param(before_the_configuration_is_read, marks=pytest.mark.proof),
         when_ray_is_coming_up,
         pytest.param(when_the_trainer_starts, marks=pytest.mark.proof),
-        # `make chaos` has the second interrupt at that moment, below.
+        # In `make chaos` the test of a second interrupt, below, covers this moment.
         pytest.param(when_the_engines_start, marks=pytest.mark.proof),
     ],
 )
-def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
+def test_interrupted_start_leaves_no_process(
     tmp_path: Path, moment: Callable[[Run], None], small_model: str
 ) -> None:
-    built = None if moment is before_anything_is_there else small_model
+    built = None if moment is before_the_configuration_is_read else small_model
     with running(small_config(tmp_path, built), tmp_path / "run") as run:
         moment(run)
         run.interrupt()
@@ -62,10 +62,8 @@ def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
         assert "Traceback" not in run.output.read_text() + run.log()
 
 
-def test_a_sigterm_while_ray_starts_is_an_interrupted_start(
-    tmp_path: Path, small_model: str
-) -> None:
-    """Ray takes the signal for itself meanwhile."""
+def test_sigterm_while_ray_starts_interrupts_the_start(tmp_path: Path, small_model: str) -> None:
+    """Check SIGTERM while Ray's own handler is installed."""
     with running(small_config(tmp_path, small_model), tmp_path / "run") as run:
         when_ray_is_coming_up(run)
         time.sleep(1.0)
@@ -75,7 +73,7 @@ def test_a_sigterm_while_ray_starts_is_an_interrupted_start(
         assert "Traceback" not in run.output.read_text() + run.log()
 
 
-def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
+def test_second_interrupt_during_the_start_leaves_no_process(
     tmp_path: Path, small_model: str
 ) -> None:
     with running(small_config(tmp_path, small_model), tmp_path / "run") as run:
@@ -88,7 +86,7 @@ def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
         assert "resume with --resume" in run.output.read_text()
 
 
-def test_ctrl_z_stops_the_display_and_the_run_goes_on(tmp_path: Path, small_model: str) -> None:
+def test_ctrl_z_stops_the_display_and_the_run_continues(tmp_path: Path, small_model: str) -> None:
     config = small_config(tmp_path, small_model, run={"steps": 12})
     with running(config, tmp_path / "run", is_job=True) as run:
         run.wait_for_step(1, limit_s=START_S)
@@ -125,10 +123,10 @@ def test_a_run_whose_every_episode_fails_says_why_and_leaves_a_checkpoint(
         run.wait_for_step(1, limit_s=START_S)
         hangs.touch()
         assert run.wait(limit_s=STEP_S) == 1, run.output.read_text()
-        told = run.output.read_text()
+        printed = run.output.read_text()
         for words in ("groups in a row", "wall_timeout", "environment reset", "turn_deadline_s"):
-            assert words in told
-        assert "--resume" in told and run.wait_until_gone(limit_s=STOP_S) == []
+            assert words in printed
+        assert "--resume" in printed and run.wait_until_gone(limit_s=STOP_S) == []
         summary = run.summary()
         stopped_at = summary["steps"]
         assert summary["ledger"]["is_balanced"] and "groups in a row" in summary["exit_reason"]

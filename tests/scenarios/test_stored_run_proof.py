@@ -1,5 +1,4 @@
-"""A run that an earlier commit began is copied, moved over every step of the migrations, resumed,
-and trains."""
+"""Tests that runs of earlier versions are migrated through all formats, resumed and trained."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from service.store.migrations import FIRST_FORMAT, STEPS
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(900)]
 
 
-def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
+def test_run_of_format_9_is_resumed_and_continues_to_train(tmp_path: Path) -> None:
     run_dir = unpack_run(tmp_path)
     before, copy = (
         tmp_path / "before.db",
@@ -38,13 +37,13 @@ def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
             sessions = SessionClient(client)
             for name in ("new", "newer"):
                 made = sessions.create(name, limit_s=START_S, num_sessions=2)
-                # By keys of a secret that this run has now.
+                # The run has a secret now, from which the keys are made.
                 assert made[0]["reward_key"] != session_key("", made[0]["id"], REWARD)
                 for index, session in enumerate(made):
                     play(session["env"], number=100)
                     sessions.finish(session, reward=float(index), limit_s=START_S)
             run.wait_for_step(3, limit_s=2 * STEP_S)
-            # The session that was open has run out of its ten minutes; its sibling keeps its end.
+            # The open session's ten minutes are over; its sibling, which had finished, is unchanged.
             deadline = time.monotonic() + START_S
             while client.get("/api/v1/sessions/waiting-1").json()["status"] == "open":
                 assert time.monotonic() < deadline, run.log()
@@ -63,7 +62,7 @@ def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
     assert [record.step for record in run.history().steps][:3] == [1, 2, 3]
 
 
-def test_a_run_of_the_version_before_is_resumed_and_trains_on(tmp_path: Path) -> None:
+def test_run_of_the_previous_version_is_resumed_and_continues_to_train(tmp_path: Path) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
     with running(None, run_dir.path, ["--resume", "--set", "run.steps=4"]) as run:
         assert run.wait(limit_s=2 * START_S) == 0, run.log()

@@ -1,4 +1,4 @@
-"""A rank is killed: what the new group holds, bit for bit, and what follows where it cannot."""
+"""Tests of a trainer with a killed rank, whose new group has the same bits or publishes again."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ GROUP = tuple(
 
 
 class Restarted:
-    """A trainer, the groups that it made and what it told of them."""
+    """A trainer, the groups that it made, and its reports of restarts."""
 
     def __init__(self, *settings: RankSettings) -> None:
-        """Of each group; the last one's are those of all that follow."""
+        """Take the settings of each group in order; all further groups have the last settings."""
         self.groups: list[TrainerGroup] = []
-        self.told: list[str] = []
+        self.reports: list[str] = []
         self._settings = settings
         self.trainer = RestartableTrainer(
             self._make_group,
             parent=None,
             first_step=1,
             max_kept_bytes=2**30,
-            on_restart=self.told.append,
+            on_restart=self.reports.append,
             on_check=lambda peak_bytes: None,
         )
 
@@ -69,7 +69,7 @@ class Restarted:
 
 
 async def play(trainer: RestartableTrainer, settings: RankSettings, *, step: int) -> None:
-    """One whole step, as the merge actor and the loop make it: plan, scores, batch, updates."""
+    """Train a whole step as the merge actor and the loop do: plan, scores, batch, updates."""
     algorithm, version = settings.algorithm, step - 1
     merging = step_settings(
         baseline=algorithm.baseline,
@@ -88,7 +88,7 @@ async def play(trainer: RestartableTrainer, settings: RankSettings, *, step: int
 
 
 async def state_of(trainer: RestartableTrainer, *, term: int, directory: Path) -> dict[str, Any]:
-    """Every tensor of weights and optimisers by its path, out of a checkpoint."""
+    """Save a checkpoint; return its tensors of weights and optimisers by path."""
     await trainer.begin_save(NUM_STEPS, term=term)
     path = await trainer.finish_save()
     assert path is not None
@@ -105,9 +105,9 @@ def leaves(tree: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from leaves(value, f"{path}/{name}")
 
 
-@pytest.mark.parametrize("has_models", [False, True], ids=["alone", "critic-and-reference"])
+@pytest.mark.parametrize("has_models", [False, True], ids=["only-policy", "critic-and-reference"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_after_catching_up_every_bit_of_weights_and_optimiser_is_that_of_before_the_kill(
+async def test_weights_and_optimisers_of_a_new_group_are_identical_to_the_killed_ones(
     tiny_models: dict[bool, str], tmp_path: Path, num_ranks: int, has_models: bool
 ) -> None:
     settings = rank_settings(tiny_models[True], tmp_path / "run", num_ranks=num_ranks, threads=1)
@@ -124,7 +124,7 @@ async def test_after_catching_up_every_bit_of_weights_and_optimiser_is_that_of_b
     for step in range(1, NUM_STEPS + 1):
         await play(trainer, settings, step=step)
         if step == 1:
-            # Some steps are trained again on top of a checkpoint, not of the base model.
+            # The later steps are trained again from a checkpoint, not from the base model.
             await trainer.begin_save(step, term=0)
             path = await trainer.finish_save()
             assert path is not None
@@ -133,7 +133,7 @@ async def test_after_catching_up_every_bit_of_weights_and_optimiser_is_that_of_b
     fingerprint = await restarted.groups[0].fingerprint()
     await restarted.kill_rank()
     after = await state_of(trainer, term=2, directory=tmp_path)
-    assert len(restarted.groups) == 2 and "2 steps trained again" in restarted.told[0]
+    assert len(restarted.groups) == 2 and "2 steps trained again" in restarted.reports[0]
     assert before.keys() == after.keys() and len(before) > 100
     assert any("critic" in name for name in before) == has_models
     different = [name for name in before if not torch.equal(before[name], after[name])]
@@ -150,7 +150,7 @@ async def test_weights_with_other_bits_are_published_as_the_next_version(
         tiny_models[True], tmp_path / "run", num_ranks=1, max_lag=1, window_groups=1
     )
     assert settings.algorithm.max_policy_age == 1
-    # As on a node whose processor rounds otherwise; two threads give the same bits on some.
+    # Imitate a processor that rounds differently: two threads give equal bits on some processors.
     rate = settings.trainer.learning_rate
     restarted = Restarted(settings, changed(settings, learning_rate=rate * (1 + 1e-5)))
     trainer, board = restarted.trainer, start_board()
@@ -173,7 +173,7 @@ async def test_weights_with_other_bits_are_published_as_the_next_version(
     await trainer.publish(board, 0, 3)
     after = await trainer.check_logprobs()
     assert 0 < np.abs(after - before).max() < 1e-5
-    # Its shard was for version 2; its tokens are two versions old, but one training step.
+    # The shard was made for version 2; its tokens are two versions but only one step old.
     stats = await trainer.step(shard)
     assert (stats.trainer_version, trainer.version) == (3, 4)
     await trainer.stop()

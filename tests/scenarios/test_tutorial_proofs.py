@@ -1,6 +1,6 @@
-"""The tutorials on SmolLM2: docs/tools.md, docs/environment-tutorial.md; three seeds each.
+"""Tests of the SmolLM2 tutorials, docs/tools.md and docs/environment-tutorial.md, with three seeds.
 
-Each run takes minutes, so that these are proofs; they print the tables that the pages show.
+Each run takes minutes, so that these are proofs. They print the tables that the pages show.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from service.store.lineage import read_history
 pytestmark = [pytest.mark.proof, pytest.mark.tutorials, pytest.mark.timeout(3 * 3600)]
 SEEDS = (0, 1, 2)
 AVERAGED_STEPS = 5
-# Outcomes of episodes that came to their end.
+# The outcomes of episodes that were not cut off.
 ENDED = (Outcome.COMPLETED, Outcome.MALFORMED_TOOL_CALL)
-# Sticks, 5 to 9 in a pile, an opponent who plays blindly: legal moves by chance win 0.51; the best
-# moves that do not depend on the pile (3, 1, 1, …) win 0.41, because some of them are not legal.
+# In Sticks, with 5 to 9 in a pile and an opponent who plays blindly, random legal moves win 0.51.
+# The best moves that ignore the pile (3, 1, 1, …) win 0.41, because some of them are not legal.
 BLIND_PLAY = 0.52
 WITHOUT_TOOL = [
     "--set=tasks.environment=single_turn",
@@ -46,7 +46,7 @@ def rayloom(*arguments: str, cwd: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What one number was in the first steps, and in the last ones."""
+    """The means of a number in the first steps and in the last steps."""
 
     first: float
     last: float
@@ -87,14 +87,14 @@ def _curve(numbers: Sequence[float]) -> Curve:
 
 
 def train(place: Path, config: str, *options: str, name: str) -> tuple[Path, float]:
-    """Train in a directory. Returns: the run's, and the minutes from command to report."""
+    """Train in a directory; return the run's directory, and the minutes until the report."""
     run, started = place / name, time.monotonic()
     rayloom("train", config, *options, "--run-dir", str(run), cwd=place)
     return run, (time.monotonic() - started) / 60
 
 
 def copy_of_example(name: str, tmp_path: Path) -> Path:
-    """Copy the files of a tutorial, and put the model beside them."""
+    """Copy the files of a tutorial, and convert the model beside them."""
     place = tmp_path / name
     shutil.copytree(ROOT / "docs" / "examples" / name, place)
     rayloom("model", "smollm2", "smollm2", cwd=place)

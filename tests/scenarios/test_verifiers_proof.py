@@ -1,4 +1,4 @@
-"""The tiny model plays real environments of verifiers, of 0.3 and of 0.4, over sessions."""
+"""Tests of the tiny model in environments of verifiers 0.3 and 0.4, over sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from actors.trainer.tiny.warmup import Conversation
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(900)]
 
 STEPS, GROUPS, SIZE = 20, 16, 8
-# As verifiers makes it of the example's function.
+# verifiers makes this schema from the example's function.
 CALCULATOR = ToolSchema(
     name="calculator",
     description="Evaluate an arithmetic expression.",
@@ -37,7 +37,7 @@ CALCULATOR = ToolSchema(
 
 
 def _any_sum(dice: random.Random) -> Conversation:
-    """The form of calls and answers, by dice: of what it was asked the policy knows nothing."""
+    """Return a chat with calls and answers in the right form, but with random numbers."""
     asked, tried = ([dice.randint(1, 3), dice.randint(1, 3)] for _ in range(2))
     call = {"name": "calculator", "arguments": {"expression": f"{tried[0]}+{tried[1]}"}}
     return Conversation(
@@ -72,12 +72,12 @@ def test_the_tiny_model_plays_twenty_steps_of_verifiers(
     record_property("first_five", mean(rewards[:5]))
     record_property("last_five", mean(rewards[-5:]))
     print("verifiers", [round(reward, 3) for reward in rewards])
-    # It plays; how much it learns in so few steps is told, not asked.
+    # The model must play; how much it learns in so few steps is only recorded.
     assert any(rewards)
 
 
-def test_a_taskset_of_verifiers_of_today_is_played_by_its_own_chat_loop(tmp_path: Path) -> None:
-    # Few, because verifiers starts a process for each.
+def test_taskset_of_verifiers_0_4_is_played_by_its_own_chat_loop(tmp_path: Path) -> None:
+    # The groups are few, because verifiers starts a process for each.
     rewards = _played(
         tmp_path,
         _any_answer,
@@ -101,7 +101,7 @@ def _played(
     groups: int,
     size: int,
 ) -> list[float]:
-    """Serve a run and have an example play all its steps; gives each step's mean reward."""
+    """Serve a run whose steps an example plays; return the mean reward of each step."""
     config = small_config(
         place,
         str(warmed_up(place / "model", conversation)),

@@ -1,4 +1,4 @@
-"""Twenty steps of the tiny model in each environment of docs/worlds.md, and what it learnt."""
+"""Tests of the tiny model, which plays twenty steps in each environment of docs/worlds.md."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """How an environment is played, and what the tiny model answers before it has learnt."""
+    """An environment's settings, and the random answers that the tiny model begins with."""
 
     environment: str | None = None
-    """None: its name here."""
+    """None: its name in WORLDS."""
     options: dict[str, Any]
     answer: Callable[[random.Random, int], str]
-    """By dice and the turn's number."""
+    """The answer, from a source of chance and the turn's number."""
     rollouts: dict[str, Any]
     data: Callable[[int], dict[str, Any]] | None = None
-    """Of a task, by its seed; None: the seed is all."""
+    """A task's data, by its seed; None: a task has only a seed."""
     needs: tuple[str, str] | None = None
-    """A module, and the extra that has it."""
+    """A module, and the extra that installs it."""
     server: Callable[[], AbstractContextManager[str | None]] = nullcontext
-    """What is to run meanwhile; gives its address."""
+    """A server that runs meanwhile; yields its address."""
 
 
 def _any_query(dice: random.Random, _turn: int) -> str:
@@ -169,5 +169,5 @@ def test_the_tiny_model_plays_twenty_steps(
     record_property("first_five", mean(rewards[:5]))
     record_property("last_five", mean(rewards[-5:]))
     print(name, [round(reward, 3) for reward in rewards])
-    # It plays; how much it learns in so few steps is told, not asked.
+    # The model must play; how much it learns in so few steps is only recorded.
     assert any(rewards)
