@@ -1,13 +1,17 @@
-"""A training run and a service under random faults, for so many minutes: `make chaos SEED=n`.
+"""Test a training run and a service under random faults: `make chaos SEED=n`.
 
-Half of the time `rayloom train` runs on SQLite on a small disk, half of it `rayloom serve` on
-PostgreSQL with a client that submits and cancels. The game's returns are a script
-(`worlds.parts.scripted_game`). Faults come one after the other, chosen by the seed, now and then
-before the run has recovered from the last one. At the end the run is stopped by Ctrl-C, and: every
-accepted task has ended, and a cancelled one as cancelled, the ledger is balanced, the audit of the
-whole journal is clean (advantages recomputed from the returns, nothing trained twice), every whole
-group has the script's returns, the advantages that the plain formula makes of them, and those that
-a training without faults gave its tasks, and no process, port or shared memory is left.
+Half of the time `rayloom train` runs with SQLite on a small disk; half of it `rayloom serve` runs
+with PostgreSQL and a client that submits and cancels tasks. The game's returns follow a script
+(`worlds.parts.scripted_game`). The seed chooses the faults, which come one after another, sometimes
+before the run has recovered from the last one. At the end Ctrl-C stops the run, and these must be
+true:
+
+- Every accepted task has ended, and every cancelled one as cancelled.
+- The ledger is balanced, and the audit of the whole journal is clean: it recomputes advantages from
+  returns, and no rollout is trained twice.
+- Every whole group has the script's returns, the advantages that the plain formula gives for them,
+  and the same advantages as in a training without faults.
+- No process, port or shared memory is left.
 """
 
 from __future__ import annotations
@@ -45,11 +49,11 @@ from service.launch.run_dir import RunDir
 from service.store.place import VARIABLE
 
 KEY = "a key of the chaos run, long enough"
-# How often the next fault comes before the run has made a step after the last one.
+# The share of faults that come before the run has made steps after the last fault.
 COMPOUND = 0.25
-# Of a recovery, a start or an end, on a machine that others use: bounds, not measures.
+# A limit for a recovery, a start or an end on a busy machine, not an expected time.
 LIMIT_S = 900.0
-# A run's files have room in it, and it is soon filled.
+# Large enough for a run's files, and small enough to be filled soon.
 DISK_KIB = 512 * 1024
 CALM_STEPS = 40
 GROUP_SIZE = 4
@@ -64,26 +68,26 @@ SECTIONS = {
     "tasks": {"environment": GAME, "evaluation_tasks": 0},
     "rollouts": {"num_actors": 2, "turn_deadline_s": 90, "frozen_after_s": 10},
     "algorithm": {"max_lag": 1, "group_size": GROUP_SIZE},
-    # The script rewards nothing that a policy could learn: it is to keep its form.
+    # The script rewards nothing that can be learnt, so that the policy hardly changes.
     "trainer": {"num_ranks": 1, "learning_rate": 1e-5},
 }
 
 
 class Chaos:
-    """One run, started as often as its faults end it."""
+    """A run that is started again whenever a fault has ended it."""
 
     def __init__(self, directory: Path, plan: Plan, *, command: str, port: int) -> None:
         self._directory = directory
         self.run_dir = directory / "run"
         self.plan = plan
         self._command = command
-        # The client asks for what it has submitted at the very end.
+        # At the end the client reads the status of all tasks that it has submitted.
         is_service = command == "serve"
         own = {"port": port, "keep_ended_tasks": 1_000_000}
         self._ports = (port,) if is_service else ()
         self._config = config_in(directory, **({"service": own} if is_service else {}))
         self.advantages: dict[str, list[float]] = {}
-        """Of whole groups, as `scripted_advantages` gives them; set at the end."""
+        """The result of `scripted_advantages`; set at the end."""
 
     @contextlib.contextmanager
     def started(self) -> Iterator[Run]:
@@ -94,7 +98,7 @@ class Chaos:
             yield run
 
     def play(self, until: float) -> None:
-        """Inflict faults until the time is up, then let the run make a step and end in order."""
+        """Inflict faults until the time is over, then let the run make a step and stop it."""
         while time.monotonic() < until:
             with self.started() as run:
                 if self._play(run, until):
@@ -104,7 +108,7 @@ class Chaos:
             self._end(run)
 
     def _play(self, run: Run, until: float) -> bool:
-        """Returns: False when a fault has ended the command."""
+        """Inflict faults on a run until the time is over; return False if a fault has ended it."""
         run.advance(2, limit_s=LIMIT_S)
         while time.monotonic() < until:
             fault = self.plan.next()
@@ -136,11 +140,11 @@ class Chaos:
         )
 
     def before_end(self, run: Run) -> None:
-        """Something to wait for while the run still plays."""
+        """Wait for what must happen while the run still plays: nothing, for a training."""
 
 
 class ServiceChaos(Chaos):
-    """A service with a client beside it."""
+    """A service and its client."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         port = free_port()
@@ -163,7 +167,7 @@ class ServiceChaos(Chaos):
         assert not self.client.errors, self.client.errors[:3]
 
     def before_end(self, run: Run) -> None:
-        """The client stops; everything that it was promised ends, but for an unfilled last step."""
+        """Stop the client; wait until its tasks have ended except for an incomplete last step."""
         self.client.stop()
         deadline = time.monotonic() + LIMIT_S
         num_groups = 4
@@ -181,7 +185,7 @@ class ServiceChaos(Chaos):
 
 
 def config_in(directory: Path, **sections: dict[str, object]) -> Path:
-    """Write the configuration, and beside it the game, as a user's own that is found there."""
+    """Write the configuration, and beside it the game's module, as a user does; return the path."""
     directory.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).parent / "worlds" / "parts" / "scripted_game.py", directory)
     together = {name: {**SECTIONS.get(name, {}), **keys} for name, keys in sections.items()}
@@ -189,9 +193,9 @@ def config_in(directory: Path, **sections: dict[str, object]) -> Path:
 
 
 def scripted_advantages(run: Run) -> dict[str, list[float]]:
-    """The advantages of each task's members, where all were played to their end and trained.
+    """Return the advantages of each task's members, for tasks with only trained, completed members.
 
-    Their returns are checked against the script, and their advantages against the plain formula.
+    Check their returns with the script, and their advantages with the plain formula.
     """
     found = {}
     for step in open_journal(run.place.path).steps():
@@ -219,7 +223,7 @@ def scripted_advantages(run: Run) -> dict[str, list[float]]:
 
 
 def calm_advantages(directory: Path) -> dict[str, list[float]]:
-    """What a training of CALM_STEPS steps without faults gives."""
+    """Return the advantages of a training of CALM_STEPS steps without faults."""
     config = config_in(directory, run={"steps": CALM_STEPS})
     with running(config, directory / "run", cwd=directory) as run:
         assert run.wait(limit_s=LIMIT_S + CALM_STEPS * STEP_S) == 0, run.log()
@@ -227,7 +231,7 @@ def calm_advantages(directory: Path) -> dict[str, list[float]]:
 
 
 def compare(found: dict[str, list[float]], calm: dict[str, list[float]]) -> None:
-    """Tasks of both runs have the same advantages, to the bit."""
+    """Check that tasks of both runs have bit-identical advantages."""
     both = sorted(found.keys() & calm.keys())
     assert both, f"none of {len(found)} groups is among the {len(calm)} without faults"
     differing = [task_id for task_id in both if found[task_id] != calm[task_id]]
@@ -236,20 +240,20 @@ def compare(found: dict[str, list[float]], calm: dict[str, list[float]]) -> None
 
 
 def check_ports_free(run: Run, *ports: int) -> None:
-    """Nothing listens where the run showed its metrics last, nor at `ports`, its API's."""
+    """Check that the ports of the run's last metrics and of its API, `ports`, are free."""
     shown = re.findall(r"metrics at http://\S+:(\d+)/metrics", run.place.log_file.read_text())
     for port in (*ports, int(shown[-1])):
-        # Connections that have just ended do not count.
+        # This also succeeds while connections have just ended.
         socket.create_server(("127.0.0.1", port)).close()
 
 
 def say(text: str) -> None:
-    """Print it with the time."""
+    """Print a text with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def train_half(root: Path, rng: random.Random, *, seconds: float) -> None:
-    """`rayloom train` on SQLite on a small disk."""
+    """Play faults with `rayloom train` and SQLite on a small disk."""
     train = root / "train"
     train.mkdir()
     calm = calm_advantages(root / "calm")
@@ -262,7 +266,7 @@ def train_half(root: Path, rng: random.Random, *, seconds: float) -> None:
 
 
 def serve_half(root: Path, rng: random.Random, *, seconds: float) -> None:
-    """`rayloom serve` on PostgreSQL, and its client."""
+    """Play faults with `rayloom serve`, PostgreSQL and a client."""
     with (
         postgresql(root / "postgresql", life_s=seconds + 2 * LIMIT_S) as server,
         breaking_proxy(server.port) as proxy,
@@ -279,9 +283,9 @@ HALVES = {"train": train_half, "serve": serve_half}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="of the choice of the faults")
-    parser.add_argument("--minutes", type=float, default=30.0, help="in all")
-    parser.add_argument("--half", choices=HALVES, help="this one alone, for its half of the time")
+    parser.add_argument("--seed", type=int, required=True, help="seed for the choice of faults")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes in all")
+    parser.add_argument("--half", choices=HALVES, help="play only this half, for half of the time")
     options = parser.parse_args()
     os.environ["RAYLOOM_API_KEY"] = KEY
     before = set(os.listdir("/dev/shm"))

@@ -1,6 +1,6 @@
-"""What all tests share: Hypothesis's profile, a local Ray, worlds of ranks with their models.
+"""Settings and fixtures for all tests: Hypothesis's profile, a local Ray, trainer ranks, models.
 
-The fixtures import torch and Ray when they are asked for: most tests need neither.
+The fixtures import torch and Ray only when a test uses them, because most tests need neither.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from worlds.parts.trainer_world import World
     from worlds.servers.postgresql_server import PostgresqlServer
 
-# Read when torch is imported. Matrices this small gain nothing by threads, and on busy cores the
-# threads wait for each other.
+# torch reads this at its import. Threads do not make such small matrices faster, and on busy cores
+# they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What `make proof PART=…` runs.
+# The parts that `make proof PART=…` can run.
 PROOF_PARTS = {
     "training",
     "clients",
@@ -48,7 +48,8 @@ settings.register_profile("rayloom", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rayloom")
 
 
-# What is collected lives as long as the process, and so do the packages that it imports.
+# Collected tests and the packages that they import live as long as the process, so that garbage
+# collection during pytest's collection would be useless work.
 gc.disable()
 
 
@@ -59,7 +60,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Each proof belongs to a part: all of them together take hours."""
+    """Raise UsageError if a proof belongs to no part: all proofs together take hours."""
     marks = {mark.name for mark in item.iter_markers()}
     if "proof" in marks and not marks & PROOF_PARTS:
         parts = ", ".join(sorted(PROOF_PARTS))
@@ -68,7 +69,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Half characters that a test logs could not be sent from a worker of pytest-xdist."""
+    """Escape lone surrogates in a test's output, which pytest-xdist could not send."""
     report = yield
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
@@ -78,14 +79,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: some start a Ray in this process, where `cluster` keeps one to the end."""
+    """Put tests that use `cluster` last: it keeps a Ray, and whole runs may start their own."""
     if any(item.get_closest_marker("chaos") for item in items):
         items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """One Ray cluster for all tests of a process; its workers import what is in `worlds`."""
+    """Start one Ray cluster for all tests of a process; its workers can import `worlds`."""
     import ray
 
     from service.launch.cluster import start_ray
@@ -100,7 +101,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """Two models' directories, by whether input and output embeddings are tied."""
+    """Return the directories of two models, by whether input and output embeddings are tied."""
     from worlds.parts.trainer_world import tiny_model
 
     root = tmp_path_factory.mktemp("models")
@@ -109,13 +110,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 
 @pytest.fixture
 def model(tiny_models: dict[bool, str]) -> str:
-    """The directory of a tiny model."""
+    """Return the directory of a tiny model."""
     return tiny_models[True]
 
 
 @pytest.fixture(scope="session")
 def postgresql_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresqlServer]:
-    """For all tests of a process that only use it; each takes a schema of its own."""
+    """Start a server for all tests of a process that only use it; each has its own schema."""
     from worlds.servers.postgresql_server import postgresql
 
     with postgresql(tmp_path_factory.mktemp("postgresql") / "server") as server:
@@ -124,7 +125,7 @@ def postgresql_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Post
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of one rank, in this process."""
+    """Yield a mesh of one rank in this process."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -135,7 +136,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
+    """Build the model of `run_driver.SMALL` once, for all runs that need not build it."""
     from worlds.runs.run_driver import SMALL
 
     from service.config.sections import TinyModelSettings

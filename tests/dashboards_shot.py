@@ -1,10 +1,10 @@
-"""Draw every dashboard with Grafana's own components: a run's data, and a data source without any.
+"""Draw every dashboard with Grafana's own components, with a run's data and without data.
 
     make dashboards-shot        # build/dashboards/NAME.png and NAME-empty.png
 
-The series are those of a synthetic run, and a wave for each further series that a panel asks for.
-Prometheus answers the panels' queries, and Chromium draws deploy/dashboards/shot/. It exits with 1
-if a panel cannot be drawn, or has no data although its series are there.
+The series are those of a synthetic run, and a wave for each other series that a panel queries.
+Prometheus answers the panels' queries, and Chromium draws deploy/dashboards/shot/. The command
+exits with 1 if a panel cannot be drawn, or has no data although its series exist.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUT = Path(__file__).parents[1] / "build" / "dashboards"
 SHOWN_S, SCRAPE_S, STEP_S, RUN = 3600, 30, 60, "demo"
 PLACE = {"namespace": "rl", "release": "demo"}
 WIDTH, LINE = 1608, 38
-# Values as long as they are in a cluster, because a legend shows them.
+# Values of realistic length, because legends show them.
 NAMES: Mapping[str, Sequence[str]] = {
     "application": ("rayloom",),
     "code": ("not_available", "rollout_stopped"),
@@ -61,7 +61,7 @@ NAMES: Mapping[str, Sequence[str]] = {
     "status_code": ("200", "500"),
     "use": ("policy", "auxiliary"),
 }
-# By metric and label, for labels that mean different things.
+# Values by metric and label, for labels whose meaning depends on the metric.
 NAMES_OF: Mapping[tuple[str, str], Sequence[str]] = {
     ("rayloom_environment_phase_seconds", "phase"): ("reset", "generate", "step"),
     ("rayloom_publish_seconds", "phase"): ("send", "check", "load"),
@@ -71,7 +71,7 @@ NAMES_OF: Mapping[tuple[str, str], Sequence[str]] = {
 TOO_FEW = ("rayloom_publish_seconds", "rayloom_rollouts", "rayloom_engine_policy_version")
 # A node's memory, and the status of a running application.
 CONSTANTS = {"ray_node_mem_total": 1e10, "ray_serve_application_status": 6.0}
-# Twice as large as the waves that they bound or contain.
+# Metrics that bound or contain others have waves of twice the height.
 BOUNDS = re.compile("limit|expected|queries|available|free_bytes|_max|largest")
 # The share of a histogram's values up to each bound.
 BUCKETS = {"0.1": 0.1, "1.0": 0.5, "10.0": 0.9, "100.0": 0.99, "+Inf": 1.0}
@@ -84,12 +84,12 @@ OF_ALL = {"", "run", "cluster", "namespace", "release", "le", "__name__"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A picture, and what is wrong with it."""
+    """A picture of a dashboard, and its faults."""
 
     path: Path
     num_panels: int
     without_data: tuple[str, ...]
-    """Titles."""
+    """The titles of panels without data."""
     complaints: tuple[str, ...]
 
 
@@ -194,7 +194,7 @@ def store(text: str, data: Path) -> None:
 
 
 def answers(panel: Mapping[str, Any], address: str, now: int) -> list[dict[str, Any]]:
-    """Ask Prometheus for what a panel shows, as Grafana does."""
+    """Query Prometheus for a panel's data, as Grafana does."""
     found = []
     for target in panel.get("targets", ()):
         asked: dict[str, Any] = {"query": fill(target["expr"], run=RUN)}
@@ -210,7 +210,7 @@ def answers(panel: Mapping[str, Any], address: str, now: int) -> list[dict[str, 
 
 
 def html(shown: Mapping[str, Any]) -> str:
-    """Return a page that draws a dashboard without a server."""
+    """Return a page that draws a dashboard without a Grafana server."""
     script = (OUT / "page.js").read_text(encoding="utf-8").replace("</script", "<\\/script")
     style = (OUT / "page.css").read_text(encoding="utf-8")
     data = json.dumps(shown).replace("<", "\\u003c")
@@ -242,7 +242,7 @@ def draw(tab: Browser, board: Mapping[str, Any], path: Path, address: str, now: 
         path=path,
         num_panels=sum(panel["type"] != "row" for panel in board["panels"]),
         without_data=tuple(empty),
-        # Fonts that Grafana's own server would have; the page brings its own.
+        # Grafana's server would serve some fonts; the page has its own.
         complaints=(
             *(text for text in tab.complaints if "ERR_FILE_NOT_FOUND" not in text),
             *tab.texts("[data-error]"),

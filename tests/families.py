@@ -1,11 +1,11 @@
-"""Every family of models in a real engine and a real trainer: `make proof PART=families`.
+"""Test every family of models in a real engine and a real trainer: `make proof PART=families`.
 
-Each family of `worlds.models.families` is tried in processes of its own
-(`worlds.models.family_trial`). Verdicts are kept in build/families, by name and configuration;
-`docs/families.md` is written of them.
+Each family of `worlds.models.families` is tested in its own processes
+(`worlds.models.family_trial`). Verdicts are kept in build/families, by name and configuration, and
+written to `docs/families.md`.
 
-    python tests/families.py                  all that have no verdict yet, then the table
-    python tests/families.py --only llama     some, again
+    python tests/families.py                  test the families without a verdict, write the page
+    python tests/families.py --only llama     test some families again
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from worlds.models.family_trial import DIFFERS, FAILED, PASSES, REFUSED, Verdict
 RESULTS = ROOT / "build" / "families"
 PAGE = ROOT / "docs" / "families.md"
 LIMIT_S = 600.0
-# By vLLM, in each engine.
+# The modules that vLLM imports in each engine.
 IMPORTED = (
     "torch.distributed.fsdp",
     "vllm.v1.engine.core",
@@ -54,7 +54,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def verdict_file(name: str) -> Path:
-    """By the configuration too: two names may come to one file's name."""
+    """Return the file of a verdict, whose name has a hash so that no two families share a file."""
     settings = family_config(name).to_json_string()
     digest = hashlib.sha256(f"{name}\n{settings}".encode()).hexdigest()[:12]
     return RESULTS / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{digest}.json"
@@ -65,7 +65,7 @@ def read_verdict(file: Path) -> Verdict | None:
 
 
 def try_family(name: str) -> Verdict:
-    """Fork a process for it, and read what it wrote."""
+    """Test a family in a forked process; return the verdict that it wrote."""
     file, began = verdict_file(name), time.monotonic()
     file.unlink(missing_ok=True)
     process = _FORK.Process(target=_run, args=(name, file))
@@ -81,7 +81,7 @@ def try_family(name: str) -> Verdict:
 
 
 def _run(name: str, file: Path) -> None:
-    # Its children end with it when it is killed.
+    # With its own group, its children are killed with it.
     os.setpgid(0, 0)
     log = os.open(file.with_suffix(".log"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(log, 1)
@@ -90,10 +90,10 @@ def _run(name: str, file: Path) -> None:
 
 
 def prepare() -> None:
-    """Do once what each of the forked processes would spend seconds on."""
+    """Do work once that would take seconds in each forked process."""
     for name in IMPORTED:
         importlib.import_module(name)
-    # Else each model's class is looked at in a process that imports all of it again.
+    # Otherwise vLLM inspects each model's class in a process that imports everything again.
     registry._run_in_subprocess = lambda look: look()
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = lambda: None
@@ -108,7 +108,7 @@ def _numbers(verdict: Verdict) -> str:
 
 
 def page(verdicts: dict[str, Verdict], *, untried: list[str]) -> str:
-    """Families that pass, and those that are refused with their sentences."""
+    """Return the text of the page: all verdicts, with the errors of refused families."""
     count = {kind: sum(each.kind == kind for each in verdicts.values()) for kind in _KINDS}
     rows = "\n".join(
         f"| {name} | {each.kind} | {_numbers(each).replace('|', '/')} |"
@@ -162,17 +162,19 @@ def run(names: list[str], *, jobs: int) -> None:
 
 
 def found() -> dict[str, Verdict]:
-    """The verdicts that are kept, of the configurations as they are now."""
+    """Return the stored verdicts of the current configurations, by family."""
     read = {name: read_verdict(verdict_file(name)) for name in families()}
     return {name: verdict for name, verdict in read.items() if verdict is not None}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="names; tried again")
-    parser.add_argument("--jobs", type=int, default=2, help="families at a time")
-    parser.add_argument("--reversed", action="store_true", help="the last families first")
-    parser.add_argument("--no-trials", action="store_true", help="write the page of what is kept")
+    parser.add_argument("--only", nargs="*", help="names of families to test again")
+    parser.add_argument("--jobs", type=int, default=2, help="number of families at a time")
+    parser.add_argument("--reversed", action="store_true", help="test the last families first")
+    parser.add_argument(
+        "--no-trials", action="store_true", help="only write the page from the stored verdicts"
+    )
     asked = parser.parse_args()
     kept = found()
     names = asked.only or [

@@ -1,8 +1,8 @@
-"""Plants the faults of `mutants.toml` in a copy of the tree, one by one: each must fail a test.
+"""Plant the faults of `mutants.toml` in a copy of the tree, one by one: each must fail a test.
 
-A fault that fails no test is one that a change could bring in unnoticed. A test has to run and
-fail: an error in importing or collecting is no catch. The tests run once without a fault first,
-because one that always fails catches nothing. Run by `make mutants`.
+If no test fails, a change could introduce the fault unnoticed. A test has to run and fail: an error
+in an import or in the collection does not count. The tests first run once without a fault, because
+a test that always fails detects nothing. `make mutants` runs this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT_S = "900"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One planted fault. `name` is unique; `find` stands in `file` exactly once."""
+    """One planted fault. `name` is unique; `find` occurs in `file` exactly once."""
 
     name: str
     package: str
@@ -43,14 +43,14 @@ def read_mutants() -> list[Mutant]:
 
 
 def problems(mutants: Sequence[Mutant]) -> Iterator[str]:
-    """Say what keeps faults from being planted."""
+    """Yield the reasons why faults cannot be planted."""
     names = Counter(mutant.name for mutant in mutants)
-    yield from (f"{name}: stands twice in the list" for name, count in names.items() if count > 1)
+    yield from (f"{name}: occurs twice in the list" for name, count in names.items() if count > 1)
     for mutant in mutants:
         path = ROOT / mutant.file
         count = path.read_text().count(mutant.find) if path.is_file() else 0
         if count != 1:
-            yield f"{mutant.name}: 'find' stands {count} times in {mutant.file}, expected once"
+            yield f"{mutant.name}: 'find' occurs {count} times in {mutant.file}, expected once"
         for test in mutant.tests:
             file, *parts = test.split("::")
             name = parts[-1].partition("[")[0] if parts else ""
@@ -68,7 +68,7 @@ def copy_tree(tree: Path) -> None:
 
 
 def run_tests(tests: Sequence[str], tree: Path) -> tuple[int, str]:
-    """Returns: the exit code of pytest, 124 beyond LIMIT_S; and the end of its output."""
+    """Run tests; return the exit code of pytest, 124 after LIMIT_S, and the end of its output."""
     # A stale .pyc would hide a change that keeps a file's size and second.
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -80,7 +80,7 @@ def run_tests(tests: Sequence[str], tree: Path) -> tuple[int, str]:
 
 
 def survives(mutant: Mutant, tree: Path) -> bool:
-    """Plant a fault, run its tests, take it out again; say what came of it."""
+    """Plant a fault, run its tests, and remove it; return whether no test failed."""
     path = tree / mutant.file
     sound = path.read_text()
     path.write_text(sound.replace(mutant.find, mutant.replace))
@@ -95,9 +95,9 @@ def survives(mutant: Mutant, tree: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plant faults and see each one fail a test.")
-    parser.add_argument("names", nargs="*", help="of faults; all of them where none is given")
+    parser.add_argument("names", nargs="*", help="names of faults; all faults if none is given")
     parser.add_argument("--package", help="only the faults of one package")
-    parser.add_argument("--check", action="store_true", help="only whether each can be planted")
+    parser.add_argument("--check", action="store_true", help="only check that each can be planted")
     given = parser.parse_args()
     mutants = read_mutants()
     chosen = [m for m in mutants if given.package in (None, m.package)]

@@ -1,14 +1,16 @@
-"""kill -9 at so many seeded points of a service that 64 sessions are played with.
+"""Test a service with 64 sessions and faults at random points that a seed chooses.
 
     $ PYTHONPATH=. python tests/session_chaos.py --seed 1 --points 200
     $ PYTHONPATH=. python tests/session_chaos.py --seed 1 --points 0 --sessions 512 --seconds 300
 
-Gateway, engine, supervisor, API and agents are killed, the gateway is stopped for some seconds, the
-database locked for some; chance says what comes next, and how many answers the agents get between.
-The agents (`worlds.agents.session_agents`) remember each answer. At the end the run is stopped by
-Ctrl-C, and: every session has ended once, the ledger balances, the audit of the journal is clean,
-each answer that a client was shown of a session that was trained is in its trajectory with the very
-ids and log-probabilities, trained, and nothing is in there twice.
+Gateway, engine, supervisor, API and agents are killed, the gateway is stopped for some seconds, and
+the database is locked for some. The seed chooses the next fault, and the number of answers that the
+agents get before it. The agents (`worlds.agents.session_agents`) store each answer. At the end
+Ctrl-C stops the run, and these must be true:
+
+- Every session has ended once, the ledger is balanced, and the audit of the journal is clean.
+- If a session was trained, each answer that a client saw is in its trajectory, with the same ids
+  and log-probabilities, and was trained once.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from service.inspect.reader import open_journal
 
 KEY = "a key of the chaos run, long enough"
 NUM_HOSTS = 4
-# How often the next fault comes at once, before anybody was answered after the last one.
+# The share of faults that come at once, before any answer after the last fault.
 COMPOUND = 0.25
-# Between two faults so many answers come at least; a wait's bound, not a measure.
+# The range for the number of answers between two faults, and a limit for the wait for them.
 ANSWERS, CALM_S = (8, 64), 180.0
 LIMIT_S = 900.0
 FREEZE_S, LOCK_S = 4.0, 3.0
@@ -57,13 +59,13 @@ Key = tuple[tuple[int, ...], bytes]
 
 @dataclass
 class Host:
-    """A process of agents, started again whenever it was killed."""
+    """A process of agents, which is started again whenever it was killed."""
 
     name: str
     directory: Path
     url: str
     num_groups: int
-    """Played at once."""
+    """The number of groups that are played at once."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -85,7 +87,7 @@ class Host:
         self.process.wait()
 
     def stop(self) -> None:
-        """It finishes what it plays."""
+        """Request that the process ends after its current games."""
         self.file.with_suffix(".stop").touch()
 
     def check(self) -> None:
@@ -95,17 +97,17 @@ class Host:
 
 @dataclass
 class Proof:
-    """One service, and its agents."""
+    """A service and its agents."""
 
     run: Run
     directory: Path
     plan: Plan
     num_groups: int
-    """Played at once."""
+    """The number of groups that are played at once."""
     hosts: list[Host] = field(default_factory=list)
 
     def play(self, num_points: int, *, seconds: float) -> None:
-        """So many faults, then so long none, then an end in order."""
+        """Play with a number of faults, then for some seconds without, then stop the run."""
         url = self.run.api_address(limit_s=START_S)
         each = self.num_groups // NUM_HOSTS
         self.hosts = [Host(f"host-{n}", self.directory, url, each) for n in range(NUM_HOSTS)]
@@ -143,7 +145,7 @@ class Proof:
             assert host.process.wait(LIMIT_S) == 0, host.file.with_suffix(".out").read_text()[
                 -3000:
             ]
-        # A step takes whole groups: others fill the last one.
+        # A step takes several groups: another host's groups fill the last step.
         filler = Host("filler", self.directory, url, self.num_groups // NUM_HOSTS)
         deadline = time.monotonic() + LIMIT_S
         groups = [group for host in self.hosts for group in Memory.read(host.file).groups]
@@ -166,18 +168,18 @@ class Proof:
         return str(answer.json().get("status")) if answer.status_code == 200 else "unknown"
 
     def _check_ends(self, client: httpx.Client) -> None:
-        """Each session stands as the agent that finished it was told."""
+        """Check that each session still has the status and the reward that its agent received."""
         for host in self.hosts:
             memory = Memory.read(host.file)
             assert not memory.errors, memory.errors
             assert all(memory.groups.values())
             assert len(memory.finished) == GROUP_SIZE * len(memory.groups)
-            for name, told in memory.finished.items():
+            for name, received in memory.finished.items():
                 answer = client.get(f"/api/v1/sessions/{name}", timeout=START_S)
                 assert answer.status_code == 200, (name, answer.text)
                 found = answer.json()
                 for key in ("status", "reward", "outcome", "ended_at"):
-                    assert found[key] == told[key], (name, found, told)
+                    assert found[key] == received[key], (name, found, received)
 
     def _wait_for_answers(self, number: int) -> None:
         before, deadline = self._num_answers(), time.monotonic() + CALM_S + START_S
@@ -200,7 +202,7 @@ class Proof:
 
 
 def session_faults() -> list[Fault]:
-    """Those of the run; the agents' are `Proof`'s own."""
+    """Return the faults of the run; `Proof` adds those of the agents."""
 
     def killing(title: str) -> Fault:
         return Fault(name=f"kill the {title}", inflict=lambda run: run.kill_part(PARTS[title]))
@@ -226,7 +228,7 @@ def session_faults() -> list[Fault]:
 
 
 def check_turns(run: Run, memories: list[Memory]) -> str:
-    """Hold what was trained against what was seen. Returns: how much it was, for people."""
+    """Compare the trained turns with the answers that agents saw; return a summary."""
     trained: dict[str, TrajectoryEntry] = {}
     reasons = Counter(str(event.reason) for event in run.events() if event.kind == "evicted")
     for step in open_journal(run.place.path).steps():
@@ -240,7 +242,7 @@ def check_turns(run: Run, memories: list[Memory]) -> str:
     for memory in memories:
         for answer in memory.answers:
             key = key_of(answer.ids, answer.logprobs)
-            # An answer that was given again is the same.
+            # A repeated answer is equal to the first one.
             assert seen[answer.session].setdefault(answer.turn, key) == key, answer
     num_turns = num_seen = 0
     for name, entry in trained.items():
@@ -265,7 +267,7 @@ def session_of(entry: TrajectoryEntry) -> str:
 
 
 def keys_of(entry: TrajectoryEntry) -> Iterator[Key]:
-    """Of its trained turns; each token of them is trained, and none beside them."""
+    """Yield the keys of an entry's turns; check that exactly their tokens are trained."""
     for sample in entry.trajectory.samples:
         assert sample.num_trained == sum(turn.end - turn.start for turn in sample.turns)
         for turn in sample.turns:
@@ -274,7 +276,7 @@ def keys_of(entry: TrajectoryEntry) -> Iterator[Key]:
 
 
 def key_of(ids: object, logprobs: object) -> Key:
-    """What tells a turn from others of the same text: they have other prompts."""
+    """Return a turn's key: other turns of the same text have other log-probabilities."""
     return tuple(np.asarray(ids).tolist()), np.asarray(logprobs, np.float32).tobytes()
 
 
@@ -287,10 +289,10 @@ def prove(
     seconds: float = 0.0,
     model: str | None = None,
 ) -> None:
-    """Play and check, with KEY in the environment.
+    """Play and check; KEY must be in the environment.
 
-    num_sessions: at once; all of them open. seconds: of play after the faults. model: a built one;
-    None: the run builds one.
+    num_sessions: the number that is open at once. seconds: the time of play after the faults.
+    model: the directory of a model; None: the run builds one.
     """
     rng, num_groups = random.Random(seed), num_sessions // GROUP_SIZE
     config = small_config(
@@ -321,16 +323,16 @@ def prove(
 
 
 def say(text: str) -> None:
-    """Print it with the time."""
+    """Print a text with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="of the choice of the faults")
-    parser.add_argument("--points", type=int, default=200, help="faults")
-    parser.add_argument("--sessions", type=int, default=64, help="at once; a multiple of 16")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of play after the faults")
+    parser.add_argument("--seed", type=int, required=True, help="seed for the choice of faults")
+    parser.add_argument("--points", type=int, default=200, help="number of faults")
+    parser.add_argument("--sessions", type=int, default=64, help="number at once; a multiple of 16")
+    parser.add_argument("--seconds", type=float, default=0.0, help="time of play after the faults")
     options = parser.parse_args()
     os.environ["RAYLOOM_API_KEY"] = KEY
     with tempfile.TemporaryDirectory(prefix="session-chaos-") as directory:

@@ -1,7 +1,7 @@
 """Count the structure of the product at two revisions: `python tests/structure.py BASE [NEW]`.
 
-Prints a table of code lines, modules, record types, and values that cross module borders as
-`dict[str, Any]` or as bare tuples. NEW: a revision; left out: the files as they are on disk.
+Print a table of code lines, modules, record types, and values that cross module borders as
+`dict[str, Any]` or as bare tuples. NEW: a revision; if it is left out, the files on disk count.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ def code_lines(text: str, tree: ast.Module) -> int:
 
 
 def last_name(node: ast.expr) -> str:
-    """Example: msgspec.Struct, Generic[T], dataclass(frozen=True) -> Struct, Generic, dataclass"""
+    """Return the last part of an expression's name, without its arguments.
+
+    Examples: Struct for `msgspec.Struct`, Generic for `Generic[T]`, dataclass for
+    `dataclass(frozen=True)`.
+    """
     while isinstance(node, ast.Subscript | ast.Call):
         node = node.value if isinstance(node, ast.Subscript) else node.func
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
@@ -111,7 +115,7 @@ def record_types(trees: Mapping[str, ast.Module]) -> Counter[str]:
 def at_borders(tree: ast.Module) -> Iterator[ast.expr]:
     """Yield the annotations of public functions, of public methods, and of public classes' fields.
 
-    What another module can call or read: a name with an underscore at its front is private.
+    Other modules can call or read these; names that begin with an underscore are private.
     """
     waiting: list[ast.AST] = [tree]
     while waiting:
@@ -133,7 +137,7 @@ def at_borders(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def is_loose_dict(node: ast.AST) -> bool:
-    """Whether an annotation's part is a dictionary of anything by name."""
+    """Return whether a part of an annotation is a dictionary of any values by name."""
     return isinstance(node, ast.Subscript) and ast.unparse(node) in (
         "dict[str, Any]",
         "Mapping[str, Any]",
@@ -141,7 +145,7 @@ def is_loose_dict(node: ast.AST) -> bool:
 
 
 def is_bare_tuple(node: ast.AST) -> bool:
-    """Whether an annotation's part is a tuple of unnamed fields; tuple[X, ...] is a sequence."""
+    """Return whether a part of an annotation is a tuple of unnamed fields, not a sequence."""
     if not isinstance(node, ast.Subscript) or last_name(node) != "tuple":
         return False
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -162,7 +166,7 @@ def count(revision: str | None) -> dict[str, int]:
     kinds = record_types(product)
     return {
         "code lines": sum(lines[name] for name in product),
-        # A package's empty __init__.py is no module that anyone reads.
+        # An empty __init__.py of a package does not count.
         "modules": sum(1 for name in product if lines[name] or not name.endswith("__init__.py")),
         "files above 600 lines": sum(texts[name].count("\n") > 600 for name in product),
         "record types": kinds.total(),

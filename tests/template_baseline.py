@@ -1,7 +1,7 @@
-"""Writes what becomes of each chat over each published template: the table of the proof.
+"""Write the table of results of each chat with each published template, for the templates' proof.
 
-Run it with the code that later code is compared with; no test runs it. With names of templates it
-renews only their rows.
+Run this with the code that later code is compared with; no test runs it. With names of templates it
+writes only their rows again.
 """
 
 from __future__ import annotations

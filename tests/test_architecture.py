@@ -1,4 +1,4 @@
-"""The rules over all files: cores are pure, Ray and vLLM stay in the shells.
+"""Tests of rules for all files, mainly of what they may import and where Ray and vLLM are used.
 
 The order of the packages within `actors` and `service` is in test_order.py.
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 
-# What a package may import of the others.
+# The packages that each package may import.
 ALLOWED = {
     "actors": {"actors"},
     "service": {"actors", "service"},
     "rayloom": {"actors", "service", "rayloom"},
 }
-# Beside every actor.py of `actors`: what starts a group of actors, and the queue's caller.
+# The files of `actors` that may use Ray, beside every actor.py.
 RAY_FILES = {"actors/deaths.py", "actors/trainer/group.py", "actors/trajectory_queue/exchange.py"}
-# Packages whose mathematics and state machines never await, outside of the files above.
+# Packages of mathematics and state machines, which never await except in the files above.
 PURE_PACKAGES = ("actors/merge/", "actors/trajectory_queue/", "actors/trainer/")
-# The engine's replica; it alone has vLLM, whose import takes eleven seconds.
+# The files of the engine's replica. Only they use vLLM, whose import takes eleven seconds.
 VLLM_FILES = {
     "service/inference/engine.py",
     "service/inference/lora.py",
@@ -30,7 +30,7 @@ VLLM_FILES = {
     "service/inference/plugin.py",
     "service/inference/weight_transfer.py",
 }
-# A longer file joins unrelated subjects.
+# A longer file probably has unrelated subjects.
 MOST_LINES = 600
 WAITS = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
 
@@ -42,7 +42,7 @@ TREES = {
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The modules that a file imports, wherever in it."""
+    """Return the modules that a file imports anywhere."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 def imported_at_once(tree: ast.Module) -> set[str]:
-    """The modules that importing a file imports, and the names that may be modules."""
+    """Return the modules that an import of a file imports, and names that may be modules."""
     found: set[str] = set()
     waiting: list[ast.AST] = [tree]
     while waiting:
@@ -69,11 +69,11 @@ def imported_at_once(tree: ast.Module) -> set[str]:
     return found
 
 
-def is_shell(file: str) -> bool:
+def may_use_ray(file: str) -> bool:
     return file.endswith("/actor.py") or file in RAY_FILES
 
 
-def test_the_rules_are_held_over_real_files() -> None:
+def test_rules_apply_to_files_that_exist() -> None:
     assert RAY_FILES <= TREES.keys()
     assert len([file for file in TREES if file.startswith(PURE_PACKAGES)]) > 20
 
@@ -90,8 +90,8 @@ def test_imports_point_down() -> None:
     assert not offenders
 
 
-def test_every_module_that_is_imported_is_there() -> None:
-    """mypy takes a module that it does not find for a library without types."""
+def test_every_imported_module_exists() -> None:
+    """Check this here, because mypy treats a missing module as a library without types."""
     own = ("actors", "service", "deploy", "rayloom")
     offenders = [
         f"{file} imports {module}"
@@ -124,7 +124,7 @@ def test_no_file_is_long() -> None:
     assert not offenders
 
 
-def test_nothing_is_built_on_the_command_line() -> None:
+def test_the_service_does_not_import_the_command_line() -> None:
     offenders = [
         f"{file} imports {module}"
         for file, tree in TREES.items()
@@ -145,10 +145,10 @@ def test_nothing_is_imported_from_a_test_module() -> None:
     assert not offenders
 
 
-def test_a_test_that_lacks_a_tool_fails_where_ci_is_set() -> None:
-    """A skip there would pass for a success."""
+def test_tests_that_lack_a_tool_fail_if_ci_is_set() -> None:
+    """Check that tests call helpers that fail in CI: a skip there would look like a success."""
     ways = {"missing_tools.py", "prometheus_server.py"}
-    # What a variable names, and what a kind of database has no part in.
+    # These may skip: a variable names the tool, or a kind of database does not have the feature.
     ways |= {"kube_api_server.py", "test_helm.py", "test_one_writer.py"}
     offenders = [
         file
@@ -168,22 +168,22 @@ USERS_OF_PYDANTIC = (
 )
 
 
-def test_ray_and_vllm_stay_in_the_shells_of_the_actors() -> None:
+def test_only_some_files_of_the_actors_import_ray_and_pydantic() -> None:
     offenders = [
         f"{file} imports {module}"
         for file, tree in TREES.items()
         if file.startswith("actors/")
         for module in imported(tree)
-        if (module.partition(".")[0] == "ray" and not is_shell(file))
+        if (module.partition(".")[0] == "ray" and not may_use_ray(file))
         or module.partition(".")[0] == "vllm"
-        # Settings and options are plain dataclasses, which one module reads. The other modules make
-        # the schemas of a user's tools.
+        # One module uses pydantic to read settings and options, which are plain dataclasses; the
+        # others make the schemas of a user's tools.
         or (module.partition(".")[0] == "pydantic" and file not in USERS_OF_PYDANTIC)
     ]
     assert not offenders
 
 
-def test_importing_anything_but_the_engine_imports_no_vllm() -> None:
+def test_only_the_engine_imports_vllm() -> None:
     assert VLLM_FILES <= TREES.keys()
     heavy = {file.removesuffix(".py").replace("/", ".") for file in VLLM_FILES}
     offenders = [
@@ -194,7 +194,8 @@ def test_importing_anything_but_the_engine_imports_no_vllm() -> None:
         if module in heavy or module.partition(".")[0] == "vllm"
     ]
     assert not offenders
-    # Elsewhere not even inside a function: the gateway and the environment actors never have it.
+    # Other files do not import vLLM inside functions either: gateway and environment actors never
+    # load it.
     users = {
         file
         for file, tree in TREES.items()
@@ -208,7 +209,7 @@ def test_the_mathematics_and_the_state_machines_never_await() -> None:
     offenders = [
         f"{file}:{node.lineno}"
         for file, tree in TREES.items()
-        if file.startswith(PURE_PACKAGES) and not is_shell(file)
+        if file.startswith(PURE_PACKAGES) and not may_use_ray(file)
         for node in ast.walk(tree)
         if isinstance(node, WAITS)
     ]
@@ -257,7 +258,7 @@ print(result.report.num_trained_tokens)
 """
 
 
-def test_merging_works_with_neither_ray_nor_torch_nor_vllm() -> None:
+def test_merging_works_without_ray_torch_and_vllm() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_RAY_AND_TORCH],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Collection stands still while packages are imported, and goes on as it was."""
+"""Test that garbage collection pauses while packages are imported, and continues as before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.imports import quick_imports
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_collection_pauses_and_visits_nothing_of_what_is_there(was_enabled: bool) -> None:
+def test_garbage_collection_pauses_and_freezes_existing_objects(was_enabled: bool) -> None:
     if not was_enabled:
         gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The list of planted faults fits the code: each can be planted, at least five for each package."""
+"""Tests of the list of faults: each can be planted, and each package has at least five."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An interface is found by its address."""
+"""Tests that gloo's network interface is found by its address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 from actors.network import LOOPBACK, gloo_interface
 
 
-def test_gloo_is_told_the_interface_that_has_the_address() -> None:
+def test_gloo_gets_the_interface_that_has_the_address() -> None:
     addresses = {
         each.address: name
         for name, all_of_it in psutil.net_if_addrs().items()
@@ -21,6 +21,6 @@ def test_gloo_is_told_the_interface_that_has_the_address() -> None:
         assert gloo_interface(address) == {"GLOO_SOCKET_IFNAME": name}
 
 
-def test_gloo_is_told_nothing_for_an_address_that_is_not_of_this_machine() -> None:
-    # Kept for documentation by RFC 5737: no machine has it.
+def test_gloo_gets_no_interface_for_an_address_of_another_machine() -> None:
+    # RFC 5737 reserves this address for documentation, so that no machine has it.
     assert gloo_interface("203.0.113.1") == {}

@@ -1,6 +1,6 @@
-"""The order of the packages in `actors` and `service`, and modules that nothing uses.
+"""Tests of the order of the packages in `actors` and `service`, and for unused modules.
 
-docs/architecture.md states the order, once. Each rule is also tried on a small tree that breaks it.
+docs/architecture.md states the order. Each rule is also tested on a small tree that breaks it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PRODUCT = ("actors", "service", "deploy")
-# Files by which something outside of Python starts a module: a script, an entry point, a container.
+# Files that may start a module from outside of Python: scripts, entry points, containers.
 STARTERS = ("pyproject.toml", "mkdocs.yml", "Makefile", "helm", "deploy", ".ci")
 PLUGINS = "actors.environment.plugins"
 
 Trees = Mapping[str, ast.Module]
-"""By dotted name of the module."""
+"""Syntax trees by dotted name of the module."""
 Order = Mapping[str, list[set[str]]]
 """For each top-level package, its packages and modules by layer, highest layer first."""
 
@@ -42,7 +42,7 @@ def read_order(document: str) -> Order:
 
 
 def imports(trees: Trees) -> Iterator[tuple[str, str]]:
-    """Yield the module and what it imports, for every import of `trees` among themselves.
+    """Yield the module and the imported name for every import between modules of `trees`.
 
     Imports in functions and below TYPE_CHECKING count like all others.
     """
@@ -51,7 +51,7 @@ def imports(trees: Trees) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                # A relative import is written out, so that it cannot hide.
+                # A relative import is resolved, so that it is checked too.
                 parents = module.split(".")[: -node.level] if node.level else []
                 base = ".".join([*parents, *filter(None, [node.module])])
                 names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
@@ -61,7 +61,7 @@ def imports(trees: Trees) -> Iterator[tuple[str, str]]:
 
 
 def package_of(module: str) -> tuple[str, str]:
-    """Example: service.run.loop -> ("service", "run")"""
+    """Return a module's package: ("service", "run") for service.run.loop."""
     top, _, rest = module.partition(".")
     return top, rest.partition(".")[0]
 
@@ -85,7 +85,7 @@ def imports_that_point_up(trees: Trees, order: Order) -> set[str]:
 
 
 def imports_of_plugins(trees: Trees) -> set[str]:
-    """Return the imports of the folder of plug-ins by other code than the command line's."""
+    """Return the imports of plug-ins by code outside of plug-ins and the command line."""
     return {
         f"{module} imports {name}"
         for module, name in imports(trees)
@@ -120,7 +120,7 @@ def has_code(tree: ast.Module) -> bool:
 
 
 def is_command(module: str, tree: ast.Module) -> bool:
-    """Whether `python -m` starts it."""
+    """Return whether `python -m` starts a module."""
     return module.endswith(".__main__") or any(
         isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
         for node in tree.body

@@ -1,4 +1,4 @@
-"""Directories at fsspec addresses: complete or absent, also after a kill at any object."""
+"""Tests of directories at fsspec addresses: each is complete or absent, also after a kill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def written(directory: Path, **contents: str) -> dict[str, Path]:
-    """Write files; return them by name, the first letter of which is their folder."""
+    """Write files; return them by remote path, whose folder is the first letter of the name."""
     directory.mkdir(exist_ok=True)
     files = {}
     for name, content in contents.items():
@@ -53,7 +53,7 @@ def contents(remote: RemoteDirectory, into: Path) -> dict[str, str]:
     return found
 
 
-def test_a_directory_is_read_as_it_was_written_and_sent_again_only_as_far_as_it_changed(
+def test_directory_is_read_as_written_and_only_changed_files_are_sent_again(
     url: str, tmp_path: Path
 ) -> None:
     remote = RemoteDirectory(f"{url}/")
@@ -92,7 +92,7 @@ def test_changed_and_missing_objects_are_refused(url: str, tmp_path: Path) -> No
         remote.download(tmp_path / "d")
 
 
-# Ends itself by SIGKILL at the object whose number is given.
+# A script that kills itself before the change of an object whose number it gets.
 UPLOAD = """
 import os, signal, sys
 from pathlib import Path
@@ -120,7 +120,7 @@ print(len(calls))
 def upload(url: str, directory: Path, *, last: int, variables: dict[str, str]) -> int | None:
     """Upload in a process that is killed before its change number `last` + 1.
 
-    Returns: the number of changes; None if it was killed.
+    Returns: the number of changes; None if the process was killed.
     """
     done = subprocess.run(
         [sys.executable, "-c", UPLOAD, url, str(directory), str(last)],
@@ -162,12 +162,12 @@ def test_a_reader_finds_one_whole_upload_whenever_the_writer_is_killed(
         seen.append(None if marker is None else marker.note["of"])
         if marker is not None:
             assert contents(remote, tmp_path / f"read-{last}") == whole[marker.note["of"]]
-        # The next writer finishes it.
+        # The next writer completes the upload.
         remote.upload({path.name: path for path in new.iterdir()}, note={"of": "new"})
         assert contents(remote, tmp_path / f"again-{last}") == whole["new"]
         if num_changes is not None:
             break
-    # Progress, then the old marker; two files, each with its progress; the new marker.
+    # The changes are: progress, the old marker, two files with progress each, the new marker.
     assert num_changes is not None and seen[0] == "old" and seen[-1] == "new"
     assert None in seen and seen == sorted(seen, key=["old", None, "new"].index)
 

@@ -1,4 +1,4 @@
-"""The table of statistics: each is declared once, made in one place, and met by all who walk it."""
+"""Tests of the table of statistics: each is declared once, made in one place, and shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.dashboards.__main__ import DOCUMENT, with_statistics
 from service.report.tables import statistic_tables
 
 REPOSITORY = Path(__file__).parents[1]
-# Where a part makes its values; `Statistic.values` is written there once, in quotes.
+# The files in which a source makes its values; each has `Statistic.values` once, in quotes.
 PRODUCERS = {
     "policy_loss": ("actors/trainer/loss/micro_batch.py", "actors/trainer/statistics.py"),
     "critic": ("actors/trainer/critic.py",),
@@ -33,7 +33,7 @@ def test_every_statistic_is_declared_once_and_its_values_are_made_in_one_line() 
     assert {values: count for values, count in made.items() if count != 1} == {}
 
 
-def test_the_statistics_of_one_group_stand_together() -> None:
+def test_statistics_of_one_group_are_adjacent() -> None:
     groups = [statistic.group for statistic in STATISTICS]
     assert groups == sorted(groups, key=groups.index)
 

@@ -1,4 +1,4 @@
-"""Each file that names Rayloom's version names the same one."""
+"""Tests that all files that name Rayloom's version name the same one."""
 
 from __future__ import annotations
 

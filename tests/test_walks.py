@@ -1,4 +1,4 @@
-"""The walks in docs/architecture.md, compared with the files that the product really enters."""
+"""Tests that compare the walks in docs/architecture.md with the files that the product enters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = 150
 
 
 def walk(name: str) -> list[str]:
-    """The files of a walk's table in their order, each at its first place."""
+    """Return the files of a walk's table in the order of their first occurrence."""
     section = DOCUMENT.partition(f"\n## The walk of {name}\n")[2].partition("\n## ")[0]
     named: list[str] = []
     for row in re.findall(r"^\| \d+ \|.*\| ([^|]+) \|$", section, flags=re.MULTILINE):
@@ -41,7 +41,7 @@ def walk(name: str) -> list[str]:
 def entered_files() -> Iterator[tuple[set[str], threading.Event]]:
     """Collect the files of the product whose functions are called while the event is set.
 
-    Begin before the threads that may call them.
+    Enter this before the start of threads that may call such functions.
     """
     found: set[str] = set()
     records = threading.Event()
@@ -60,7 +60,7 @@ def entered_files() -> Iterator[tuple[set[str], threading.Event]]:
 
 
 def large(found: set[str], folder: str) -> set[str]:
-    """The product's files below a folder that are not small, by their path in the repository."""
+    """Return the large files of the product below a folder, by their path in the repository."""
     paths = {Path(file) for file in found}
     return {
         path.relative_to(REPOSITORY).as_posix()
@@ -70,7 +70,7 @@ def large(found: set[str], folder: str) -> set[str]:
     }
 
 
-def test_the_walks_name_files_that_exist_and_not_too_many() -> None:
+def test_walks_name_existing_files_and_not_too_many() -> None:
     for name, most in MOST_FILES.items():
         files = walk(name)
         assert 5 < len(files) <= most, name
@@ -78,8 +78,8 @@ def test_the_walks_name_files_that_exist_and_not_too_many() -> None:
     assert f"eighteen steps in {len(walk('one rollout'))} files" in DOCUMENT
 
 
-async def test_a_sessions_request_enters_the_files_of_its_walk(tmp_path: Path) -> None:
-    """The gateway's process is this one, so `client.py` is not entered."""
+async def test_request_of_a_session_enters_the_files_of_its_walk(tmp_path: Path) -> None:
+    """Compare without `client.py`: the gateway runs in this process, so it is not entered."""
     with entered_files() as (found, records):
         gateway = Gateway(tmp_path)
         await gateway.opened()
@@ -98,5 +98,5 @@ async def test_a_sessions_request_enters_the_files_of_its_walk(tmp_path: Path) -
         gateway.sessions.close()
         gateway.store.close()
     assert answer.status_code == 200, answer.text
-    there = {"service/gateway/client.py"}
-    assert large(found, "service/gateway") | there == set(walk("a session's request"))
+    not_entered = {"service/gateway/client.py"}
+    assert large(found, "service/gateway") | not_entered == set(walk("a session's request"))

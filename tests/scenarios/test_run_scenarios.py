@@ -56,8 +56,8 @@ def test_at_lag_0_engines_and_trainer_have_equal_weights_at_every_step(finished:
     for record in compared:
         assert record.statistics["mismatch_k3_mean"] < 1e-6
         assert record.statistics["mismatch_max"] < 1e-3
-    # A step without time for a check has no ratio. The first check is joined with the start's, whose
-    # text and continuations fill the context.
+    # A step without time for a check has no ratio. The first check is joined with the start's,
+    # whose text and continuations fill the context.
     checked = [
         record.statistics for record in records if "logprob_check_ratio" in record.statistics
     ]

@@ -43,7 +43,7 @@ def test_run_of_format_9_is_resumed_and_continues_to_train(tmp_path: Path) -> No
                     play(session["env"], number=100)
                     sessions.finish(session, reward=float(index), limit_s=START_S)
             run.wait_for_step(3, limit_s=2 * STEP_S)
-            # The open session's ten minutes are over; its sibling, which had finished, is unchanged.
+            # The open session's ten minutes are over; its finished sibling is unchanged.
             deadline = time.monotonic() + START_S
             while client.get("/api/v1/sessions/waiting-1").json()["status"] == "open":
                 assert time.monotonic() < deadline, run.log()
