@@ -6,7 +6,7 @@ with PostgreSQL and a client that submits and cancels tasks. The game's returns 
 before the run has recovered from the last one. At the end Ctrl-C stops the run, and these must be
 true:
 
-- Every accepted task has ended, and every cancelled one as cancelled.
+- Every accepted task has ended, and cancelled tasks have the status cancelled.
 - The ledger is balanced, and the audit of the whole journal is clean: it recomputes advantages from
   returns, and no rollout is trained twice.
 - Every whole group has the script's returns, the advantages that the plain formula gives for them,
@@ -140,7 +140,7 @@ class Chaos:
         )
 
     def before_end(self, run: Run) -> None:
-        """Wait for what must happen while the run still plays: nothing, for a training."""
+        """Do nothing; a subclass may finish its work here while the run still plays."""
 
 
 class ServiceChaos(Chaos):
@@ -262,7 +262,7 @@ def train_half(root: Path, rng: random.Random, *, seconds: float) -> None:
         chaos = Chaos(train, plan, command="train", port=0)
         chaos.play(time.monotonic() + seconds)
         compare(chaos.advantages, calm)
-        tell(plan.counts)
+        print_counts(plan.counts)
 
 
 def serve_half(root: Path, rng: random.Random, *, seconds: float) -> None:
@@ -275,7 +275,7 @@ def serve_half(root: Path, rng: random.Random, *, seconds: float) -> None:
         os.environ["PGPASSWORD"] = PASSWORD
         plan = Plan([*part_faults(), command_kill(), *database_faults(server, proxy)], rng)
         ServiceChaos(root / "serve", plan).play(time.monotonic() + seconds)
-        tell(plan.counts)
+        print_counts(plan.counts)
 
 
 HALVES = {"train": train_half, "serve": serve_half}
@@ -299,7 +299,7 @@ def main() -> int:
     return 0
 
 
-def tell(counts: Counter[str]) -> None:
+def print_counts(counts: Counter[str]) -> None:
     say(f"{counts.total()} faults")
     for name, count in sorted(counts.items()):
         say(f"  {count:3} {name}")

@@ -54,7 +54,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def verdict_file(name: str) -> Path:
-    """Return the file of a verdict, whose name has a hash so that no two families share a file."""
+    """Return the path of a family's verdict; with the hash, no two families share a file."""
     settings = family_config(name).to_json_string()
     digest = hashlib.sha256(f"{name}\n{settings}".encode()).hexdigest()[:12]
     return RESULTS / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{digest}.json"

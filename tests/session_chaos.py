@@ -168,7 +168,7 @@ class Proof:
         return str(answer.json().get("status")) if answer.status_code == 200 else "unknown"
 
     def _check_ends(self, client: httpx.Client) -> None:
-        """Check that each session still has the status and the reward that its agent received."""
+        """Check that each session still has the end that the service reported to its agent."""
         for host in self.hosts:
             memory = Memory.read(host.file)
             assert not memory.errors, memory.errors

@@ -1,4 +1,4 @@
-"""Tests that a real run's alerts fire by their faults and resolve, at an Alertmanager's webhook.
+"""Tests that faults of a real run fire alerts, which resolve later and reach a real webhook.
 
 The rules are those of the chart with each duration divided by 60. Rules whose faults need special
 hardware, days or a defect are tested only with promtool (`tests/deploy/test_rules.py`).

@@ -33,7 +33,7 @@ TASK = "Write hello to note.txt"
 DONE = "It is done."
 WRITE = ToolCall(name="write", arguments={"text": "hello"})
 TYPED = '{"said": "It is done."}'
-# By program: the policy's answers with which it writes the note, and the number of samples.
+# For each program: the policy's answers, with which it writes the note, and the number of samples.
 SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
     "ai_sdk.mjs": ([WRITE, DONE], 1),
     "langgraph_react.py": ([WRITE, DONE], 1),

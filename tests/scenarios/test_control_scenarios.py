@@ -16,7 +16,7 @@ from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 Json = dict[str, Any]
-# The statuses of a rollout after its step: a group without variance is evicted.
+# The statuses of a rollout after its step: rollouts of groups without variance are evicted.
 OVER = {"trained", "evicted"}
 
 

@@ -1,4 +1,4 @@
-"""Tests of a user's first runs: a data set, a reward function, tools and an own environment."""
+"""Tests of a user's first runs: a data set, a reward function, tools and an environment."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ pytestmark = [
     pytest.mark.proof,
     pytest.mark.training,
     pytest.mark.timeout(900),
-    # vLLM's imports give warnings. Other tests import it only in processes of its own.
+    # vLLM's imports give warnings. Other tests import it only in separate processes.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -67,7 +67,7 @@ def no_measure(phase: PublishPhase) -> AbstractContextManager[None]:
 
 @dataclass
 class PipedTrainer:
-    """A trainer rank in another process; it keeps its published groups here for the engine."""
+    """A trainer rank in another process; its published groups are kept here for the engine."""
 
     world: World
     withheld: str = ""
@@ -97,7 +97,7 @@ class PipedTrainer:
 
 
 class Handle:
-    """An actor handle of Ray for a board in this process."""
+    """A replacement for Ray's actor handle that calls a board in this process."""
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board
@@ -242,8 +242,8 @@ async def test_correct_trainer_is_within_the_bounds_at_every_length_and_temperat
     start = await run.start()
     assert not start.is_beyond and start.ratio < 0.5, start
     assert start.num_tokens == CONTEXT and len(start.comparisons) == 5
-    # The first check is merged with that of the start; later ones send the engine a prompt, which
-    # must be one token shorter.
+    # The first check is joined with the start's. A later text is a prompt, which must be one token
+    # shorter than the context.
     for num_tokens in (CONTEXT, CONTEXT - 1):
         later = await run.train()
         assert not later.is_beyond and later.num_tokens == num_tokens, later
@@ -262,7 +262,7 @@ async def test_correct_trainer_is_within_the_bounds_at_every_length_and_temperat
 async def test_trainer_that_computes_differently_is_refused_at_the_start(
     run: Run, fault: Callable[[TrainerRank], None], right: str, cause: str
 ) -> None:
-    """Check the sentence about each fault. right: the comparison that the fault leaves correct."""
+    """Check that each fault's cause is named. right: the comparison that stays correct."""
     run.trainer.world.call("plant", fault=fault)
     check = await run.start()
     print(check)

@@ -48,7 +48,7 @@ class Policy:
     groups: dict[int, tuple[WeightGroup, ...]] = field(default_factory=dict)
     """The adapters of each version, as they are published."""
     contexts: list[Any] = field(default_factory=list)
-    """The sockets that vLLM leaves open, of each engine that was started."""
+    """The sockets of all engines that were started; vLLM leaves them open."""
 
     async def start(self, directory: Path) -> None:
         """Start an engine in place of the last one, which must be dead."""

@@ -227,7 +227,7 @@ def test_host_whose_run_was_taken_over_waits_until_the_run_is_free(
         wait_until_over(client, *(f"first-{number}" for number in range(4)), limit_s=START_S)
 
 
-# A game that takes as long as a file says: a step takes about as long as its slowest game.
+# A game whose reset takes as long as a file says; a step is about as long as its slowest game.
 PAUSED_GAME = """
 import asyncio, os, pathlib
 from actors.environment.builtin.guessing import GuessingEnvironment

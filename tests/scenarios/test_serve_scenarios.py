@@ -46,7 +46,7 @@ class Api:
         return found
 
     def wait_ready(self, *, is_ready: bool, limit_s: float) -> list[str]:
-        """Wait until /readyz says so; return its reasons."""
+        """Wait until the run is ready, or is not; return the reasons of /readyz."""
         deadline = time.monotonic() + limit_s
         while True:
             answer = self.client.get("/readyz")

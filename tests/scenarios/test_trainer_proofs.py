@@ -1,4 +1,4 @@
-"""Tests of a trainer with a killed rank, whose new group has the same bits or publishes again."""
+"""Tests of a trainer with a killed rank: its new group has equal weights, or publishes again."""
 
 from __future__ import annotations
 

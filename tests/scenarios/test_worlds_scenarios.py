@@ -37,7 +37,7 @@ class World:
     """None: its name in WORLDS."""
     options: dict[str, Any]
     answer: Callable[[random.Random, int], str]
-    """The answer, from a source of chance and the turn's number."""
+    """The model's answer, by a random generator and the turn's number."""
     rollouts: dict[str, Any]
     data: Callable[[int], dict[str, Any]] | None = None
     """A task's data, by its seed; None: a task has only a seed."""
