@@ -183,7 +183,7 @@ def test_each_part_runs_on_the_nodes_of_its_role(tmp_path: Path, small_model: st
             check_audit(run)
 
 
-def test_command_with_other_authentication_than_the_cluster_is_refused(
+def test_command_that_authenticates_differently_than_the_cluster_is_refused(
     tmp_path: Path, small_model: str
 ) -> None:
     with network(tmp_path) as net:
