@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _pytest.mark.expression import Expression
 
 from actors.environment.protocol import Action, ToolCall
 from actors.environment.registry import resolve
@@ -27,6 +29,7 @@ from service.config.tree import Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coming-from.md"
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # Those of TRL and verifiers; the other examples have tests of their own (test_coming_from.py).
 COMMANDS = re.findall(
     r"^\$ cd (\S+)\n\$ rayloom train (--dataset \S+ --reward \S+(?: --tools \S+)?)$",
@@ -144,3 +147,23 @@ def test_each_block_of_yaml_on_a_page_can_be_read() -> None:
                 pytest.fail(f"{page.name}: {error}\n{found}")
             read += 1
     assert read > 30
+
+
+def test_each_expression_of_a_page_selects_a_test() -> None:
+    named = re.compile(r"`(?:pytest )?(?:tests/)?([\w/]+\.py)[^`]*? -k (\"[^\"]+\"|\w+)")
+    found = [
+        (page.name, file, words.strip('"'))
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for file, words in named.findall(page.read_text())
+    ]
+    assert found
+    assert [each for each in found if not selects_a_test(*each[1:])] == []
+
+
+def selects_a_test(file: str, words: str) -> bool:
+    """Return whether `pytest FILE -k WORDS` selects a test, without importing the file."""
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    names = [node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)]
+    tests = [name for name in names if name.startswith("test_")]
+    matches = Expression.compile(words).evaluate
+    return any(matches(lambda word, name=name: word in name) for name in tests)
