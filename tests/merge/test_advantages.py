@@ -1,4 +1,4 @@
-"""Group advantages: hand-computed vectors and the cases without a signal."""
+"""Tests of group advantages: values computed by hand, and groups without a signal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEAN, LOO, NO_BASELINE = Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE
         ([2, 2], NO_BASELINE, Scale.NONE, [2, 2]),
     ],
 )
-def test_vectors(
+def test_advantages_are_those_computed_by_hand(
     returns: list[float], baseline: Baseline, scale: Scale, expected: list[float]
 ) -> None:
     values = group_advantages(returns, baseline=baseline, scale=scale)
@@ -54,7 +54,7 @@ def test_a_group_of_one_and_a_group_of_equal_returns_have_no_signal(
 
 @pytest.mark.parametrize("returns", [[1.0, -1.0], [2.0, -1.0, -1.0], [3.0, -0.5]])
 @pytest.mark.parametrize("baseline", [MEAN, LOO])
-def test_under_scale_mean_a_group_with_a_negative_return_has_a_reason_of_its_own(
+def test_with_scale_mean_a_negative_return_in_a_group_is_reported_as_such(
     returns: list[float], baseline: Baseline
 ) -> None:
     reason = reason_without_signal(returns, baseline=baseline, scale=Scale.MEAN)
@@ -85,7 +85,7 @@ def test_with_a_group_baseline_advantages_sum_to_zero_and_keep_the_order(
 
 
 @given(returns_strategy, st.floats(-5, 5))
-def test_a_group_baseline_does_not_see_a_shift_of_all_returns(
+def test_with_a_group_baseline_a_shift_of_all_returns_changes_nothing(
     returns: list[float], shift: float
 ) -> None:
     a = group_advantages(returns)
@@ -94,7 +94,7 @@ def test_a_group_baseline_does_not_see_a_shift_of_all_returns(
 
 
 @given(returns_strategy, st.sampled_from([MEAN, LOO]), st.randoms())
-def test_advantages_follow_their_members(
+def test_reordering_a_group_reorders_its_advantages(
     returns: list[float], baseline: Baseline, random: Random
 ) -> None:
     order = random.sample(range(len(returns)), len(returns))
@@ -104,7 +104,7 @@ def test_advantages_follow_their_members(
 
 
 @given(returns_strategy, st.sampled_from([MEAN, LOO]), st.sampled_from([0.5, 3, 40]))
-def test_scale_none_grows_with_the_returns_and_scale_mean_does_not_see_their_unit(
+def test_advantages_scale_with_the_returns_for_none_and_are_unitless_for_mean(
     returns: list[float], baseline: Baseline, unit: float
 ) -> None:
     def values(each: list[float], scale: Scale) -> np.ndarray:
@@ -116,7 +116,7 @@ def test_scale_none_grows_with_the_returns_and_scale_mean_does_not_see_their_uni
     np.testing.assert_allclose(values(in_unit, Scale.MEAN), values(positive, Scale.MEAN), atol=1e-9)
 
 
-def test_scale_std_does_not_see_the_unit_of_returns_but_for_its_epsilon() -> None:
+def test_with_scale_std_the_unit_of_returns_changes_only_the_epsilon_term() -> None:
     a, b = group_advantages([1, 0, 0, 3]), group_advantages([10, 0, 0, 30])
     np.testing.assert_allclose(a, b, rtol=1e-5)
     assert not np.array_equal(a, b)

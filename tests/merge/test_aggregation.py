@@ -1,4 +1,4 @@
-"""Aggregation as a weight of each token: computed vectors, and what every choice must sum to."""
+"""Tests of the token weights of each loss aggregation, by hand and by their sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_weights_by_hand(aggregation: Aggregation, alone: list[float], among: li
         assert weights.tolist() == pytest.approx(expected)
 
 
-def test_prompts_have_equal_say_whatever_their_length() -> None:
+def test_prompt_mean_weighs_prompts_equally_whatever_their_length() -> None:
     weights = trajectory_weights(
         [1, 3, 8],
         "aab",
@@ -54,7 +54,9 @@ def test_prompts_have_equal_say_whatever_their_length() -> None:
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=9),
     st.sampled_from([a for a in get_args(Aggregation) if a != "constant"]),
 )
-def test_a_mean_of_ones_is_one(drawn: list[tuple[int, str]], aggregation: Aggregation) -> None:
+def test_weights_of_a_mean_sum_to_one(
+    drawn: list[tuple[int, str]], aggregation: Aggregation
+) -> None:
     num_tokens, group_ids = [count for count, _ in drawn], [group for _, group in drawn]
     weights = trajectory_weights(
         num_tokens,
@@ -74,14 +76,14 @@ def test_an_update_without_trajectories_has_no_weights() -> None:
         assert weights.shape == (0,)
 
 
-def test_what_has_no_signal_is_shared_out_in_proportion() -> None:
+def test_tokens_without_a_signal_are_divided_in_proportion_to_each_update() -> None:
     whole, part, solved = np.array([12.0, 3, 2]), np.array([3.0, 1, 1]), np.array([10.0, 3, 2])
     assert share_of(solved, part=part, whole=whole).tolist() == [2.5, 1.0, 1.0]
     assert share_of(solved, part=whole, whole=whole).tolist() == solved.tolist()
     assert not share_of(solved, part=NOTHING, whole=NOTHING).any()
 
 
-def test_doubling_the_tokens_of_all_halves_the_token_mean() -> None:
+def test_doubling_all_tokens_halves_the_weights_of_token_mean() -> None:
     once, twice = (
         trajectory_weights(
             [2 * scale, 5 * scale],

@@ -1,4 +1,4 @@
-"""Credit in a whole step: what each trained token gets, however its turns were cut into samples."""
+"""Tests of credit in a whole step: the advantage of each token, however turns form samples."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TRAIN_TRUNCATED = {
 def play(
     member: int, rewards: list[float], *, number: int = 0, outcome: Outcome = Outcome.COMPLETED
 ) -> Trajectory:
-    """One turn a reward, each extending the last; log-probabilities tell the tokens apart."""
+    """Return a trajectory with one turn per reward; each token has its own log-probability."""
     turns = linear_turns(len(rewards), seed=100 * number + member)
     rewarded = [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
     return make_trajectory(rewarded, rollout_id=f"g{number:06d}.0-{member}", outcome=outcome)
@@ -62,7 +62,7 @@ def group_of(*trajectories: Trajectory) -> tuple[Trajectory, ...]:
 
 
 def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
-    """The same turns, but turn t begins a new sample wherever its piece has not been met yet."""
+    """Return the trajectory with its turns divided into samples: turn t is in that of pieces[t]."""
     turns = [
         replace(turn, prompt_token_ids=np.concatenate([ids([1000 + piece]), turn.prompt_token_ids]))
         for turn, piece in zip(whole_turns(trajectory), pieces, strict=True)
@@ -71,7 +71,7 @@ def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
 
 
 def scored(*groups: tuple[Trajectory, ...]) -> Scores:
-    """References and values that follow the tokens, wherever these lie."""
+    """Return scores that depend only on a token, not on the sample that contains it."""
     return {
         trajectory.trajectory_id: tuple(
             RowScores(
@@ -102,7 +102,7 @@ def with_scores(groups: tuple[GroupMembers, ...], scores: Scores) -> list[GroupM
 
 
 def advantages(result: StepResult) -> dict[float, float]:
-    """By the behaviour's log-probability, which is different for each token."""
+    """Return each token's advantage by its behaviour log-probability, which is unique."""
     rows = [r for s in result.shards for part in s.minibatches for r in part]
     return {
         float(logprob): float(advantage)
@@ -112,7 +112,7 @@ def advantages(result: StepResult) -> dict[float, float]:
 
 
 def weights(result: StepResult) -> dict[float, float]:
-    """The loss weights, likewise."""
+    """Return each token's loss weight by its behaviour log-probability, which is unique."""
     rows = [r for s in result.shards for part in s.minibatches for r in part]
     return {
         float(logprob): float(weight)
@@ -121,8 +121,8 @@ def weights(result: StepResult) -> dict[float, float]:
     }
 
 
-def of_turns(result: StepResult, trajectory: Trajectory) -> list[float]:
-    """The advantage of each turn, the same for all its tokens."""
+def turn_advantages_of(result: StepResult, trajectory: Trajectory) -> list[float]:
+    """Return the advantage of each turn, after checking that its tokens share one."""
     found = advantages(result)
     by_turn = [{found[float(x)] for x in turn.logprobs} for turn in whole_turns(trajectory)]
     assert all(len(values) == 1 for values in by_turn)
@@ -152,7 +152,7 @@ rewards_strategy = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(ways, rewards_strategy, st.data())
-def test_cutting_turns_into_samples_differently_changes_no_advantage(
+def test_dividing_turns_into_samples_differently_changes_no_advantage(
     way: dict[str, Any], rewards: list[list[float]], data: st.DataObject
 ) -> None:
     whole = group_of(*(play(member, each) for member, each in enumerate(rewards)))
@@ -178,7 +178,9 @@ def test_credit_by_turn_reaches_the_tokens_of_each_turn() -> None:
     # R = [[.5, 1], [0, 0]] at discount .5; the means of the turns are .25 and .5.
     first, second = play(0, [0.0, 1.0]), play(1, [0.0, 0.0])
     result = build(group_of(first, second), turn_discount=0.5, scale=Scale.NONE)
-    assert of_turns(result, first) == [0.25, 0.5] and of_turns(result, second) == [-0.25, -0.5]
+    assert turn_advantages_of(result, first) == [0.25, 0.5] and turn_advantages_of(
+        result, second
+    ) == [-0.25, -0.5]
 
 
 def test_credit_by_state_is_added_for_turns_with_equal_observations() -> None:
@@ -192,11 +194,11 @@ def test_credit_by_state_is_added_for_turns_with_equal_observations() -> None:
     credit = StateCreditSettings(weight=2.0, discount=0.5)
     result = build(group_of(first, second), state_credit=credit, scale=Scale.NONE)
     # By trajectory 0.5; by state 0.25 at the first observation and 0.5 at the second.
-    assert of_turns(result, first) == pytest.approx([1.0, 1.5])
-    assert of_turns(result, second) == pytest.approx([-1.0, -1.5])
-    # The observations of another trajectory differ, so that nothing is added.
+    assert turn_advantages_of(result, first) == pytest.approx([1.0, 1.5])
+    assert turn_advantages_of(result, second) == pytest.approx([-1.0, -1.5])
+    # The observations of the other trajectory differ, so that nothing is added.
     alone = build(group_of(first, play(1, [0.0, 0.0])), state_credit=credit, scale=Scale.NONE)
-    assert of_turns(alone, first) == pytest.approx([0.5, 0.5])
+    assert turn_advantages_of(alone, first) == pytest.approx([0.5, 0.5])
 
 
 def test_turns_with_the_same_state_key_are_compared_whatever_their_observations() -> None:
@@ -215,12 +217,14 @@ def test_turns_with_the_same_state_key_are_compared_whatever_their_observations(
     result = build(group_of(*members), state_credit=credit, scale=Scale.NONE)
     # By trajectory: 1, 3 and 0 without their mean 4/3.
     # R = [[.5, 1], [3, 0], [0, 0]]; s has .5, 0, 0 (mean 1/6), t has 1 and 3 (mean 2).
-    assert of_turns(result, members[0]) == pytest.approx(
+    assert turn_advantages_of(result, members[0]) == pytest.approx(
         [-1 / 3 + 2 * (1 / 2 - 1 / 6), -1 / 3 + 2 * (1 - 2)]
     )
-    assert of_turns(result, members[1]) == pytest.approx([5 / 3 + 2 * (3 - 2), 5 / 3 - 2 / 6])
-    # A turn without a key has the state of its observation, which was met once.
-    assert of_turns(result, members[2]) == pytest.approx([-4 / 3, -4 / 3 - 2 / 6])
+    assert turn_advantages_of(result, members[1]) == pytest.approx(
+        [5 / 3 + 2 * (3 - 2), 5 / 3 - 2 / 6]
+    )
+    # A turn without a key has its observation as its state, and no other turn has that one.
+    assert turn_advantages_of(result, members[2]) == pytest.approx([-4 / 3, -4 / 3 - 2 / 6])
 
 
 def test_equal_returns_are_a_signal_if_their_turns_met_the_same_observations() -> None:
@@ -231,13 +235,13 @@ def test_equal_returns_are_a_signal_if_their_turns_met_the_same_observations() -
     assert build(group, state_credit=credit).report.num_zero_variance_groups == 0
 
 
-def test_equal_returns_that_fell_to_different_turns_are_a_signal_by_turn_alone() -> None:
+def test_equal_returns_from_different_turns_are_a_signal_only_for_credit_by_turn() -> None:
     group = group_of(play(0, [1.0, 0.0]), play(1, [0.0, 1.0]))
     assert build(group).report.num_zero_variance_groups == 1
     assert build(group, turn_discount=0.5).report.num_zero_variance_groups == 0
 
 
-def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
+def test_the_kl_penalty_lowers_advantages_and_the_reported_reward() -> None:
     group = group_of(play(0, [1.0]), play(1, [0.0]))
     first, second = group
     # k1 with log p_ref = 2 log p: each token adds beta log p, a negative number.
@@ -246,11 +250,11 @@ def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
     ]
     result = build(group, reward=KL, scale=Scale.NONE)
     expected = (returns[0] - returns[1]) / 2
-    assert of_turns(result, first) == pytest.approx([expected], rel=1e-5)
+    assert turn_advantages_of(result, first) == pytest.approx([expected], rel=1e-5)
     assert result.report.statistics["reward_mean"] == pytest.approx(sum(returns) / 2, rel=1e-5)
 
 
-def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_branched() -> None:
+def test_the_kl_of_tokens_is_charged_in_the_order_of_play_across_branches() -> None:
     nan = float("nan")
     trajectory = make_trajectory(
         [
@@ -271,7 +275,7 @@ def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_bran
     assert found.baseline_return == -16
 
 
-def test_without_a_baseline_a_token_bears_the_kl_from_itself_on() -> None:
+def test_without_a_baseline_a_token_is_charged_its_own_and_all_later_kl() -> None:
     trajectory = make_trajectory(
         [
             make_turn([1], [2, 3], logprobs=[-1, -2]),
@@ -312,13 +316,13 @@ def test_a_critic_credits_each_token_and_skips_observations() -> None:
     [
         # Errors: .25 + .2 - .1 = .35; .25 + .3 - .2 = .35; 1 - .3 = .7.
         (-0.1, None, {-0.1: 0.7, -0.2: 0.7, -0.3: 0.7}),
-        # What the clip takes off the return of 1.5 comes with the last turn: .5 - .3 = .2.
+        # The clip lowers the return of 1.5 at the last turn: .5 - .3 = .2.
         (-0.1, (-1.0, 1.0), {-0.1: 0.575, -0.2: 0.45, -0.3: 0.2}),
-        # A token that is not trained leaves its reward to the first that is: .5 + .3 - .2 = .6.
+        # The reward of an untrained token goes to the next trained one: .5 + .3 - .2 = .6.
         (np.nan, None, {-0.2: 0.95, -0.3: 0.7}),
     ],
 )
-def test_a_reward_by_token_stands_at_its_token(
+def test_a_reward_for_a_token_is_credited_at_that_token(
     first_logprob: float, clip: tuple[float, float] | None, expected: dict[float, float]
 ) -> None:
     halves = np.array([0.25, 0.25], np.float32)
@@ -357,12 +361,12 @@ def test_a_truncated_trajectory_bootstraps_from_the_value_at_its_end(
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
-        # V(s_T) = .8 is that of the observation behind the last action.
+        # V(s_T) = .8 is the value after the observation that follows the last action.
         (Outcome.TRUNCATED_CONTEXT, [0.3, 0.2, 0.1]),
         (Outcome.COMPLETED, [-0.5, -0.6, -0.7]),
     ],
 )
-def test_a_state_at_the_end_ends_with_the_last_observation_where_the_sample_keeps_one(
+def test_the_final_state_includes_the_last_observation_if_the_sample_has_one(
     outcome: Outcome, expected: list[float]
 ) -> None:
     turn = make_turn([1], [2, 3, 4], logprobs=[-0.1, -0.2, -0.3])
@@ -399,8 +403,8 @@ def test_equal_returns_are_a_signal_to_a_critic() -> None:
     assert build(group, **critic()).report.num_zero_variance_groups == 0
 
 
-def small() -> tuple[Trajectory, ...]:
-    """A group of one."""
+def group_of_one() -> tuple[Trajectory, ...]:
+    """Return a group of one trajectory."""
     return group_of(play(0, [1.0], number=2))
 
 
@@ -422,13 +426,15 @@ def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> Non
         EvictionReason.TOKEN_MISALIGNED,
     ]
     assert result.report.num_trained_tokens == 0
-    # What is not trained does not weaken the others either, as a solved group would.
+    # Unlike a solved group, a group that is too small does not lower the weights of the others.
     other = group_of(play(0, [1.0], number=1), play(1, [0.0], number=1))
-    alone, among = (build(*gs, scores={}, min_group_size=2) for gs in ([other], [other, small()]))
+    alone, among = (
+        build(*gs, scores={}, min_group_size=2) for gs in ([other], [other, group_of_one()])
+    )
     assert weights(alone) == weights(among)
 
 
-def test_normalised_steps_leave_groups_without_a_signal_alone() -> None:
+def test_groups_without_a_signal_do_not_change_normalised_advantages() -> None:
     differing = group_of(play(0, [1.0]), play(1, [0.0]))
     solved = group_of(play(0, [1.0], number=1), play(1, [1.0], number=1))
     alone = build(differing, normalise_advantages=True, scale=Scale.NONE)
@@ -440,7 +446,7 @@ def test_normalised_steps_leave_groups_without_a_signal_alone() -> None:
     }
 
 
-def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised() -> None:
+def test_groups_trained_without_a_signal_keep_advantage_zero_when_normalised() -> None:
     differing = group_of(play(0, [1.0, 0.0]), play(1, [0.0]))
     solved = group_of(play(0, [1.0], number=1), play(1, [1.0], number=1))
     way = {
@@ -469,13 +475,13 @@ def test_missing_scores_are_refused_with_the_trajectory_named(fields: dict[str, 
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
-        # Tokens as played, their states' values .1 .2 .3 .4: errors .1, .5 + .1, .1, 1 - .4.
+        # In the order of play, values .1 .2 .3 .4: errors .1, .5 + .1, .1, 1 - .4.
         (Outcome.COMPLETED, {-0.1: 0.5, -0.2: 0.8, -0.3: 0.4, -0.4: 0.6}),
-        # Cut off: the main line's end is worth .8, and the last error is 1 + .8 - .4.
+        # Cut off: the end of the main branch has value .8, and the last error is 1 + .8 - .4.
         (Outcome.TRUNCATED_TOKENS, {-0.1: 0.6, -0.2: 1.0, -0.3: 0.8, -0.4: 1.4}),
     ],
 )
-def test_a_critic_reads_each_state_in_its_own_branch_and_credits_as_played(
+def test_a_critic_reads_values_per_branch_and_credits_in_the_order_of_play(
     outcome: Outcome, expected: dict[float, float]
 ) -> None:
     trajectory = make_trajectory(

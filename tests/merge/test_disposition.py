@@ -1,4 +1,4 @@
-"""Dispositions: who is in the baseline, who is in the loss, and why the others left."""
+"""Tests of dispositions: which trajectories are in the baseline and in the loss, and why."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_the_default_dispositions(
     assert (member.baseline_return, member.reason) == (baseline_return, reason)
 
 
-def test_clamping_leaves_a_negative_return_alone() -> None:
+def test_clamping_does_not_change_a_negative_return() -> None:
     assert decide(ended(Outcome.MAX_TURNS, reward=-2.0)).baseline_return == -2.0
 
 
-def test_being_cut_off_never_pays_more_than_the_worst_completed_answer() -> None:
+def test_a_clamped_return_is_at_most_that_of_the_worst_completed_answer() -> None:
     rule = OutcomeRule(disposition=Disposition.TRAIN_CLAMPED)
     policies = {"guessing": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
     group = [
@@ -79,7 +79,7 @@ def test_being_cut_off_never_pays_more_than_the_worst_completed_answer() -> None
     assert [member.baseline_return for member in members] == [1.0, -1.0, -1.0, -3.0, -1.0]
 
 
-def test_a_scored_trajectory_is_trained_if_it_was_graded_and_masked_otherwise() -> None:
+def test_disposition_score_trains_graded_trajectories_and_masks_others() -> None:
     rule = OutcomeRule(disposition=Disposition.SCORE)
     policies = {"guessing": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
     graded = replace(ended(Outcome.TRUNCATED_TOKENS), environment="guessing")
@@ -99,7 +99,7 @@ def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> Non
 @pytest.mark.parametrize(
     ("outcome", "reward", "baseline_return"),
     [
-        # A score that could not be had is no 0; what broke off counts where its end was scored.
+        # A failed score does not count as 0; an interrupted rollout counts if its end was scored.
         (Outcome.REWARD_ERROR, 1.0, None),
         (Outcome.WALL_TIMEOUT, None, None),
         (Outcome.WALL_TIMEOUT, 1.0, 1.0),
@@ -107,7 +107,7 @@ def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> Non
         (Outcome.MAX_TURNS, None, 0.0),
     ],
 )
-def test_what_was_not_scored_is_in_no_baseline(
+def test_an_unscored_trajectory_is_not_in_the_baseline(
     outcome: Outcome, reward: float | None, baseline_return: float | None
 ) -> None:
     unscored = make_trajectory([make_turn([1], [2, 3])], outcome=outcome)
@@ -117,7 +117,7 @@ def test_what_was_not_scored_is_in_no_baseline(
     assert (member.baseline_return, member.reason) == (baseline_return, EvictionReason.MASKED)
 
 
-def test_an_environment_may_replace_a_row_of_the_table() -> None:
+def test_an_environment_can_override_the_disposition_of_an_outcome() -> None:
     rule = OutcomeRule(disposition=Disposition.TRAIN)
     policies = {"game": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
     assert decide(ended(Outcome.TRUNCATED_TOKENS), policies).reason is None
@@ -125,7 +125,7 @@ def test_an_environment_may_replace_a_row_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TRUNCATED_TOKENS, Outcome.AGENT_ERROR])
-def test_a_penalty_lowers_the_return_and_comes_with_the_last_turn(outcome: Outcome) -> None:
+def test_a_penalty_lowers_the_return_at_the_last_turn(outcome: Outcome) -> None:
     rule = OutcomeRule(disposition=Disposition.TRAIN_PENALISED, penalty=1.5)
     member = decide(ended(outcome), {"game": OutcomePolicy(overrides={outcome: rule})})
     assert (member.baseline_return, member.reason) == (-0.5, None)
@@ -149,7 +149,7 @@ def test_a_malformed_trajectory_with_a_positive_reward_is_an_alarm() -> None:
     assert not decide(ended(Outcome.COMPLETED)).is_malformed_rewarded
 
 
-def test_what_cannot_be_trained_leaves_under_a_reason_of_its_own() -> None:
+def test_a_trajectory_that_cannot_be_trained_has_a_reason_of_its_own() -> None:
     nan = float("nan")
     misaligned = decide(make_trajectory([make_turn([1], [2, VOCABULARY])]))
     assert (misaligned.baseline_return, misaligned.reason) == (

@@ -1,4 +1,4 @@
-"""GAE over action tokens: the vectors of the design, the obvious loop, truncation."""
+"""Tests of GAE over action tokens: examples of the docs, a plain loop, truncation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZEROS, VALUES = np.zeros(3), np.array([0.5, 0.6, 0.7])
 @pytest.mark.parametrize(
     ("is_truncated", "truncation", "expected"),
     [
-        # docs/semantics.md: V(s_T) = .8 behind what was cut off; 0 behind what ended.
+        # docs/semantics.md: V(s_T) = .8 after a truncated trajectory, 0 after a terminated one.
         (True, "bootstrap", [0.3, 0.2, 0.1]),
         (True, "terminal", [-0.5, -0.6, -0.7]),
         (True, "penalty", [-0.5, -0.6, -0.7]),
@@ -48,7 +48,7 @@ numbers = st.integers(-8, 8).map(lambda x: x / 4)
     st.sampled_from([0.0, 0.95, 1.0]),
     numbers,
 )
-def test_the_advantages_are_those_of_the_obvious_loop(
+def test_advantages_equal_those_of_a_plain_loop(
     tokens: list[tuple[float, float]], discount: float, decay: float, end: float
 ) -> None:
     rewards, values = (np.array(column) for column in zip(*tokens, strict=True))
@@ -62,7 +62,7 @@ def test_the_advantages_are_those_of_the_obvious_loop(
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20), numbers)
-def test_with_discount_and_decay_one_the_value_target_is_the_return_to_go(
+def test_with_discount_and_decay_one_value_targets_are_returns_to_go(
     tokens: list[tuple[float, float]], end: float
 ) -> None:
     rewards, values = (np.array(column) for column in zip(*tokens, strict=True))
@@ -81,7 +81,7 @@ def test_with_discount_and_decay_one_the_value_target_is_the_return_to_go(
         ("drop", Disposition.DROP),
     ],
 )
-def test_each_way_of_truncation_has_its_outcome_rule(
+def test_each_truncation_setting_has_its_outcome_rule(
     truncation: Truncation, disposition: Disposition
 ) -> None:
     settings = CriticSettings(truncation=truncation, truncation_penalty=0.5)

@@ -1,4 +1,4 @@
-"""What is wrong with a trajectory's turns is said, with its place and a remedy."""
+"""Tests of the checks of a trajectory's turns: each message names the place and a remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TURN = make_turn([1, 2], [3, 4])
             "version spans cover 1 of 2 sampled tokens",
         ),
         (
-            # They meet, and end where they should, but one of them runs backwards.
+            # The spans meet and end at the right place, but one of them runs backwards.
             replace(
                 TURN,
                 version_spans=(
@@ -66,27 +66,27 @@ TURN = make_turn([1, 2], [3, 4])
             "policy version 2147483648; record",
         ),
         (make_turn([1], [2, 3], logprobs=[-1, 5]), "a log-probability of 5, expected at most 0"),
-        # One that is no number beside it hides it not.
+        # A NaN does not hide the other value.
         (make_turn([1], [2, 3], logprobs=[np.nan, 5]), "a log-probability of 5, expected at most"),
         (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
         (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
     ],
 )
-def test_what_does_not_fit_is_told_with_a_remedy(turn: Turn, words: str) -> None:
+def test_a_misfit_is_reported_with_a_remedy(turn: Turn, words: str) -> None:
     found = find_misalignment(turn)
     assert found is not None and words in found
     assert find_misalignment(TURN) is None
 
 
-def test_a_log_probability_is_above_0_by_rounding_at_most() -> None:
+def test_a_log_probability_may_exceed_0_only_by_rounding() -> None:
     assert find_misalignment(make_turn([1], [2], logprobs=[1e-4])) is None
 
 
-def test_log_probabilities_that_are_not_finite_fit() -> None:
+def test_log_probabilities_may_be_not_finite() -> None:
     assert find_misalignment(make_turn([1], [2, 3], logprobs=[np.nan, -np.inf])) is None
 
 
-def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
+def test_ids_above_the_vocabulary_are_reported_if_its_size_is_known() -> None:
     main, aside = linear_turns(3, seed=1), make_turn([4, 99], [5])
     trajectory = make_trajectory([main[0], aside, *main[1:]])
     assert find_misfit(trajectory, shape=None) is None
@@ -106,12 +106,12 @@ def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
         ([[[0, 1], [2, 4]]], "of experts 0 to 4, expected 0 to 3"),
         ([[[0, 1], [2, 2]]], "name an expert twice"),
         ([[[0, 1], [3, 2]]], None),
-        # Of a single sampled token nothing was processed, and there is nothing to hold to a shape.
+        # The engine processed none of one sampled token, so that no shape is to be checked.
         (np.zeros((0, 2, 2)), None),
         (np.zeros((0, 0, 0)), None),
     ],
 )
-def test_routing_of_another_mixture_than_the_trained_one_is_told(
+def test_expert_records_of_another_mixture_are_reported(
     indices: list[list[list[int]]], words: str | None
 ) -> None:
     turn = replace(TURN, expert_indices=np.array(indices, np.uint8))
@@ -124,7 +124,7 @@ def test_routing_of_another_mixture_than_the_trained_one_is_told(
         assert found is not None and found.startswith("sample 0: expert records") and words in found
 
 
-def test_routing_for_a_model_without_a_mixture_is_told() -> None:
+def test_expert_records_for_a_model_without_a_mixture_are_reported() -> None:
     turn = replace(TURN, expert_indices=np.zeros((1, 2, 2), np.uint8))
     found = find_misfit(make_trajectory([turn]), shape=ModelShape(vocab_size=500))
     assert found == (
@@ -132,5 +132,5 @@ def test_routing_for_a_model_without_a_mixture_is_told() -> None:
     )
 
 
-def test_a_trajectory_without_turns_fits() -> None:
+def test_a_trajectory_without_turns_has_no_misfit() -> None:
     assert find_misfit(make_trajectory([]), shape=ModelShape(vocab_size=5)) is None

@@ -1,4 +1,4 @@
-"""REINFORCE++: normalisation over the tokens of a step."""
+"""Tests of the normalisation of advantages over the tokens of a step (REINFORCE++)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pairs = list[tuple[float, int]]
 
 
 def normalise(pairs: Pairs) -> np.ndarray:
-    """Trajectories of one advantage each, and so many tokens; the advantage of each."""
+    """Normalise trajectories given as (advantage, number of tokens), and return the advantages."""
     values = normalise_over_tokens([np.full(n, a, float) for a, n in pairs])
     assert all(np.ptp(each) == 0 for each in values)
     return np.array([each[0] for each in values])
@@ -30,7 +30,7 @@ pairs_strategy = st.lists(
 
 
 @given(pairs_strategy)
-def test_over_its_tokens_a_step_has_mean_zero_and_deviation_one(pairs: Pairs) -> None:
+def test_normalised_tokens_have_mean_zero_and_deviation_one(pairs: Pairs) -> None:
     values, counts = normalise(pairs), np.array([n for _, n in pairs])
     assert abs((values * counts).sum()) < 1e-6
     if len({a for a, _ in pairs}) == 1:
@@ -39,6 +39,6 @@ def test_over_its_tokens_a_step_has_mean_zero_and_deviation_one(pairs: Pairs) ->
         assert (values**2 * counts).sum() / counts.sum() == pytest.approx(1, abs=1e-4)
 
 
-def test_nothing_to_normalise_is_left_alone() -> None:
+def test_without_tokens_or_deviation_nothing_is_normalised() -> None:
     assert normalise_over_tokens([]) == []
     assert [each.shape for each in normalise_over_tokens([np.empty(0), np.ones(2)])] == [(0,), (2,)]

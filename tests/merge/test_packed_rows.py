@@ -1,4 +1,4 @@
-"""What the trainer takes for granted of its rows, the packer gives: whatever the samples are."""
+"""Tests that packed rows fulfil the trainer's preconditions, whatever the samples are."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_sample(
     share_prefixes=st.booleans(),
     has_records=st.booleans(),
 )
-def test_every_packed_row_is_what_the_trainer_takes_for_granted(
+def test_every_packed_row_fulfils_the_preconditions_of_the_trainer(
     seed: int,
     num_samples: int,
     num_ranks: int,
@@ -59,7 +59,7 @@ def test_every_packed_row_is_what_the_trainer_takes_for_granted(
     share_prefixes: bool,
     has_records: bool,
 ) -> None:
-    # Few ids, so that samples share prefixes, contain each other and are equal by chance.
+    # With few ids, samples happen to share prefixes, contain each other or be equal.
     rng = np.random.default_rng(seed)
     samples = [
         make_sample(
@@ -85,7 +85,7 @@ def test_every_packed_row_is_what_the_trainer_takes_for_granted(
 
 
 def two_answers() -> MicroBatch:
-    """Tokens 1 2 | 3 4 | 5 6: a prompt with two answers, of which every token is trained."""
+    """Return the row 1 2 | 3 4 | 5 6: a prompt and two answers whose tokens are all trained."""
     samples = [
         Sample(
             trajectory_id=f"g000000.0-{number}.a0",
@@ -106,7 +106,7 @@ def with_records(positions: list[int], indices: np.ndarray) -> dict[str, ExpertR
 RECORDS = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]]], np.uint8)
 
 
-def test_a_prompt_with_two_answers_is_a_sound_row() -> None:
+def test_a_prompt_with_two_answers_is_a_valid_row() -> None:
     row = two_answers()
     assert row.loss_positions.tolist() == [1, 2, 1, 4] and row.targets.tolist() == [3, 4, 5, 6]
     check_packed(row, vocab_size=7)
@@ -121,9 +121,9 @@ def test_a_prompt_with_two_answers_is_a_sound_row() -> None:
         {"segment_lengths": ids([2, 2, 1])},
         {"segment_lengths": ids([2, 4, 0])},
         {"position_ids": ids([0, 1, 2, 3, 4, 5])},
-        # 4 stands behind 3, but no child of the prompt begins with it.
+        # 4 follows 3, but no child of the prompt begins with it.
         {"targets": ids([4, 4, 5, 6])},
-        # The last token of the first answer is followed by nothing, whatever stands behind it.
+        # The last token of the first answer has no successor, although 5 is next in the row.
         {"loss_positions": ids([1, 3, 1, 4]), "targets": ids([3, 5, 5, 6])},
         {"loss_positions": ids([1, 2, 1, 5])},
         {"token_ids": ids([1, 2, 3, 4, 5, 7])},
@@ -141,6 +141,6 @@ def test_a_prompt_with_two_answers_is_a_sound_row() -> None:
         with_records([0, 5], np.where(RECORDS == 3, 2, RECORDS)),
     ],
 )
-def test_a_broken_row_does_not_pass(fields: dict[str, np.ndarray]) -> None:
+def test_a_broken_row_fails_the_check(fields: dict[str, np.ndarray]) -> None:
     with pytest.raises(AssertionError):
         check_packed(replace(two_answers(), **fields), vocab_size=7, mixture=MIXTURE)

@@ -1,4 +1,4 @@
-"""Packing: every trained token once, equal rows a rank, positions and targets right."""
+"""Tests of packing: every trained token once, equally many rows per rank, right positions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weigh(sample: Sample, advantage: float = 1.0, loss_weight: float = 0.25) -> 
 
 @st.composite
 def weighted_strategy(draw: st.DrawFn) -> list[WeightedSample]:
-    """Samples of a few trajectories and prompts; each sampled id is unlike all others."""
+    """Draw samples of a few trajectories and prompts; each sampled id occurs once."""
     weighted, next_id = [], 100
     for _ in range(draw(st.integers(0, 12))):
         prompt = [draw(st.integers(0, 2))] * draw(st.integers(1, 9))
@@ -52,7 +52,7 @@ def weighted_strategy(draw: st.DrawFn) -> list[WeightedSample]:
 
 
 def check_row(row: MicroBatch) -> None:
-    """Each target is behind its loss position: next to it, or at the start of a child."""
+    """Check that each target follows its loss position, in its segment or as a child's first."""
     segments = trace_segments(row.segment_lengths, row.segment_parents)
     assert segments.num_tokens == row.num_tokens
     np.testing.assert_array_equal(row.position_ids, segments.token_positions())
@@ -98,7 +98,7 @@ def test_every_trained_token_is_in_exactly_one_row_with_its_own_side_data(
             assert row.sampled_versions[index] == owner.sample.versions.max()
             home = (number, int(row.trajectory_index[index]))
             homes.setdefault(owner.sample.trajectory_id, set()).add(home)
-    # Each trajectory has one row and one number in it, and shares it with no other.
+    # Each trajectory has one row, and a number in it that no other trajectory has.
     assert all(len(home) == 1 for home in homes.values())
     assert len(set.union(set(), *homes.values())) == len(homes)
 
@@ -126,18 +126,18 @@ def test_all_samples_of_a_trajectory_share_one_row_and_one_number() -> None:
     assert [share[0].num_trained for share in shares] == [4, 2]
 
 
-def test_a_row_of_nothing_is_padding() -> None:
+def test_a_row_without_samples_is_padding() -> None:
     row = pack_row([])
     assert (row.num_tokens, row.num_trained) == (1, 0) and row.experts is None
 
 
-def test_the_tokens_of_a_sample_may_have_advantages_of_their_own() -> None:
+def test_the_tokens_of_a_sample_may_differ_in_advantage() -> None:
     sample = make_sample([1], [2, 3])
     weighted = WeightedSample(sample=sample, advantage=np.array([0.5, -1.0]), loss_weight=1.0)
     assert pack_row([weighted]).advantages.tolist() == [0.5, -1.0]
 
 
-def test_a_shared_prompt_is_laid_out_once_and_its_last_token_predicts_every_answer() -> None:
+def test_a_shared_prompt_is_stored_once_and_its_last_token_predicts_every_answer() -> None:
     first, second = make_sample([1, 2], [3, 4]), make_sample([1, 2], [5], member=1)
     row = pack_row([weigh(first), weigh(second, -2.0)])
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5]
@@ -149,7 +149,7 @@ def test_a_shared_prompt_is_laid_out_once_and_its_last_token_predicts_every_answ
 
 
 def assign_lengths(lengths: list[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """Assign trajectories of one sample each that share nothing."""
+    """Assign trajectories of one sample each that share no prefix."""
     samples = [[np.full(length, number, np.int32)] for number, length in enumerate(lengths)]
     return assign_rows(
         samples, num_ranks=num_ranks, budget=budget, attention_tokens=10**9, share_prefixes=True
@@ -168,7 +168,7 @@ def test_ranks_are_balanced_in_cost() -> None:
     assert loads == [18, 18]
 
 
-def test_attention_costs_by_sample_and_not_by_trajectory() -> None:
+def test_the_cost_of_attention_is_per_sample_and_not_per_trajectory() -> None:
     long, short = [np.zeros(8, np.int32)], [np.zeros(4, np.int32), np.ones(4, np.int32)]
     costs = [measure(each, attention_tokens=8, share_prefixes=True).cost for each in (long, short)]
     assert costs == [8 + 64 / 8, 2 * (4 + 16 / 8)]
@@ -177,7 +177,7 @@ def test_attention_costs_by_sample_and_not_by_trajectory() -> None:
 def random_groups(
     seed: int, *, num_groups: int, members: int, prompt: int, system: int = 0
 ) -> list[list[np.ndarray]]:
-    """Groups that share a prompt of about `prompt` tokens, with answers of lognormal lengths."""
+    """Return shuffled trajectories in groups that share a prompt of about `prompt` tokens."""
     rng = np.random.default_rng(seed)
     begin = rng.integers(0, 50, system)
     trajectories = []
@@ -195,7 +195,7 @@ def random_groups(
     ("num_groups", "members", "prompt", "system"),
     [(256, 1, 100, 0), (32, 8, 400, 0), (12, 32, 400, 0), (40, 8, 60, 90), (24, 12, 300, 0)],
 )
-def test_eight_ranks_cost_the_same_to_five_hundredths(
+def test_the_costs_of_eight_ranks_differ_by_at_most_five_percent(
     seed: int, num_groups: int, members: int, prompt: int, system: int
 ) -> None:
     trajectories = random_groups(
@@ -222,7 +222,7 @@ def test_eight_ranks_cost_the_same_to_five_hundredths(
     assert max(costs) <= BALANCED * np.mean(costs)
 
 
-def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
+def test_groups_stay_together_if_budget_and_balance_allow() -> None:
     trajectories = random_groups(1, num_groups=24, members=8, prompt=600, system=30)
     samples = [ids for trajectory in trajectories for ids in trajectory]
 
@@ -243,7 +243,7 @@ def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
     fewest = measure(samples, attention_tokens=1, share_prefixes=True).num_tokens
     flat = measure(samples, attention_tokens=1, share_prefixes=False).num_tokens
     assert flat > 3 * fewest
-    # One row holds a few groups: what is computed again is the words that all groups begin with.
+    # A row has room for a few groups, so that only the common system prompt is repeated.
     assert num_packed(1) < 1.02 * fewest
     assert num_packed(4) < 1.2 * fewest
 
@@ -258,7 +258,7 @@ def test_a_rank_with_nothing_to_do_gets_padding() -> None:
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(1, 5), st.integers(0, 5))
-def test_trajectories_are_dealt_evenly_and_the_same_way_for_the_same_seed(
+def test_trajectories_are_divided_evenly_and_deterministically_by_seed(
     group_ids: list[str], num_minibatches: int, seed: int
 ) -> None:
     def split() -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The forest of shared prefixes: every distinct prefix once, every sample readable."""
+"""Tests of the forest of shared prefixes: every distinct prefix once, every sample readable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actors.merge.prefix_sharing import (
     prefix_order,
 )
 
-# Few distinct ids, so that prefixes are shared, samples equal, and one is a prefix of another.
+# With few distinct ids, samples share prefixes, are equal, or are prefixes of each other.
 samples_strategy = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=8).map(ids), min_size=1, max_size=12
 )
@@ -29,7 +29,7 @@ def distinct_prefixes(samples: list[np.ndarray]) -> set[tuple[int, ...]]:
 
 
 def tokens_by_path(forest: PrefixForest) -> list[tuple[int, ...]]:
-    """The whole path of every token, read through the segments' parents alone."""
+    """Return the whole path of every token, found only through the parents of segments."""
     ends = np.cumsum(forest.segment_lengths)
     whole: list[tuple[int, ...]] = []
     found = []
@@ -44,7 +44,7 @@ def tokens_by_path(forest: PrefixForest) -> list[tuple[int, ...]]:
     return found
 
 
-def test_the_forest_of_the_docstring() -> None:
+def test_the_example_of_the_forests_docstring() -> None:
     forest = build_forest([ids([1, 2, 3]), ids([1, 2, 4, 5]), ids([1, 2])])
     assert forest.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert forest.position_ids.tolist() == [0, 1, 2, 2, 3]
@@ -53,13 +53,13 @@ def test_the_forest_of_the_docstring() -> None:
     assert [path.tolist() for path in forest.paths] == [[0, 1, 2], [0, 1, 3, 4], [0, 1]]
 
 
-def test_a_branch_that_starts_where_an_earlier_one_did_cuts_only_once() -> None:
+def test_branches_at_the_same_token_split_a_segment_only_once() -> None:
     forest = build_forest([ids([7, 1]), ids([7, 2]), ids([7, 3]), ids([8])])
     assert forest.token_ids.tolist() == [7, 1, 2, 3, 8]
     assert forest.segment_parents.tolist() == [-1, 0, 0, 0, -1]
 
 
-def test_a_full_prefix_and_an_equal_sample_add_nothing_and_cut_nothing() -> None:
+def test_a_full_prefix_and_an_equal_sample_add_and_split_nothing() -> None:
     forest = build_forest([ids([4, 5]), ids([4, 5, 6, 7]), ids([4, 5]), ids([4, 5, 6, 7])])
     assert forest.segment_lengths.tolist() == [4] and forest.segment_parents.tolist() == [-1]
     assert [len(path) for path in forest.paths] == [2, 4, 2, 4]
@@ -78,7 +78,7 @@ def test_every_sample_reads_back_along_its_path(samples: list[np.ndarray]) -> No
 
 
 @given(samples_strategy)
-def test_a_token_is_a_distinct_prefix(samples: list[np.ndarray]) -> None:
+def test_there_is_one_token_per_distinct_prefix(samples: list[np.ndarray]) -> None:
     forest = build_forest(samples)
     paths = tokens_by_path(forest)
     assert len(paths) == len(set(paths)) == forest.token_ids.shape[0]
@@ -96,13 +96,13 @@ def test_no_two_children_of_a_segment_begin_with_the_same_token(
     starts = np.cumsum(forest.segment_lengths) - forest.segment_lengths
     children = list(zip(forest.segment_parents, forest.token_ids[starts], strict=True))
     assert len(children) == len(set(children))
-    # A segment with one child alone would be one segment with it.
+    # A segment with a single child would form one segment with it.
     inner = forest.segment_parents[forest.segment_parents >= 0]
     assert (np.unique(inner, return_counts=True)[1] > 1).all()
 
 
 @given(samples_strategy, st.randoms(use_true_random=False))
-def test_the_order_of_the_samples_changes_nothing_but_the_order_of_the_paths(
+def test_the_order_of_samples_changes_only_the_order_of_paths(
     samples: list[np.ndarray], random: object
 ) -> None:
     order = list(range(len(samples)))
@@ -130,11 +130,11 @@ def test_common_prefixes_and_the_order_by_prefix() -> None:
     assert common_prefix(ids([1, 2]), ids([1, 2, 4])) == 2
     assert common_prefix(ids([]), ids([1])) == 0
     assert prefix_order([ids([1, 2]), ids([0]), ids([1, 2, 3])]) == [1, 2, 0]
-    # Ids are compared as numbers, whatever the machine's byte order.
+    # Ids are compared as numbers, whatever the byte order of the machine.
     assert prefix_order([ids([256]), ids([1]), ids([70_000])]) == [1, 0, 2]
 
 
-def test_the_sizes_of_the_docstring() -> None:
+def test_the_sizes_of_the_forests_docstring() -> None:
     samples = [ids([1, 2, 3]), ids([1, 2, 4, 5])]
     shared = measure(samples, attention_tokens=10, share_prefixes=True)
     assert shared == Size(num_tokens=5, cost=pytest.approx(7.1))

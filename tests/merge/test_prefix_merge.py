@@ -1,4 +1,4 @@
-"""Exact-prefix merge: worked examples, branching, and its invariants as properties."""
+"""Tests of the exact-prefix merge: worked examples, branches, and invariants as properties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from actors.types import BranchReason, Sample, Turn, VersionSpan
 
 
 def merge(turns: list[Turn]) -> tuple[Sample, ...]:
-    """By the rule; and what a run's builder makes of the turns is the same."""
+    """Merge the turns, and check that a run's sample builder makes the same samples."""
     samples = merge_turns(turns, trajectory_id="t")
     assert_same_samples(build_samples(turns, trajectory_id="t"), samples)
     return samples
@@ -55,7 +55,7 @@ def test_a_prompt_equal_to_the_sample_extends_it_without_an_observation() -> Non
     assert sample.token_ids.tolist() == [1, 2, 3] and sample.mask.tolist() == [0, 1, 1]
 
 
-def test_a_sub_agent_branches_off_and_the_main_line_goes_on() -> None:
+def test_a_sub_agent_branches_off_and_the_main_line_continues() -> None:
     samples = merge(
         [
             make_turn([1, 2], [3]),
@@ -68,7 +68,7 @@ def test_a_sub_agent_branches_off_and_the_main_line_goes_on() -> None:
     assert [sample.branch_reason is None for sample in samples] == [True, False]
 
 
-def test_the_longest_match_wins_and_the_newest_among_equals() -> None:
+def test_a_turn_extends_the_longest_match_and_the_newest_of_equals() -> None:
     same = make_turn([1], [2])
     longest = merge([same, make_turn([1, 2, 3], [4]), make_turn([5], [6])])
     assert turns_in(longest) == [[0, 1], [2]]
@@ -77,18 +77,18 @@ def test_the_longest_match_wins_and_the_newest_among_equals() -> None:
 
 
 def test_a_prompt_that_ends_within_a_sample_does_not_extend_it() -> None:
-    # Equal as far as the prompt goes is not enough: the sample is longer.
+    # The prompt equals the beginning of the sample, but the sample is longer.
     samples = merge([make_turn([1, 2], [3, 4]), make_turn([1, 2, 3], [4])])
     assert turns_in(samples) == [[0], [1]]
 
 
-def test_a_version_that_changes_within_a_turn_follows_its_tokens() -> None:
+def test_a_version_that_changes_within_a_turn_is_recorded_per_token() -> None:
     spans = (VersionSpan(version=4, start=0, end=1), VersionSpan(version=5, start=1, end=3))
     turn = replace(make_turn([1, 2], [3, 4, 5]), version_spans=spans)
     assert merge([turn])[0].versions.tolist() == [-1, -1, 4, 5, 5]
 
 
-def test_versions_of_a_turn_without_tokens_beside_one_with_two_spans_stay_in_place() -> None:
+def test_versions_stay_in_place_after_a_turn_without_tokens() -> None:
     spans = (VersionSpan(version=1, start=0, end=1), VersionSpan(version=2, start=1, end=2))
     turns = [make_turn([1], []), replace(make_turn([1, 2], [3, 4]), version_spans=spans)]
     assert merge(turns)[0].versions.tolist() == [-1, -1, 1, 2]
@@ -113,9 +113,9 @@ ACT2 = [31, 32, 33, 34, 35]
 @pytest.mark.parametrize(
     ("prompt", "position", "kind"),
     [
-        # two of the sampled tokens come back as one other token
+        # two of the sampled tokens return as one other token
         ([*HEAD, 11, 99, 14, 15, 16, 17, *OBS, *ACT2], 7, BranchReason.RETOKENISED),
-        # the template renders the observation with another token in it
+        # the template renders the observation with one token changed
         (HEAD + ACT + [21, 99, 23, 24, 25, 26, 27] + ACT2, 14, BranchReason.TEMPLATE),
         # the template puts something between two messages
         (HEAD + ACT + [77] + OBS + ACT2, 13, BranchReason.TEMPLATE),
@@ -127,15 +127,15 @@ ACT2 = [31, 32, 33, 34, 35]
         (HEAD + ACT[4:] + OBS + ACT2, 6, BranchReason.HISTORY_REWRITTEN),
         # the history is compacted to a summary
         ([*HEAD, 91, 92, 93], 6, BranchReason.HISTORY_REWRITTEN),
-        # it is rolled back
+        # the history is rolled back
         (HEAD + ACT, 13, BranchReason.HISTORY_REWRITTEN),
-        # a conversation of its own
+        # a separate conversation
         ([50, 51, 52, 53, 54, 55, 56], 0, BranchReason.HISTORY_REWRITTEN),
         # a whole exchange is replaced
         ([*HEAD, 81, 82, 83, *ACT2], 6, BranchReason.HISTORY_REWRITTEN),
     ],
 )
-def test_a_branch_tells_where_and_what_changed(
+def test_a_branch_records_where_it_starts_and_why(
     prompt: list[int], position: int, kind: BranchReason
 ) -> None:
     turns = [make_turn(HEAD, ACT), make_turn(HEAD + ACT + OBS, ACT2), make_turn(prompt, [1])]
@@ -143,7 +143,7 @@ def test_a_branch_tells_where_and_what_changed(
     assert (branch.turns[0].index, branch.num_shared, branch.branch_reason) == (2, position, kind)
 
 
-def test_a_changed_last_token_is_a_retokenised_one() -> None:
+def test_a_branch_at_the_last_sampled_token_is_retokenised() -> None:
     turns = [make_turn(HEAD, ACT), make_turn([*HEAD, *ACT[:-1], 99, 5], [1])]
     assert merge(turns)[1].branch_reason is BranchReason.RETOKENISED
 
@@ -174,7 +174,7 @@ def test_every_sampled_token_is_in_exactly_one_sample_in_order(turns: list[Turn]
 
 
 @given(turns_strategy)
-def test_each_turn_saw_exactly_the_ids_that_stand_before_it_in_its_sample(
+def test_the_ids_before_a_turn_in_its_sample_are_its_prompt(
     turns: list[Turn],
 ) -> None:
     for sample in merge(turns):
@@ -186,7 +186,7 @@ def test_each_turn_saw_exactly_the_ids_that_stand_before_it_in_its_sample(
 
 
 @given(turns_strategy)
-def test_merging_the_turns_of_a_sample_again_gives_that_sample(turns: list[Turn]) -> None:
+def test_merging_the_turns_of_a_sample_gives_that_sample(turns: list[Turn]) -> None:
     for sample in merge(turns):
         (again,) = merge([turns[span.index] for span in sample.turns])
         assert again.branch_reason is None
@@ -203,7 +203,7 @@ def test_turns_that_each_extend_the_last_give_one_sample(
 
 
 @given(turns_strategy)
-def test_a_turn_that_opens_a_sample_extends_none_that_was_open(turns: list[Turn]) -> None:
+def test_a_turn_begins_a_sample_only_if_it_extends_no_open_one(turns: list[Turn]) -> None:
     samples = merge(turns)
     for branch in samples[1:]:
         assert branch.branch_reason is not None

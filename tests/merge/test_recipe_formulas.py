@@ -1,8 +1,8 @@
-"""Each recipe of docs/recipes.md is its paper: the gradient of a small step, from both.
+"""Tests that each recipe of docs/recipes.md has the gradient of its paper's objective.
 
-One side goes the run's way: the page's block, the merge's step, the trainer's loss. The other is
-the paper's objective J, written here a second time in float64 with a loop a sum. Compared is
--dJ / d log p of each sampled token.
+One gradient is computed as in a run: configuration of the page, step of the merge, loss of the
+trainer. The other is that of the paper's objective J, written here in float64 with a loop for
+each sum. The tests compare -dJ / d log p of each sampled token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONTEXT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer of n tokens, as a paper has it; [n] float64, nats."""
+    """One answer of n tokens: its reward, and arrays of shape [n], float64, in nats."""
 
     reward: float
     behaviour: Tensor
@@ -41,7 +41,7 @@ class Answer:
     current: Tensor
     reference: Tensor
     values: Tensor
-    """[n] of the states that the tokens were sampled in."""
+    """[n]; the values of the states in which the tokens were sampled."""
 
     @property
     def length(self) -> int:
@@ -54,7 +54,7 @@ Group = list[Answer]
 def make_answers(
     *rewards: Sequence[float], lengths: Sequence[Sequence[int]], is_on_policy: bool = False
 ) -> list[Group]:
-    """Ratios from 0.5 to 2 unless it is on policy; float32 values, so that both sides have them."""
+    """Return groups of answers with float32 values and, unless on policy, ratios of 0.5 to 2."""
     rng = np.random.default_rng(7)
 
     def draw(low: float, high: float, size: int) -> Tensor:
@@ -89,9 +89,9 @@ def config_of(name: str) -> Config:
 
 
 def our_gradients(name: str, groups: list[Group], **changes: Any) -> list[np.ndarray]:
-    """Of each answer, by the configuration of the page. changes: of its algorithm's settings."""
+    """Return each answer's gradient by the page's configuration, with changes to `algorithm`."""
     settings = config_of(name).step_settings()
-    # How a step is cut into updates is no part of an objective.
+    # The division of a step into updates does not belong to an objective.
     algorithm = replace(settings.algorithm, minibatches=1, **changes)
     settings = replace(settings, algorithm=algorithm)
     played = [
@@ -149,7 +149,7 @@ def our_gradients(name: str, groups: list[Group], **changes: Any) -> list[np.nda
 
 
 def scores_of(answer: Answer) -> RowScores:
-    """Values stand at the token before the one that was sampled in that state."""
+    """Return the answer's scores; a state's value is at the token before the sampled one."""
     return RowScores(
         reference_logprobs=answer.reference.float().numpy(),
         values=np.append(answer.values.float().numpy(), np.float32(9)),
@@ -166,7 +166,7 @@ def paper_gradients(objective: Tensor, groups: list[Group]) -> list[np.ndarray]:
 
 
 def group_normalised(group: Group, *, by_deviation: bool = True) -> list[float]:
-    """GRPO, 2402.03300, 4.1.2; the deviation is by n - 1, plus 1e-6, as the page says."""
+    """Return advantages by GRPO, 2402.03300, 4.1.2; the deviation is by n - 1, plus 1e-6."""
     rewards = [answer.reward for answer in group]
     mean = sum(rewards) / len(rewards)
     if not by_deviation:
@@ -176,12 +176,12 @@ def group_normalised(group: Group, *, by_deviation: bool = True) -> list[float]:
 
 
 def clipped(ratio: Tensor, advantage: float | Tensor, low: float, high: float) -> Tensor:
-    """PPO, equation 7."""
+    """Return the term of PPO, equation 7."""
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
 def step_normalised(advantages: list[list[float]]) -> list[list[float]]:
-    """REINFORCE++, equation 10: over all tokens; 1e-6 is ours."""
+    """Normalise by REINFORCE++, equation 10, over all tokens; the 1e-6 is not in the paper."""
     tokens = [value for each in advantages for value in each]
     mean = sum(tokens) / len(tokens)
     deviation = (sum((value - mean) ** 2 for value in tokens) / len(tokens)) ** 0.5
@@ -189,12 +189,12 @@ def step_normalised(advantages: list[list[float]]) -> list[list[float]]:
 
 
 def kl_of(answer: Answer) -> list[float]:
-    """log pi_old / pi_ref at each token."""
+    """Return log pi_old / pi_ref at each token."""
     return (answer.behaviour - answer.reference).tolist()
 
 
 def grpo(groups: list[Group]) -> Tensor:
-    """2402.03300, equations 3 and 4: (1/G) sum_i (1/|o_i|) sum_t {min(...) - beta KL_t}."""
+    """Return J of 2402.03300, (3) and (4): (1/G) sum_i (1/|o_i|) sum_t {min(...) - beta KL_t}."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for answer, advantage in zip(group, group_normalised(group), strict=True):
@@ -207,7 +207,7 @@ def grpo(groups: list[Group]) -> Tensor:
 
 
 def dapo(groups: list[Group]) -> Tensor:
-    """2503.14476, equation 8: (1 / sum_i |o_i|) sum_i sum_t min(...), over the update."""
+    """Return J of 2503.14476, (8): (1 / sum_i |o_i|) sum_i sum_t min(...), over the update."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for answer, advantage in zip(group, group_normalised(group), strict=True):
@@ -217,7 +217,7 @@ def dapo(groups: list[Group]) -> Tensor:
 
 
 def dr_grpo(groups: list[Group]) -> Tensor:
-    """2503.20783, 3.2: (1/G) sum_i sum_t min(...), A = R - mean; over the constant."""
+    """Return J of 2503.20783, 3.2: (1/G) sum_i sum_t min(...) / constant, A = R - mean."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         advantages = group_normalised(group, by_deviation=False)
@@ -228,7 +228,7 @@ def dr_grpo(groups: list[Group]) -> Tensor:
 
 
 def rloo(groups: list[Group]) -> Tensor:
-    """2402.14740, equations 1 and 7: (1/k) sum_i [R_i - mean of the others] log pi(y_i)."""
+    """Return J of 2402.14740, (1) and (7): (1/k) sum_i [R_i - mean of the others] log pi(y_i)."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         returns = [answer.reward - 0.05 * sum(kl_of(answer)) for answer in group]
@@ -239,7 +239,7 @@ def rloo(groups: list[Group]) -> Tensor:
 
 
 def reinforce_plus_plus(groups: list[Group]) -> Tensor:
-    """2501.03262, equations 8 to 10: A_t = r - beta sum_{i>=t} KL_i, over the batch; PPO's clip."""
+    """Return J of 2501.03262, (8) to (10): A_t = r - beta sum_{i>=t} KL_i, with PPO's clip."""
     answers = [answer for group in groups for answer in group]
     advantages = step_normalised(
         [
@@ -255,7 +255,7 @@ def reinforce_plus_plus(groups: list[Group]) -> Tensor:
 
 
 def gspo(groups: list[Group]) -> Tensor:
-    """2507.18071, equations 5 and 7: s_i = (pi / pi_old)^(1/|y|), one clip an answer."""
+    """Return J of 2507.18071, (5) and (7): s_i = (pi / pi_old)^(1/|y|), one clip per answer."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for answer, advantage in zip(group, group_normalised(group), strict=True):
@@ -265,7 +265,7 @@ def gspo(groups: list[Group]) -> Tensor:
 
 
 def cispo(groups: list[Group]) -> Tensor:
-    """2506.13585, equations 4 and 5: sg(min(r, 1 + high)) A log pi, token mean; no lower bound."""
+    """Return J of 2506.13585, (4) and (5): token mean of sg(min(r, 1 + high)) A log pi."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for answer, advantage in zip(group, group_normalised(group), strict=True):
@@ -275,7 +275,7 @@ def cispo(groups: list[Group]) -> Tensor:
 
 
 def decoupled(groups: list[Group]) -> Tensor:
-    """2505.24298, equation 5: (pi_prox / pi_behav) min(u A, clip(u) A), u = pi / pi_prox."""
+    """Return J of 2505.24298, (5): (pi_prox / pi_behav) min(u A, clip(u) A), u = pi / pi_prox."""
     whole = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for answer, advantage in zip(group, group_normalised(group), strict=True):
@@ -286,7 +286,7 @@ def decoupled(groups: list[Group]) -> Tensor:
 
 
 def ppo(groups: list[Group]) -> Tensor:
-    """PPO, equations 7, 11 and 12: delta_t = r_t + V_{t+1} - V_t, A = sum (lambda)^l delta."""
+    """Return J of PPO, (7), (11), (12): delta_t = r_t + V_{t+1} - V_t, A = sum (lambda)^l delta."""
     answers = [answer for group in groups for answer in group]
     advantages = []
     for answer in answers:
@@ -322,17 +322,17 @@ PAPERS: dict[str, Callable[[list[Group]], Tensor]] = {
 }
 
 
-def test_every_recipe_has_its_papers_formula_here() -> None:
+def test_every_recipe_has_a_formula_in_this_file() -> None:
     assert list(recipes()) == list(PAPERS)
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_a_recipes_gradient_is_that_of_its_papers_objective(name: str) -> None:
+def test_the_gradient_of_a_recipe_is_that_of_its_papers_objective(name: str) -> None:
     groups = make_answers(
         [1.0, 0.0, 0.0],
         [0.0, 1.0, 0.5],
         lengths=[[1, 3, 4], [2, 5, 3]],
-        # RLOO is of answers that the policy has just sampled.
+        # RLOO assumes that the current policy has sampled the answers.
         is_on_policy=name == "RLOO",
     )
     expected = paper_gradients(PAPERS[name](groups), groups)
@@ -345,12 +345,12 @@ def test_a_recipes_gradient_is_that_of_its_papers_objective(name: str) -> None:
 def test_tokens_of_short_and_long_answers_weigh_the_same_in_rloo() -> None:
     groups = make_answers([1.0, 0.0], lengths=[[1, 3]], is_on_policy=True)
     short, long = our_gradients("RLOO", groups, reward=RewardSettings())
-    # A = [1, -1], two answers: 1/2 a token.
+    # A = [1, -1] and two answers: 1/2 per token.
     np.testing.assert_allclose(short, [-0.5], atol=1e-7)
     np.testing.assert_allclose(long, [0.5, 0.5, 0.5], atol=1e-7)
 
 
-def test_the_token_mean_of_the_equations_is_within_a_prompt_as_the_page_says() -> None:
+def test_token_mean_is_over_all_tokens_and_prompt_mean_within_a_prompt() -> None:
     def weigh(aggregation: Aggregation) -> list[float]:
         return trajectory_weights(
             [6, 2],

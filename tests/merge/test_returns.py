@@ -1,4 +1,4 @@
-"""Equal returns, as the queue and the merge actor both see them."""
+"""Tests of the comparison of returns that the queue and the merge actor share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from actors.outcomes import are_equal
         ([0.0, 1e-8], False),
     ],
 )
-def test_vectors(returns: list[float], expected: bool) -> None:
+def test_equal_returns_by_example(returns: list[float], expected: bool) -> None:
     assert are_equal(returns) is expected
 
 

@@ -1,4 +1,4 @@
-"""Routing records in packed rows: each at the position of its token, once, whatever the layout."""
+"""Tests of expert records in packed rows: each is once at the position of its token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def records_of(row: MicroBatch) -> dict[int, list[list[int]]]:
 
 
 def random_samples(seed: int) -> list[Sample]:
-    """Of few ids and experts, so that prefixes and records are equal by chance; some without."""
+    """Return samples, some without records, in which prefixes and records are often equal."""
     rng = np.random.default_rng(seed)
     samples = []
     for number in range(rng.integers(1, 7)):
@@ -66,8 +66,8 @@ def random_samples(seed: int) -> list[Sample]:
     return samples
 
 
-def obvious_records(samples: list[Sample]) -> tuple[dict[Prefix, list[list[int]]], int]:
-    """The rule word for word: by the ids up to and including a token, the first one counts."""
+def records_by_prefix(samples: list[Sample]) -> tuple[dict[Prefix, list[list[int]]], int]:
+    """Return the first record for each prefix of ids, and the number of records that differ."""
     known: dict[Prefix, list[list[int]]] = {}
     num_overruled = 0
     for sample in samples:
@@ -82,7 +82,7 @@ def obvious_records(samples: list[Sample]) -> tuple[dict[Prefix, list[list[int]]
 
 
 def paths_of(row: MicroBatch) -> list[Prefix]:
-    """For each position of a row the ids from the root to it."""
+    """Return, for each position of a row, the ids from the root to it."""
     paths: list[Prefix] = []
     ends = np.cumsum(row.segment_lengths)
     for end, length, parent in zip(ends, row.segment_lengths, row.segment_parents, strict=True):
@@ -99,7 +99,7 @@ def test_every_position_has_the_first_record_of_its_path_and_no_other_has_one(
 ) -> None:
     samples = random_samples(seed)
     row = pack_row([weigh(sample) for sample in samples], share_prefixes=share_prefixes)
-    known, num_overruled = obvious_records(samples)
+    known, num_overruled = records_by_prefix(samples)
     assert row.num_overruled_records == num_overruled
     expected = {at: known[path] for at, path in enumerate(paths_of(row)) if path in known}
     assert (records_of(row) if row.experts is not None else {}) == expected
@@ -124,12 +124,12 @@ def test_no_record_of_a_trained_token_is_lost_on_the_way_to_the_ranks(
         if row.experts is not None
         for position in row.experts.positions
     }
-    assert found == obvious_records(samples)[0].keys()
+    assert found == records_by_prefix(samples)[0].keys()
 
 
-def test_a_record_is_of_the_token_that_was_processed_at_its_own_position() -> None:
+def test_a_record_is_at_the_position_of_the_token_that_was_processed() -> None:
     a, b, c = [[0, 1]], [[2, 3]], [[4, 5]]
-    # Two tokens were sampled a turn; the engine processed the first of them only.
+    # Two tokens were sampled per turn; the engine processed only the first of them.
     turns = [
         make_turn([1, 2], [3, 4], expert_indices=recorded([a])),
         make_turn([1, 2, 3, 4, 5], [6, 7], expert_indices=recorded([b])),
@@ -146,7 +146,7 @@ def test_a_record_is_of_the_token_that_was_processed_at_its_own_position() -> No
     assert records_of(flat) == {2: a, 5: b, 9: c}
 
 
-def test_what_was_sampled_in_one_sample_is_replayed_where_it_is_context_in_another() -> None:
+def test_records_of_sampled_tokens_are_replayed_if_they_are_context_in_another_sample() -> None:
     first = make_turn([1], [2, 3], expert_indices=recorded([[[0, 1]]]))
     second = make_turn([1, 2, 4], [5, 6], expert_indices=recorded([[[2, 0]]]))
     samples = make_trajectory([first, second]).samples
@@ -158,7 +158,7 @@ def test_what_was_sampled_in_one_sample_is_replayed_where_it_is_context_in_anoth
     assert flat.num_overruled_records == 0
 
 
-def test_where_two_samples_records_of_a_shared_position_differ_the_first_counts() -> None:
+def test_if_records_at_a_shared_position_differ_the_first_counts() -> None:
     weighted = []
     for member, experts in enumerate([[[0, 1]], [[1, 0]], [[0, 2]]]):
         turn = make_turn([1], [2, 3 + member], expert_indices=recorded([experts]))
@@ -166,11 +166,11 @@ def test_where_two_samples_records_of_a_shared_position_differ_the_first_counts(
         weighted.append(weigh(trajectory.samples[0]))
     row = pack_row(weighted)
     assert records_of(row) == {1: [[0, 1]]}
-    # The second names the same experts in another order.
+    # The second record has the same experts in another order and is not overruled.
     assert row.num_overruled_records == 1
 
 
-def test_rows_without_records_say_so() -> None:
+def test_rows_without_records_have_no_experts() -> None:
     sample = make_trajectory([make_turn([1], [2])]).samples[0]
     assert pack_row([weigh(sample)]).experts is None
     assert padding_row().experts is None
@@ -184,10 +184,10 @@ def make_group() -> tuple[Trajectory, ...]:
     return tuple(trajectories)
 
 
-def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
+def test_the_report_of_a_step_counts_overruled_records() -> None:
     settings = step_settings()
     group = make_group()
-    # As they come out of the queue.
+    # Encode and decode the group, as the queue does.
     block = encode(group)
     decoded = tuple(decode(block, number) for number in range(len(group)))
     merged = classify_groups([decoded], settings)
@@ -197,7 +197,7 @@ def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
     assert result.report.num_overruled_records == 1
 
 
-def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
+def test_rows_for_a_reference_or_a_critic_have_no_records() -> None:
     settings = step_settings()
     merged = classify_groups([make_group()], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
@@ -211,7 +211,7 @@ def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
     assert all(row.experts is None for row in rows)
 
 
-def test_a_sample_without_records_is_itself_without_experts() -> None:
+def test_without_experts_returns_a_sample_without_records_unchanged() -> None:
     sample = make_group()[0].samples[0]
     assert sample.experts is not None
     plain = sample.without_experts()

@@ -1,4 +1,4 @@
-"""Rows beside the training rows: every sample once, equally many rows a rank."""
+"""Tests of the rows for scores and values: every sample once, equally many rows per rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from actors.merge.packing import deal_rows
 
 
-def test_the_example() -> None:
+def test_the_example_of_the_docstring() -> None:
     assert deal_rows([4, 9, 5], num_ranks=2, budget=10) == [[[1]], [[2, 0]]]
 
 

@@ -1,4 +1,4 @@
-"""Scores from a model: each sample in one row, its part of the answer back, however packed."""
+"""Tests of scores from a model: each sample is in one row and gets its own scores back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def random_group(number: int, seed: int) -> tuple[Trajectory, ...]:
 
 
 def answer(row: MicroBatch) -> RowScores:
-    """A model that can be told from its answers: its scores are of ids, positions and targets."""
+    """Return scores that identify the ids, positions and log-probabilities of a row."""
     return RowScores(
         reference_logprobs=(row.behaviour_logprobs * 2).astype(np.float32),
         values=(row.token_ids + row.position_ids / 64).astype(np.float32),
@@ -63,7 +63,7 @@ def score(groups: list[tuple[Trajectory, ...]], settings: StepSettings) -> tuple
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(8, 64))
-def test_every_sample_gets_its_own_scores_back_however_rows_are_packed(
+def test_every_sample_gets_its_own_scores_however_rows_are_packed(
     seed: int, num_ranks: int, budget: int
 ) -> None:
     groups = [random_group(number, seed) for number in range(2)]
@@ -83,13 +83,13 @@ def test_every_sample_gets_its_own_scores_back_however_rows_are_packed(
             )
 
 
-def test_only_what_is_in_a_baseline_is_scored() -> None:
+def test_only_trajectories_in_a_baseline_are_scored() -> None:
     outcomes = {1: Outcome.WALL_TIMEOUT, 2: Outcome.TRUNCATED_TOKENS}
     group = make_group([1.0, 1.0, 0.5], outcomes)
     wanted = step_settings(num_ranks=2)
     weighted, dealt = score_rows(classify_groups([group], wanted), wanted)
     names = Counter(weighted[i].sample.trajectory_id for rows in dealt for row in rows for i in row)
-    # Masked and graded: its return is in the baseline.
+    # The third is masked but graded: its return is in the baseline.
     assert names == {"g000000.0-0.a0": 1, "g000000.0-2.a0": 1}
 
 
@@ -101,7 +101,7 @@ def test_a_reference_scores_tokens_at_the_temperature_of_their_environment() -> 
     assert rows and all(row.temperatures == pytest.approx(0.7) for row in rows)
 
 
-def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:
+def test_a_step_with_a_critic_is_built_from_returned_scores() -> None:
     group = make_group([1.0, 0.0])
     wanted = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE)
     result = build_step(score([group], wanted), wanted, step=0, trainer_version=0)
@@ -118,7 +118,7 @@ def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:
         ),
     ],
 )
-def test_an_answer_that_does_not_fit_its_row_is_refused_with_a_trajectory_named(
+def test_scores_that_do_not_fit_their_row_are_refused_with_a_trajectory_named(
     scores: RowScores, words: str
 ) -> None:
     wanted = step_settings()

@@ -1,4 +1,4 @@
-"""Reward shaping: vectors from the papers or computed by hand, and what it must leave alone."""
+"""Tests of reward shaping: values from papers or by hand, and rewards that must not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_overlong_punishment_of_dapo(num_tokens: int, expected: float) -> No
     assert overlong_punishment(num_tokens, max_tokens=20480, cache_tokens=4096) == expected
 
 
-def test_length_is_counted_over_all_turns_of_the_trajectory() -> None:
+def test_the_overlong_length_is_that_of_all_turns_of_the_trajectory() -> None:
     # Three turns of 6 sampled tokens: (10 - 18) / 10; observations do not count.
     trajectory = make_trajectory(linear_turns(3, reward=1.0))
     settings = RewardSettings(overlong=OverlongSettings(max_tokens=20, cache_tokens=10, factor=0.5))
@@ -51,26 +51,26 @@ def test_length_is_counted_over_all_turns_of_the_trajectory() -> None:
     ("rewards", "expected"),
     [([1, 3], [1, 1]), ([-3, -1], [-3, 1]), ([1, 0.5], [1, 0.5]), ([], [])],
 )
-def test_a_clipped_return_keeps_all_turns_but_the_last(
+def test_clipping_a_return_changes_only_the_last_turn(
     rewards: list[float], expected: list[float]
 ) -> None:
     assert clip_return(np.array(rewards, float), low=-2, high=2).tolist() == expected
 
 
 @pytest.mark.parametrize("rewards", [[1e30], [-1e30, 1e17], [1e17, 0.5]])
-def test_a_return_too_large_to_be_corrected_is_clipped_all_the_same(rewards: list[float]) -> None:
+def test_a_return_too_large_to_be_corrected_is_clipped_too(rewards: list[float]) -> None:
     clipped = clip_return(np.array(rewards), low=-1, high=1)
     assert clipped.tolist() == [0.0] * (len(rewards) - 1) + [1.0 if sum(rewards) > 0 else -1.0]
 
 
-def test_k3_of_a_token_that_the_reference_never_believed_is_finite() -> None:
+def test_k3_of_a_token_with_an_extreme_ratio_is_finite() -> None:
     logprobs, reference = np.array([-9999, -1], np.float32), np.array([-1, -1], np.float32)
     kl = KlRewardSettings(estimator="k3", coefficient=1.0)
     penalties = kl_rewards(logprobs, reference, kl=kl)
     assert penalties.tolist() == pytest.approx([-(math.expm1(20) - 20), 0.0])
 
 
-def test_an_answer_without_an_end_pays() -> None:
+def test_an_answer_without_an_end_is_penalised() -> None:
     turn = make_turn([1], [2, 3], reward=1.0)
     cut_off = replace(turn, finish_reason=FinishReason.LENGTH)
     settings = RewardSettings(missing_end_penalty=0.25)
@@ -106,7 +106,7 @@ def test_the_kl_penalty(
 
 
 @given(st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0)), max_size=20))
-def test_k3_never_pays_and_k1_is_the_difference(pairs: list[tuple[float, float]]) -> None:
+def test_k3_is_never_a_reward_and_k1_is_the_difference(pairs: list[tuple[float, float]]) -> None:
     logprobs, reference = (np.array([p[i] for p in pairs], np.float32) for i in (0, 1))
     k3 = kl_rewards(logprobs, reference, kl=KlRewardSettings(estimator="k3", coefficient=2.0))
     assert (k3 <= 0).all()
@@ -116,16 +116,16 @@ def test_k3_never_pays_and_k1_is_the_difference(pairs: list[tuple[float, float]]
 
 
 @given(turns_strategy)
-def test_without_settings_the_rewards_are_the_environments(turns: list[Turn]) -> None:
+def test_without_settings_rewards_are_those_of_the_environment(turns: list[Turn]) -> None:
     trajectory = make_trajectory(turns)
     rewards = shaped_rewards(trajectory, RewardSettings())
     assert rewards.tolist() == [turn.reward for turn in turns]
-    # To the last digit: training must not move by a rounding.
+    # The sum is exact: training must not change by a rounding error.
     assert total(rewards) == trajectory.episode_return
 
 
 @given(turns_strategy, st.floats(-3, 3))
-def test_what_is_added_comes_with_the_last_turn(turns: list[Turn], amount: float) -> None:
+def test_an_added_amount_goes_to_the_last_turn(turns: list[Turn], amount: float) -> None:
     before = turn_rewards(make_trajectory(turns))
     after = add_at_end(before, amount)
     assert after[:-1].tolist() == before[:-1].tolist()
@@ -133,7 +133,7 @@ def test_what_is_added_comes_with_the_last_turn(turns: list[Turn], amount: float
         assert total(after) == pytest.approx(total(before) + amount)
 
 
-def test_the_order_is_clip_then_overlong_then_the_missing_end() -> None:
+def test_shaping_clips_then_punishes_overlong_then_a_missing_end() -> None:
     cut_off = replace(make_turn([1], [2] * 10, reward=5.0), finish_reason=FinishReason.LENGTH)
     settings = RewardSettings(
         clip=(-1, 1),

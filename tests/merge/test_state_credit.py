@@ -1,4 +1,4 @@
-"""Credit by equal observations (GiGPO), by hand and against the exact policy gradient."""
+"""Tests of credit by state (GiGPO), by hand and against the exact policy gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_turns_of_the_same_state_are_compared_and_others_get_zero() -> None:
     assert first.tolist() == [0.25, 0.0] and second.tolist() == [-0.25, 0.0]
 
 
-def test_a_state_counts_at_any_turn_and_in_any_length() -> None:
+def test_a_state_counts_at_any_turn_and_in_trajectories_of_any_length() -> None:
     # R: [1, 1, 1], [0], [4]; state b: 1 (turn 1), 0 (turn 0), 4 (turn 0), mean 5/3.
     rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0]), np.array([4.0])]
     found = state_advantages(rewards, [["a", "b", "c"], ["b"], ["b"]], discount=1.0, **PLAIN)
@@ -29,7 +29,7 @@ def test_a_state_counts_at_any_turn_and_in_any_length() -> None:
     assert found[1] == pytest.approx([-5 / 3]) and found[2] == pytest.approx([4 - 5 / 3])
 
 
-def test_the_scale_is_that_of_the_group_advantages_and_no_turns_are_no_state() -> None:
+def test_the_scale_is_that_of_group_advantages_and_zero_turns_have_no_state() -> None:
     rewards = [np.array([1.0]), np.array([0.0]), np.empty(0)]
     found = state_advantages(rewards, [["s"], ["s"], []], discount=1.0)
     assert [each.tolist() for each in found[:2]] == [[0.5 / (0.5**0.5 + 1e-6)], [-found[0][0]]]
@@ -47,7 +47,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def score(state: int, action: int) -> np.ndarray:
-    """The gradient of log pi(action | state) with respect to all logits."""
+    """Return the gradient of log pi(action | state) with respect to all logits."""
     found = np.zeros_like(LOGITS)
     found[state] = -softmax(LOGITS[state])
     found[state, action] += 1
@@ -55,7 +55,7 @@ def score(state: int, action: int) -> np.ndarray:
 
 
 def episodes(*, meets_by_action: bool) -> list[tuple[float, list[int], tuple[int, int], float]]:
-    """Probability, states, actions and return of the four plays of a game of two turns.
+    """Return probability, states, actions and return of the four plays of a game of two turns.
 
     The second state depends on the first action, or is the same for all.
     """
@@ -68,7 +68,7 @@ def episodes(*, meets_by_action: bool) -> list[tuple[float, list[int], tuple[int
 
 
 def expected_estimate(*, meets_by_action: bool) -> np.ndarray:
-    """The mean of the estimate over every group, with leave-one-out and no scale."""
+    """Return the mean of the estimate over every group, with leave-one-out and no scale."""
     total = np.zeros_like(LOGITS)
     chosen = {"baseline": Baseline.LEAVE_ONE_OUT, "scale": Scale.NONE}
     for group in product(episodes(meets_by_action=meets_by_action), repeat=SIZE):
@@ -83,7 +83,7 @@ def expected_estimate(*, meets_by_action: bool) -> np.ndarray:
 
 
 def exact_gradient(*, meets_by_action: bool, of_state: np.ndarray) -> np.ndarray:
-    """The gradient of the mean return, each state's part multiplied by its factor."""
+    """Return the gradient of the mean return, with each state's part multiplied by its factor."""
     total = np.zeros_like(LOGITS)
     for chance, states, actions, value in episodes(meets_by_action=meets_by_action):
         for state, action in zip(states, actions, strict=True):
@@ -91,14 +91,14 @@ def exact_gradient(*, meets_by_action: bool, of_state: np.ndarray) -> np.ndarray
     return total
 
 
-def test_it_is_the_exact_gradient_up_to_a_factor_if_all_members_meet_the_same_states() -> None:
+def test_the_estimate_is_a_multiple_of_the_gradient_if_all_meet_the_same_states() -> None:
     exact = exact_gradient(meets_by_action=False, of_state=np.full(3, 1 + WEIGHT))
     found = expected_estimate(meets_by_action=False)
     assert np.abs(exact).max() > 0.1
     np.testing.assert_allclose(found, exact, atol=1e-12)
 
 
-def test_otherwise_a_states_part_counts_by_the_chance_that_another_member_meets_it() -> None:
+def test_a_states_part_counts_by_the_chance_that_another_member_meets_it() -> None:
     reached = np.array([1.0, *softmax(LOGITS[0])])
     is_met = 1 - (1 - reached) ** (SIZE - 1)
     exact = exact_gradient(meets_by_action=True, of_state=1 + WEIGHT * is_met)
@@ -116,7 +116,7 @@ def test_otherwise_a_states_part_counts_by_the_chance_that_another_member_meets_
         ({"max_variance_refills": 2}, ["max_variance_refills is 2", "expected 0"]),
     ],
 )
-def test_settings_that_contradict_it_are_refused(
+def test_settings_that_contradict_credit_by_state_are_refused(
     algorithm: dict[str, object], words: list[str]
 ) -> None:
     tree = {
@@ -129,6 +129,6 @@ def test_settings_that_contradict_it_are_refused(
     assert all(word in str(caught.value) for word in words)
 
 
-def test_the_default_has_no_credit_by_state() -> None:
+def test_credit_by_state_is_off_by_default() -> None:
     assert step_settings().algorithm.state_credit is None
     assert StateCreditSettings() == StateCreditSettings(weight=1.0, discount=1.0)

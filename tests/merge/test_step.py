@@ -1,4 +1,4 @@
-"""A step's batch: outcomes, statistics by group, and what must not change what is trained."""
+"""Tests of a step's batch: outcomes, statistics by group, and invariance of the training data."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def build(
 
 
 def update_weights(result: StepResult, number: int = 0) -> list[float]:
-    """The loss weights of one update's trained tokens, over all ranks, ascending."""
+    """Return the loss weights of one update's trained tokens, over all ranks, ascending."""
     rows = [row for shard in result.shards for row in shard.minibatches[number]]
     return sorted(float(weight) for row in rows for weight in row.loss_weights)
 
 
 def read_contexts(row: MicroBatch) -> list[tuple[int, ...]]:
-    """The path of every token of a row, itself included."""
+    """Return the path of every token of a row, up to and including the token."""
     found: list[tuple[int, ...]] = []
     ends = np.cumsum(row.segment_lengths)
     for end, length, parent in zip(ends, row.segment_lengths, row.segment_parents, strict=True):
@@ -82,7 +82,7 @@ def read_contexts(row: MicroBatch) -> list[tuple[int, ...]]:
 
 
 def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
-    """Every trained token as the loss sees it: its context, its target and its side data."""
+    """Count the trained tokens by the input of the loss: context, target and side data."""
     seen: Counter[tuple[object, ...]] = Counter()
     for shard in result.shards:
         for minibatch in shard.minibatches:
@@ -95,7 +95,7 @@ def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
     return seen
 
 
-def test_each_trajectory_of_a_step_has_one_outcome_and_trains_as_it_says() -> None:
+def test_each_trajectory_of_a_step_has_one_outcome_and_is_trained_accordingly() -> None:
     outcomes = {2: Outcome.TRUNCATED_TOKENS, 3: Outcome.MAX_TURNS}
     groups = [make_group(0, [1, 0, 0, 1], outcomes=outcomes), make_group(1, [1, 1])]
     result = build(groups)
@@ -119,7 +119,7 @@ def test_each_trajectory_of_a_step_has_one_outcome_and_trains_as_it_says() -> No
     assert advantages == {1.5, -0.5}
 
 
-def test_a_game_that_ran_out_of_turns_is_reported_as_played_and_trained_as_capped() -> None:
+def test_a_game_without_turns_left_reports_its_reward_and_trains_on_the_capped_one() -> None:
     result = build([make_group(0, [0, 1], outcomes={1: Outcome.MAX_TURNS})])
     # min(1, 0) = 0 equals the other's return: the group has no signal.
     assert set(result.outcomes.values()) == {EvictionReason.ZERO_VARIANCE}
@@ -127,7 +127,7 @@ def test_a_game_that_ran_out_of_turns_is_reported_as_played_and_trained_as_cappe
     assert result.report.statistics["reward_max"] == 1.0
 
 
-def test_the_report_counts_what_went_into_the_step() -> None:
+def test_the_report_counts_the_trajectories_and_tokens_of_the_step() -> None:
     retokenised = make_trajectory(
         [
             make_turn([1, 2], [3, 4, 5, 6, 7]),
@@ -165,11 +165,11 @@ def test_reward_components_are_means_over_the_graded_trajectories_that_have_them
     group = (
         played(0, {"form": 1.0}, {"form": 0.5, "correct": 1.0}),
         played(1, {"form": 0.0}),
-        # A reward that could not be computed is no grade.
+        # A reward that could not be computed does not count as a grade.
         played(2, {"form": 100.0}, outcome=Outcome.REWARD_ERROR),
     )
     assert build([group]).report.reward_components == {"correct": 1.0, "form": 0.75}
-    # A group without a signal is not trained, and was played.
+    # A group without a signal is not trained, but counts as played.
     assert build([group[1:2]]).report.reward_components == {"form": 0.0}
 
 
@@ -181,7 +181,7 @@ def test_reward_components_are_bounded_in_number_and_length() -> None:
     assert report.reward_components["031" + "x" * 61] == 31.0
 
 
-def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_rest() -> None:
+def test_groups_without_a_signal_weaken_the_update() -> None:
     differing = make_group(0, [1, 0])
     alone = build([differing])
     among = build([differing, make_group(1, [1, 1]), make_group(2, [0, 0])])
@@ -190,7 +190,7 @@ def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_res
     assert update_weights(among) == [np.float32(1 / 72)] * 24
 
 
-def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them() -> None:
+def test_groups_without_a_signal_are_trained_if_the_loss_has_a_term_for_them() -> None:
     groups = [make_group(0, [1, 0]), make_group(1, [1, 1], outcomes={1: Outcome.TRUNCATED_TOKENS})]
     result = build(groups, loss=LossSettings(entropy_coefficient=0.1))
     assert list(result.outcomes.values()) == [None, None, None, EvictionReason.MASKED]
@@ -219,7 +219,7 @@ def test_every_aggregation_counts_groups_without_a_signal(
         loss=LossSettings(aggregation=aggregation, constant_tokens=100),
         minibatches=num_minibatches,
     )
-    # Of one prompt in an update of two, and of its own trajectories and tokens: half as many.
+    # With two updates, each has half of the prompts, trajectories and tokens.
     expected = weight * num_minibatches
     for number in range(num_minibatches):
         weights = update_weights(result, number)
@@ -227,7 +227,7 @@ def test_every_aggregation_counts_groups_without_a_signal(
         assert weights == pytest.approx([expected] * len(weights), rel=1e-6)
 
 
-def test_a_step_with_nothing_to_train_is_padding_and_knows_no_age() -> None:
+def test_a_step_with_nothing_to_train_is_padding_and_has_no_policy_age() -> None:
     result = build([make_group(0, [1, 1])], num_ranks=2)
     for shard in result.shards:
         (minibatch,) = shard.minibatches
@@ -237,14 +237,14 @@ def test_a_step_with_nothing_to_train_is_padding_and_knows_no_age() -> None:
     assert result.report.num_padding_rows == 2
 
 
-def test_statistics_follow_the_group_and_not_the_order() -> None:
+def test_advantages_depend_on_the_group_and_not_on_the_order() -> None:
     a, b = make_group(0, [1, 0, 0]), make_group(1, [5, 9])
     assert trained_tokens(build([a, b])) == trained_tokens(build([b, a]))
     alone = trained_tokens(build([a])) + trained_tokens(build([b]))
     assert trained_tokens(build([a, b])) == alone
 
 
-def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_on() -> None:
+def test_misaligned_trajectories_are_left_out_and_the_others_are_trained() -> None:
     group = make_group(0, [1, 0, 1])
     broken = replayed(group[2], [make_turn([1], [2, 500])])
     groups = [(*group[:2], broken)]
@@ -252,7 +252,7 @@ def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_
     assert list(result.outcomes.values()) == [None, None, EvictionReason.TOKEN_MISALIGNED]
 
 
-def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
+def test_records_of_another_mixture_exclude_only_their_trajectory() -> None:
     group = make_group(0, [1, 0, 1])
     routed = replace(make_turn([1], [2, 3]), expert_indices=np.zeros((1, 2, 2), np.uint8))
     foreign = replayed(group[2], [routed])
@@ -266,7 +266,7 @@ def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
 
 
 @pytest.mark.parametrize("prompt, sampled", [([1, 500], [2, 3]), ([1], [2, 500])])
-def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
+def test_ids_outside_the_vocabulary_exclude_only_their_trajectory(
     prompt: list[int], sampled: list[int]
 ) -> None:
     group = make_group(0, [1, 0, 1])
@@ -284,7 +284,7 @@ def with_rewards(rewards: list[float]) -> list[tuple[Trajectory, ...]]:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), 1e10, -1e200])
-def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(reward: float) -> None:
+def test_a_reward_out_of_range_excludes_only_its_trajectory_and_is_reported(reward: float) -> None:
     result = build(with_rewards([reward, 0, 1]))
     assert list(result.outcomes.values()) == [EvictionReason.REWARD_ERROR, None, None]
     known = result.report.statistics
@@ -296,14 +296,14 @@ def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(rewar
     assert notice.endswith("check the environment's rewards, or set algorithm.reward.clip")
 
 
-def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
+def test_a_return_of_any_size_is_accepted_if_it_is_clipped() -> None:
     reward = RewardSettings(clip=(-1.0, 1.0))
     result = build(with_rewards([1e30, 0, 1]), scale=Scale.NONE, reward=reward)
     assert [member.baseline_return for member in result.members] == [1.0, 0.0, 1.0]
     assert problem_notices(result.members, step=1) == ()
 
 
-def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -> None:
+def test_three_misaligned_trajectories_are_named_and_further_ones_counted() -> None:
     group = make_group(0, [1, 0, 1, 0, 1, 0])
     broken = make_turn([1], [2, 500])
     members = tuple(replayed(each, [broken]) for each in group[:5])
@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -
     assert notices[3] == "step 2: 2 more; see `rayloom inspect`"
 
 
-def test_tokens_of_undone_versions_are_trained_as_recorded_and_age_no_statistic() -> None:
+def test_tokens_of_undone_versions_are_trained_but_not_in_the_policy_age() -> None:
     (won, lost), other = make_group(0, [1, 0], version=UNDONE + 3), make_group(1, [1, 0], version=1)
     result = build([(won, lost), other], version=2)
     rows = [r for shard in result.shards for m in shard.minibatches for r in m]
@@ -325,13 +325,13 @@ def test_tokens_of_undone_versions_are_trained_as_recorded_and_age_no_statistic(
     assert sorted(trained.tolist()) == sorted(np.concatenate(recorded).tolist())
     statistics = result.report.statistics
     assert (statistics["policy_age_max"], statistics["policy_age_mean"]) == (1.0, 0.5)
-    # To a client it has the number by which it was told of it.
+    # A client sees the version's published number.
     assert won.versions == (3, 3)
     summary = summarize(won, num_bytes=0)
     assert (summary.oldest_version, summary.newest_version) == (3, 3)
 
 
-def test_tokens_of_a_version_that_the_trainer_does_not_hold_yet_are_refused_by_name() -> None:
+def test_tokens_of_a_version_newer_than_the_trainers_are_refused() -> None:
     groups = [make_group(0, [1, 0], version=3)]
     build(groups, version=3)
     words = r"trajectory g000000\.0-0\.a0 was sampled by version 3, expected at most 2"
@@ -351,7 +351,7 @@ def test_without_a_baseline_equal_returns_are_a_signal() -> None:
     assert result.report.num_zero_variance_groups == 0
 
 
-def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_goes_on() -> None:
+def test_with_scale_mean_a_group_with_a_negative_return_is_left_out_and_counted() -> None:
     groups = [make_group(0, [1, -1]), make_group(1, [1, 0]), make_group(2, [0, 0])]
     result = build(groups, scale=Scale.MEAN)
     negative, equal = EvictionReason.NEGATIVE_RETURN, EvictionReason.ZERO_VARIANCE
@@ -359,12 +359,12 @@ def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_
     report = result.report
     assert (report.num_negative_return_groups, report.num_zero_variance_groups) == (1, 1)
     assert report.evictions == {negative: 2, equal: 2}
-    # (1 - 1/2) / (1/2); the others count in the weights.
+    # (1 - 1/2) / (1/2); the groups that are left out still count in the weights.
     assert {a for *_, a, _ in trained_tokens(result)} == {1.0, -1.0}
     assert update_weights(result) == [np.float32(1 / 72)] * 24
 
 
-def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for_it() -> None:
+def test_a_group_with_a_negative_return_is_trained_if_the_loss_has_a_term_for_it() -> None:
     loss = LossSettings(entropy_coefficient=0.1)
     result = build([make_group(0, [1, -1])], scale=Scale.MEAN, loss=loss)
     assert list(result.outcomes.values()) == [None, None]
@@ -430,7 +430,7 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
 
 
 def unmerged(trajectory: Trajectory) -> list[Trajectory]:
-    """Each turn as a trajectory of its own, with the whole return."""
+    """Return each turn as a separate trajectory that has the whole return."""
     total = trajectory.episode_return
     return [
         replayed(
@@ -445,7 +445,7 @@ def unmerged(trajectory: Trajectory) -> list[Trajectory]:
 @given(st.integers(0, 2**32 - 1))
 def test_merging_does_not_change_what_is_trained(seed: int) -> None:
     group = random_group(0, seed)
-    # Without baseline and scale the advantage is the return, so that rows can stand alone.
+    # Without baseline and scale the advantage is the return, whatever the group.
     plain = {"baseline": Baseline.NONE, "scale": Scale.NONE}
     pieces = tuple(piece for t in group for piece in unmerged(t))
     merged = build([group], **plain)
@@ -454,7 +454,7 @@ def test_merging_does_not_change_what_is_trained(seed: int) -> None:
     assert update_weights(merged) == update_weights(apart)
 
 
-def test_a_step_is_read_from_its_blocks_and_lost_ones_are_named() -> None:
+def test_a_step_is_read_from_its_blocks_and_lost_rollouts_are_named() -> None:
     group = make_group(0, [1, 0, 1])
     blocks = [encode(group[:2]), encode(group[2:])]
     members = tuple(

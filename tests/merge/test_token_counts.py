@@ -1,4 +1,4 @@
-"""Every sampled token is counted once: as trained, or under the first cause that kept it out."""
+"""Tests that each sampled token is counted once: as trained, or by the cause that excluded it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def build(
     return build_step(classify_groups(groups, chosen), chosen, step=1, trainer_version=9)
 
 
-def obvious(result: StepResult) -> tuple[int, dict[TokenCause, int]]:
-    """Counted token by token, by the loop that anybody would write."""
+def count_in_a_loop(result: StepResult) -> tuple[int, dict[TokenCause, int]]:
+    """Count the trained and untrained tokens one by one, in a plain loop."""
     trained, untrained = 0, Counter[TokenCause]()
     for member in result.members:
         trajectory = member.trajectory
@@ -66,7 +66,7 @@ def obvious(result: StepResult) -> tuple[int, dict[TokenCause, int]]:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_the_counts_of_a_step_are_those_of_the_obvious_loop(data: st.DataObject, seed: int) -> None:
+def test_the_counts_of_a_step_equal_those_of_a_plain_loop(data: st.DataObject, seed: int) -> None:
     rng = np.random.default_rng(seed)
     kept = [Disposition.TRAIN, Disposition.TRAIN_CLAMPED, Disposition.SCORE, Disposition.MASK]
     rules = {
@@ -89,13 +89,13 @@ def test_the_counts_of_a_step_are_those_of_the_obvious_loop(data: st.DataObject,
     ]
     result = build(groups, OutcomePolicy(overrides=rules))
     tokens = result.report.tokens
-    assert (tokens.trained, dict(tokens.untrained)) == obvious(result)
+    assert (tokens.trained, dict(tokens.untrained)) == count_in_a_loop(result)
     assert tokens.trained == result.report.num_trained_tokens
     left_out = sum(sum(each.left_out_tokens.values()) for group in groups for each in group)
     assert tokens.sampled == result.report.num_sampled_tokens + left_out
 
 
-def test_a_member_counts_under_its_own_cause_before_that_of_its_group() -> None:
+def test_the_cause_of_a_member_takes_precedence_over_that_of_its_group() -> None:
     def answer(member: int, num_tokens: int, outcome: Outcome) -> Trajectory:
         turn = make_turn([1], list(range(num_tokens)), reward=1.0)
         return make_trajectory([turn], rollout_id=f"g000000.0-{member}", outcome=outcome)
@@ -107,7 +107,7 @@ def test_a_member_counts_under_its_own_cause_before_that_of_its_group() -> None:
     )
 
 
-def test_a_record_has_what_no_step_took_and_nothing_trained_where_no_update_was_applied() -> None:
+def test_a_report_adds_dropped_tokens_and_none_is_trained_if_all_updates_are_skipped() -> None:
     dropped = TokenCounts(untrained={EvictionReason.GROUP_TOO_SMALL: 7})
     turns = [[make_turn([1], [2, 3], reward=float(number))] for number in range(2)]
     groups = [tuple(make_trajectory(t, rollout_id=f"g000000.0-{n}") for n, t in enumerate(turns))]
@@ -132,7 +132,7 @@ def one_step(queue: QueueState) -> TokenCounts:
     return queue.finalise(step, {r.rollout_id: None for r in finished})
 
 
-def test_what_the_queue_drops_is_counted_with_the_next_step_and_then_no_more() -> None:
+def test_tokens_that_the_queue_drops_are_counted_once_with_the_next_step() -> None:
     queue = QueueState(make_settings(step=1, window=1, lag=0, max_variance_refills=1))
     fill(queue)
     first, second = take_all(queue)
@@ -157,19 +157,19 @@ def test_what_the_queue_drops_is_counted_with_the_next_step_and_then_no_more() -
     assert one_step(queue) == TokenCounts()
 
 
-def test_a_result_that_comes_after_its_group_has_closed_early_is_counted_once() -> None:
+def test_a_result_after_the_early_close_of_its_group_is_counted_once() -> None:
     queue = QueueState(make_settings(step=1, window=1, lag=0))
     fill(queue, num_samples=3, enough=2)
     *early, late = take_all(queue)
     for number, assignment in enumerate(early):
         assert end(queue, assignment, reward=float(number))
     assert [end(queue, late, num_sampled=9) for _ in range(2)] == [False, False]
-    # Put twice, because its first answer was lost.
+    # The result is put twice, because the response to the first call was lost.
     assert not end(queue, early[0], num_sampled=2)
     assert one_step(queue) == TokenCounts(untrained={EvictionReason.CANCELLED: 9})
 
 
-def test_the_tokens_of_a_lost_payload_are_counted_with_the_step_that_is_taken_again() -> None:
+def test_the_tokens_of_a_lost_payload_are_counted_with_the_repeated_step() -> None:
     queue = QueueState(make_settings(step=1, window=1, lag=0))
     fill(queue)
     for reward, assignment in enumerate(take_all(queue)):

@@ -1,4 +1,4 @@
-"""A turn's columns are of the types that all who join them count on."""
+"""Tests of the types and shapes of a turn's columns."""
 
 from __future__ import annotations
 

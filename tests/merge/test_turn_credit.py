@@ -1,4 +1,4 @@
-"""Credit by turn: returns-to-go within a group."""
+"""Tests of credit by turn: returns-to-go compared within a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arrays(rewards: list[list[float]]) -> list[np.ndarray]:
 
 
 @given(st.lists(quarters, max_size=40), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-def test_suffix_sums_are_those_of_the_obvious_loop(values: list[float], factor: float) -> None:
+def test_suffix_sums_equal_those_of_a_plain_loop(values: list[float], factor: float) -> None:
     expected, running = [], 0.0
     for value in reversed(values):
         running = value + factor * running
@@ -37,17 +37,17 @@ def test_suffix_sums_are_those_of_the_obvious_loop(values: list[float], factor: 
 @pytest.mark.parametrize(
     ("rewards", "discount", "baseline", "expected"),
     [
-        # R = [[.5, 1], [0, 0]]: each turn against the mean of its own.
+        # R = [[.5, 1], [0, 0]]: each turn is compared with the mean of its number.
         ([[0, 1], [0, 0]], 0.5, Baseline.MEAN, [[0.25, 0.5], [-0.25, -0.5]]),
         ([[0, 1], [0, 0]], 0.5, Baseline.LEAVE_ONE_OUT, [[0.5, 1], [-0.5, -1]]),
         ([[0, 1], [0, 0]], 0.5, Baseline.NONE, [[0.5, 1], [0, 0]]),
-        # R = [[1], [.5, 1]]: the one that won at once counts with its last turn.
+        # R = [[1], [.5, 1]]: a trajectory that won at once counts with its last turn.
         ([[1], [0, 1]], 0.5, Baseline.MEAN, [[0.25], [-0.25, 0]]),
         # Discount 0: only the turn's own reward counts.
         ([[1, 0], [0, 1]], 0.0, Baseline.MEAN, [[0.5, -0.5], [-0.5, 0.5]]),
     ],
 )
-def test_vectors(
+def test_turn_advantages_by_example(
     rewards: list[list[float]], discount: float, baseline: Baseline, expected: list[list[float]]
 ) -> None:
     found, no_signal = turn_advantages(
@@ -69,7 +69,7 @@ def test_vectors(
         ]
     ),
 )
-def test_with_discount_one_and_rewards_at_the_end_every_turn_gets_its_trajectorys_advantage(
+def test_undiscounted_final_rewards_give_every_turn_the_advantage_of_its_trajectory(
     members: list[tuple[int, float]], choice: tuple[Baseline, Scale]
 ) -> None:
     baseline, scale = choice
@@ -83,7 +83,7 @@ def test_with_discount_one_and_rewards_at_the_end_every_turn_gets_its_trajectory
 
 
 @given(rewards_strategy, st.sampled_from([0.0, 0.5, 1.0]), st.randoms())
-def test_advantages_follow_their_members(
+def test_reordering_a_group_reorders_its_advantages(
     rewards: list[list[float]], discount: float, random: object
 ) -> None:
     order = random.sample(range(len(rewards)), len(rewards))  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def test_a_group_of_one_and_a_group_of_equal_turns_have_no_signal(
     )
 
 
-def test_under_scale_mean_a_turn_with_a_negative_return_to_go_has_no_signal() -> None:
+def test_with_scale_mean_a_turn_with_a_negative_return_to_go_has_no_signal() -> None:
     # Discount 0: the first turn has [-1, 1], the second [2, 0] with mean 1.
     rewards = arrays([[-1, 2], [1, 0]])
     found, no_signal = turn_advantages(rewards, discount=0.0, scale=Scale.MEAN)
