@@ -1,4 +1,4 @@
-"""A pool of players: real actors of a few lines, which die and are replaced."""
+"""Tests of the pool of gateways, with small real actors that die and are replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Player:
 
 
 class Story:
-    """The queue, the recorder and the start of actors, told in one row."""
+    """A queue, a recorder and a function that starts actors, which note all calls in one list."""
 
     def __init__(self, *, are_healthy: bool) -> None:
         self.are_healthy = are_healthy
@@ -67,7 +67,7 @@ class Story:
         )
 
 
-async def test_a_dead_gateway_is_released_before_its_successor_starts_under_another_id() -> None:
+async def test_a_dead_gateway_is_released_before_its_successor_starts() -> None:
     story = Story(are_healthy=True)
     pool = story.pool()
     (first,) = pool.actors.values()
@@ -91,7 +91,7 @@ async def test_a_dead_gateway_is_released_before_its_successor_starts_under_anot
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     await pool.stop()
-    # Ray ends it a moment after it is told to.
+    # Ray ends the actor a moment after the request.
     with pytest.raises(ray.exceptions.RayActorError):
         async with asyncio.timeout(60.0):
             while True:
@@ -100,7 +100,7 @@ async def test_a_dead_gateway_is_released_before_its_successor_starts_under_anot
 
 
 @pytest.mark.chaos
-async def test_actors_that_end_at_once_again_and_again_end_the_term() -> None:
+async def test_actors_that_repeatedly_end_at_once_end_the_term() -> None:
     story = Story(are_healthy=False)
     with pytest.raises(ActorLost, match=r"gateways died 5 times in a row .* it stopped by itself"):
         await story.pool().watch()

@@ -1,4 +1,4 @@
-"""When a loop writes and commits its checkpoints."""
+"""Tests of when a loop writes and commits its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_a_checkpoint_is_committed_after_its_files_and_its_step_are_writte
     assert own[:6] == ["save 2", "record 2", "cut", "commit 2", "committed 2", "prune"]
 
 
-async def test_steps_are_trained_while_a_checkpoint_is_written_and_the_next_one_waits() -> None:
+async def test_training_continues_while_a_checkpoint_is_written_and_the_next_one_waits() -> None:
     is_trained = asyncio.Event()
     world = World()
 
@@ -44,7 +44,7 @@ async def test_steps_are_trained_while_a_checkpoint_is_written_and_the_next_one_
     ]  # fmt: skip
 
 
-async def test_a_checkpoint_whose_ranks_are_lost_is_not_committed_and_the_last_one_is_repeated(
+async def test_a_checkpoint_whose_ranks_are_lost_is_not_committed(
 ) -> None:  # fmt: skip
     world = World(lose_save_at=2)
     await make_loop(world, steps=4).run()
@@ -88,21 +88,21 @@ def evict_and_stop(
 
 
 @pytest.mark.parametrize(("num_evicted", "commit_after_s"), [(1000, 60.0), (1, 0.0)])
-async def test_while_no_step_comes_what_was_evicted_is_committed_with_the_newest_checkpoint(
+async def test_evictions_without_a_step_are_committed_with_the_newest_checkpoint(
     num_evicted: int, commit_after_s: float
 ) -> None:
     world = World(starve_from=2, num_evicted=num_evicted)
     loop = make_loop(world, steps=100, has_clients=True, commit_after_s=commit_after_s)
     world.on_starve = evict_and_stop(world, loop, num_evicted=num_evicted, num_commits=3)
     await loop.run()
-    # Step 2 has its checkpoint anyway; the files are written once.
+    # Step 2 has a checkpoint already, so that its files are written only once.
     assert world.calls_of("train", "save", "cut", "commit ", "prune") == [
         "train 1", "train 2", "save 2", "cut", "commit 2", "prune",
         "cut", "commit 2", "prune", "cut", "commit 2", "prune",
     ]  # fmt: skip
 
 
-async def test_without_a_checkpoint_of_the_last_step_it_is_written_first_also_of_step_0() -> None:
+async def test_a_checkpoint_of_the_last_step_is_written_before_evictions_are_committed() -> None:
     for done in (0, 1):
         world = World(starve_from=done, num_evicted=10_000)
         loop = make_loop(world, steps=100, has_clients=True)
@@ -119,7 +119,7 @@ async def test_without_a_checkpoint_of_the_last_step_it_is_written_first_also_of
     [(2, 999, 60.0, True), (2, 0, 0.0, True), (0, 9_999, 60.0, True), (2, 10_000, 0.0, False)],
     ids=["few", "none", "few for new files", "no clients"],
 )
-async def test_nothing_is_committed_while_no_step_comes_unless_it_is_due(
+async def test_without_a_step_nothing_is_committed_unless_it_is_due(
     done: int, num_evicted: int, commit_after_s: float, has_clients: bool
 ) -> None:
     world = World(starve_from=done, num_evicted=num_evicted)
@@ -136,7 +136,7 @@ async def test_nothing_is_committed_while_no_step_comes_unless_it_is_due(
     assert next(polls, None) is None and world.checkpoints == [(2, "dir-2")] * (done // 2)
 
 
-async def test_a_step_is_recorded_before_the_commit_that_evictions_ask_for() -> None:
+async def test_a_step_is_recorded_before_the_commit_that_evictions_cause() -> None:
     world = World(starve_from=1, num_evicted=10_000)
     polls = 0
 
@@ -163,9 +163,7 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_checkpoint_that_is_asked_for_comes_after_the_step_in_hand_and_waits_its_turn() -> (
-    None
-):
+async def test_a_requested_checkpoint_waits_for_the_current_step_and_earlier_checkpoints() -> None:
     world, written = World(), asyncio.Event()
 
     async def write(step: int) -> None:
@@ -187,20 +185,20 @@ async def test_a_checkpoint_that_is_asked_for_comes_after_the_step_in_hand_and_w
     assert world.checkpoints[0] == (2, "dir-2") and world.checkpoints[-1] == (4, "dir-4")
 
 
-async def test_a_checkpoint_that_a_lost_rank_takes_is_written_again_for_whoever_asked() -> None:
+async def test_a_requested_checkpoint_that_a_lost_rank_spoils_is_written_again() -> None:
     world = World(lose_save_at=0, starve_from=0)
     loop = make_loop(world)
     running = asyncio.create_task(loop.run())
     assert (await within(5.0, loop.checkpoint())).directory == "dir-0"
     assert world.calls_of("save") == ["save 0", "save 0"]
-    # The same step again: its checkpoint is there.
+    # The checkpoint of the same step exists and is not written again.
     assert (await within(5.0, loop.checkpoint())).step == 0
     assert world.calls_of("save") == ["save 0", "save 0"]
     loop.stop()
     await running
 
 
-async def test_who_asks_for_a_checkpoint_learns_that_the_term_has_ended() -> None:
+async def test_a_requested_checkpoint_fails_when_the_term_ends() -> None:
     world, asked = World(lose_trainer_at=2), []
 
     async def never(step: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a local Ray keeps its sockets, and what is said when it does not come up."""
+"""Tests of starting a local Ray, of its sockets and log files, and of connecting to a cluster."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from service.launch import cluster
 from service.launch.cluster import _check_answers
 
 
-def test_a_short_temporary_directory_is_rays_own_choice() -> None:
+def test_with_a_short_temporary_directory_ray_chooses_its_own() -> None:
     assert cluster.short_temp_dir("/tmp") is None
     assert cluster.short_temp_dir("/home/somebody/tmp") is None
 
 
-def test_one_too_long_for_a_socket_is_replaced() -> None:
+def test_a_temporary_directory_too_long_for_a_socket_is_replaced() -> None:
     assert cluster.short_temp_dir("/home/" + "x" * 100) == "/tmp/ray"
-    # Characters are not what counts.
+    # The limit is in bytes, not in characters.
     assert cluster.short_temp_dir("/home/" + "ü" * 25) == "/tmp/ray"
 
 
-def test_a_ray_that_does_not_come_up_is_told_in_a_sentence() -> None:
-    # In a process of its own: the tests of this one share a Ray, and `joined` ends in its shutdown.
+def test_a_failed_start_of_ray_is_reported_in_one_sentence() -> None:
+    # In a separate process: the tests of this one share a Ray, which `joined` would shut down.
     program = """
 from service.config.file import ConfigError, parse_config
 from service.config.file import ConfigError
@@ -48,7 +48,7 @@ except ConfigError as error:
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        # Ray makes its session below a file.
+        # Ray cannot create its session directory below a file.
         env={**os.environ, "RAY_TMPDIR": "/dev/null"},
     )  # fmt: skip
     assert re.search(r"a local Ray did not start \(.*expected it to start", done.stdout), done
@@ -57,10 +57,10 @@ except ConfigError as error:
 # It starts Ray, and a worker writes more than its files may hold: 15 s.
 @pytest.mark.proof
 @pytest.mark.slow
-def test_the_files_of_rays_workers_are_bounded_and_the_runs_log_is_not_among_them(
+def test_ray_bounds_the_files_of_its_workers_and_not_the_runs_log(
     tmp_path: Path,
 ) -> None:
-    """In a process of its own, as above. A worker prints eight times what a file may hold."""
+    """Start Ray in a separate process, where a worker prints eight times the limit of a file."""
     program = f"""
 import sys
 import ray
@@ -100,9 +100,9 @@ def refuse_starts(
     *reasons: str,
     leaves: list[subprocess.Popen[bytes]] | None = None,
 ) -> list[str]:
-    """Ray's start fails once for each reason, and then succeeds; returns the reasons left.
+    """Make Ray's start fail once for each reason and then succeed; return the reasons left.
 
-    leaves: gets a process for each failed start, as Ray's own are left.
+    leaves: receives a process for each failed start, like those that Ray leaves running.
     """
     left = list(reasons)
 
@@ -113,7 +113,7 @@ def refuse_starts(
             raise Exception(left.pop(0))
 
     monkeypatch.setattr(ray, "init", init)
-    # The tests of this process share one Ray, which is to stay.
+    # The tests of this process share one Ray, which must keep running.
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     return left
 
@@ -121,13 +121,13 @@ def refuse_starts(
 LATE = "The current node timed out during startup."
 
 
-def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_timeout_ray_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     own, left_behind = subprocess.Popen(["sleep", "60"]), []
     left = refuse_starts(monkeypatch, LATE, leaves=left_behind)
     try:
         cluster.start_ray()
         assert left == []
-        # What the first attempt started is ended, and nothing else.
+        # The processes of the first attempt are ended, and no others.
         assert [each.poll() is None for each in left_behind] == [False]
         assert own.poll() is None
     finally:
@@ -136,7 +136,7 @@ def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("reasons", [(LATE, LATE), ("no space left on device", LATE)])
-def test_a_second_refusal_or_another_one_is_final(
+def test_a_second_timeout_or_another_error_of_rays_start_is_final(
     monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, str]
 ) -> None:
     left = refuse_starts(monkeypatch, *reasons, "not asked a third time")
@@ -145,10 +145,10 @@ def test_a_second_refusal_or_another_one_is_final(
     assert "not asked a third time" in left
 
 
-def test_a_sigterm_that_python_drops_while_ray_starts_is_an_interrupt(
+def test_a_sigterm_while_ray_starts_raises_an_interrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray takes SIGTERM for itself; what its handler raises is dropped within a callback from C."""
+    """Check that a SIGTERM interrupts even if Ray's handler drops the exception."""
 
     def init(**_options: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -182,7 +182,7 @@ def answer_one(server: socket.socket, answer: bytes) -> None:
     ],
     ids=["nothing", "silence", "another server"],
 )
-def test_an_address_where_no_head_answers_is_refused_within_seconds(
+def test_an_address_without_a_ray_head_is_refused_within_seconds(
     monkeypatch: pytest.MonkeyPatch, listens: bool, answer: bytes, words: str
 ) -> None:
     monkeypatch.setattr(cluster, "HEAD_LIMIT_S", 0.0)
@@ -202,7 +202,7 @@ def test_an_address_where_no_head_answers_is_refused_within_seconds(
                 cluster._connect("auto")
 
 
-def test_a_head_that_answers_is_greeted_at_once(
+def test_a_ray_head_is_accepted_by_each_form_of_its_address(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = ray.get_runtime_context().gcs_address

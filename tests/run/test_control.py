@@ -1,4 +1,4 @@
-"""An operator's control of a run: pauses, returns, evaluations, and what is told of them."""
+"""Tests of an operator's control of a run: pauses, returns, evaluations and their reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def ended(world: World, operation: OperationAnswer) -> OperationAnswer:
             await asyncio.sleep(0.005)
 
 
-async def test_a_pause_may_be_repeated_outlives_term_and_supervisor_and_ends_with_its_resume(
+async def test_a_pause_outlives_term_and_supervisor_and_ends_with_its_resume(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
@@ -69,7 +69,7 @@ async def test_a_pause_may_be_repeated_outlives_term_and_supervisor_and_ends_wit
     assert world.control.pauses.gate(Pausable.TRAINING).is_open
 
 
-async def test_paused_generation_is_brought_to_queue_and_engines_and_counted(
+async def test_a_pause_of_generation_reaches_the_engines_and_refuses_evaluations(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
@@ -82,7 +82,7 @@ async def test_paused_generation_is_brought_to_queue_and_engines_and_counted(
     assert (view.in_flight.engines_held, view.in_flight.engines) == (0, 2)
 
 
-async def test_a_checkpoint_that_is_asked_for_is_told_by_its_operation(tmp_path: Path) -> None:
+async def test_the_operation_of_a_requested_checkpoint_reports_its_result(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.begin()
     operation = await world.control.checkpoint()
@@ -90,13 +90,13 @@ async def test_a_checkpoint_that_is_asked_for_is_told_by_its_operation(tmp_path:
     world.term.commit.set_result(committed(7, "step-000007-t1"))
     found = await ended(world, operation)
     assert (found.status, found.checkpoint) == (OperationStatus.DONE, "step-000007-t1")
-    # One that the term does not live to see.
+    # The term ends before the checkpoint.
     world.term.commit = asyncio.Future()
     operation = await world.control.checkpoint()
     world.term.commit.set_exception(ActorLost("the term ended before its checkpoint"))
     found = await ended(world, operation)
     assert found.status is OperationStatus.FAILED and "the term ended" in found.detail
-    # And one that the end of the run overtakes.
+    # The run ends before the checkpoint.
     world.term.commit = asyncio.Future()
     operation = await world.control.checkpoint()
     world.control.close("all steps are done")
@@ -119,13 +119,13 @@ async def test_a_run_goes_back_to_a_checkpoint_by_id_and_stays_there_after_a_cra
     found = await ended(world, operation)
     assert found.status is OperationStatus.DONE and "term 2 continues from it" in found.detail
     assert world.recorder.last_step == 4 and not world.control.returning.is_set()
-    # What is undone is shown, and is no more to be had.
+    # The undone checkpoint is listed, but no longer available.
     listed = {each.id: each for each in await world.control.checkpoints()}
     assert [each for each in ids if not listed[each].why_not] == ids[:2]
     with pytest.raises(ControlRefused, match="undone by a return") as refused:
         await world.control.go_back(ids[2])
     assert refused.value.code == "gone"
-    # The return is durable before the new term has committed anything, and after.
+    # The return is durable before and after the first commit of the new term.
     world = await world.restart()
     assert world.recorder.last_step == 4
     later = world.commit(5)
@@ -136,20 +136,20 @@ async def test_a_run_goes_back_to_a_checkpoint_by_id_and_stays_there_after_a_cra
     ]  # fmt: skip
 
 
-async def test_a_run_goes_back_to_a_step_that_is_named_by_its_number(tmp_path: Path) -> None:
+async def test_a_run_goes_back_to_the_checkpoint_of_a_step_number(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.begin()
     ids = [world.commit(step) for step in (2, 4)]
     await world.control.go_back("2")
     await world.begin()
     again = world.commit(4)
-    # Of the two of step 4 the one that is not undone.
+    # Step 4 has two checkpoints, of which one is undone; the other is used.
     assert again != ids[1] and (await world.control.go_back("4")).checkpoint == again
     with pytest.raises(ControlRefused, match="has no checkpoint '3'"):
         await world.control.go_back("3")
 
 
-async def test_a_checkpoint_that_was_pruned_or_cannot_be_read_is_not_gone_back_to(
+async def test_a_run_does_not_go_back_to_a_pruned_or_unreadable_checkpoint(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
@@ -163,7 +163,7 @@ async def test_a_checkpoint_that_was_pruned_or_cannot_be_read_is_not_gone_back_t
     with pytest.raises(ControlRefused, match="cannot go back to step-000002-t1") as refused:
         await world.control.go_back(ids[0])
     assert refused.value.code == "gone"
-    # One that is pruned between the question and the next lease: the newest one counts.
+    # If the checkpoint is pruned before the next lease, the newest one is used.
     operation = await world.control.go_back(ids[1])
     world.control._return = world.control._operations[operation.id] = operation.model_copy(
         update={"checkpoint": "gone"}
@@ -174,7 +174,7 @@ async def test_a_checkpoint_that_was_pruned_or_cannot_be_read_is_not_gone_back_t
     assert found.status is OperationStatus.FAILED and "pruned meanwhile" in found.detail
 
 
-async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_scheduled_ones(
+async def test_a_requested_evaluation_samples_each_task_and_is_stored(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
@@ -205,7 +205,7 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
         ({"sampling": Sampling(num_samples=50_000)}, "invalid", "are 150000 rollouts"),
     ],
 )
-async def test_an_evaluation_of_what_is_not_held_out_is_refused(
+async def test_an_evaluation_with_invalid_tasks_or_too_many_rollouts_is_refused(
     change: dict[str, object], code: str, words: str, tmp_path: Path
 ) -> None:
     world = World(tmp_path)
@@ -215,7 +215,7 @@ async def test_an_evaluation_of_what_is_not_held_out_is_refused(
     assert refused.value.code is code
 
 
-async def test_an_evaluation_whose_term_ends_is_failed_and_not_stored(tmp_path: Path) -> None:
+async def test_an_evaluation_fails_and_is_not_stored_if_its_term_ends(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.begin()
     operation = await evaluate(world)
@@ -225,7 +225,7 @@ async def test_an_evaluation_whose_term_ends_is_failed_and_not_stored(tmp_path: 
     assert world.recorder.evaluations.length == 0
 
 
-async def test_what_needs_a_run_that_trains_is_refused_with_its_phase(tmp_path: Path) -> None:
+async def test_operations_that_need_training_are_refused_with_the_phase(tmp_path: Path) -> None:
     world = World(tmp_path)
     control = world.control
     with pytest.raises(ControlRefused, match="has no lease yet"):
@@ -250,7 +250,7 @@ async def test_what_needs_a_run_that_trains_is_refused_with_its_phase(tmp_path: 
         await control.operation("op-9")
 
 
-async def test_policies_say_which_version_is_where(tmp_path: Path) -> None:
+async def test_policies_list_the_replicas_and_checkpoints_of_each_version(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.begin()
     checkpoint = world.commit(2)
@@ -273,22 +273,22 @@ async def test_policies_say_which_version_is_where(tmp_path: Path) -> None:
     assert (await world.control.policies()).policies[0].replicas == []
 
 
-def test_pass_at_k_is_the_unbiased_estimate_of_chen_et_al() -> None:
-    # 1 - C(n - c, k) / C(n, k), by hand.
+def test_pass_at_k_is_the_unbiased_estimate() -> None:
+    # 1 - C(n - c, k) / C(n, k) of Chen et al., by hand.
     assert pass_at_k(4, 1, k=2) == 0.5
     assert pass_at_k(5, 2, k=3) == pytest.approx(0.9)
     assert pass_at_k(10, 3, k=1) == pytest.approx(0.3)
     assert pass_at_k(10, 0, k=10) == 0.0 and pass_at_k(10, 1, k=10) == 1.0
-    # By counting all choices of k of n samples.
+    # The estimate equals the share among all choices of k of n samples.
     for n, c, k in ((6, 2, 3), (7, 4, 2), (5, 5, 1)):
         choices = list(combinations([True] * c + [False] * (n - c), k))
         share = sum(any(choice) for choice in choices) / len(choices)
         assert pass_at_k(n, c, k=k) == pytest.approx(share)
-    # Large numbers, where factorials in floats overflow.
+    # With large numbers, factorials in floats would overflow.
     assert pass_at_k(1000, 10, k=100) == pytest.approx(0.653072285207994)
 
 
-def test_a_sample_that_an_error_ended_is_missing_from_pass_at_k_and_not_failed() -> None:
+def test_a_sample_ended_by_an_error_is_excluded_from_pass_at_k() -> None:
     found = [
         *(played("a", reward=float(passed)) for passed in (1, 0, 0, 0)),
         *(played("b", reward=1.0, version=5) for _ in range(2)),

@@ -1,4 +1,4 @@
-"""Cuts of a queue are kept once and in order, and each call learns whether its own was."""
+"""Tests that a queue's cuts are kept once and in order, and that each call learns of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Kept:
         self.numbers.append((cut.opening, cut.number))
 
     async def begin(self, number: int) -> asyncio.Task[bool]:
-        """Take a cut in, which waits for those before it."""
+        """Take in a cut, which waits for the earlier ones."""
         task = asyncio.create_task(self.cuts.take_in(cut(number), ()))
         await asyncio.sleep(0)
         return task
 
 
-async def test_a_cut_waits_for_those_before_it() -> None:
+async def test_a_cut_waits_for_earlier_ones() -> None:
     kept = Kept()
     third, second = await kept.begin(2), await kept.begin(1)
     assert kept.numbers == [] and not third.done()
@@ -38,19 +38,19 @@ async def test_a_cut_waits_for_those_before_it() -> None:
     assert kept.numbers == [(0, 0), (0, 1), (0, 2)]
 
 
-async def test_a_cut_that_waits_when_the_queue_dies_was_not_kept() -> None:
+async def test_a_cut_that_waits_when_the_queue_dies_is_not_kept() -> None:
     kept = Kept()
     waiting = await kept.begin(1)
     await kept.cuts.begin_next()
     assert not await waiting
-    # One of the dead queue that comes late, as well.
+    # A late cut of the dead queue is not kept either.
     assert not await kept.cuts.take_in(cut(0), ())
     assert await kept.cuts.take_in(cut(0, opening=1), ())
     assert kept.numbers == [(1, 0)]
 
 
-async def test_a_cut_that_was_kept_is_said_to_be_so_though_the_queue_dies_at_once() -> None:
-    """Else its call would be made again, of a queue that has its effect already."""
+async def test_a_kept_cut_is_reported_even_if_the_queue_dies_at_once() -> None:
+    """Check that a kept cut is reported as such, so that its call is not repeated."""
     kept = Kept()
     waiting = await kept.begin(1)
     assert await kept.cuts.take_in(cut(0), ())

@@ -1,4 +1,4 @@
-"""Awaiting with a deadline, and asking again: the ways that they end."""
+"""Tests of waiting with a deadline, retries, races and sets of tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def answer(word: str) -> str:
     return word
 
 
-async def test_an_answer_in_time_comes_through_and_so_does_its_error() -> None:
+async def test_within_returns_the_result_or_raises_the_error_of_a_timely_call() -> None:
     assert await within(30.0, answer("yes")) == "yes"
 
     async def fail() -> None:
@@ -25,14 +25,14 @@ async def test_an_answer_in_time_comes_through_and_so_does_its_error() -> None:
         await within(30.0, fail())
 
 
-async def test_a_late_answer_is_a_timeout_and_its_call_is_cancelled() -> None:
+async def test_within_times_out_and_cancels_a_late_call() -> None:
     call = asyncio.create_task(asyncio.sleep(3600))
     with pytest.raises(TimeoutError):
         await within(0.01, call)
     assert call.cancelled()
 
 
-async def test_a_cancellation_that_meets_the_answer_is_not_swallowed() -> None:
+async def test_a_cancellation_at_the_same_time_as_the_result_is_not_lost() -> None:
     answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(within(30.0, answered))
     await asyncio.sleep(0)
@@ -42,7 +42,7 @@ async def test_a_cancellation_that_meets_the_answer_is_not_swallowed() -> None:
         await waiting
 
 
-async def test_an_event_is_told_from_its_absence() -> None:
+async def test_is_set_within_reports_whether_the_event_was_set() -> None:
     event = asyncio.Event()
     assert not await is_set_within(0.01, event)
     assert not await is_set_within(-1.0, event)
@@ -52,7 +52,7 @@ async def test_an_event_is_told_from_its_absence() -> None:
 
 
 class Failing:
-    """Fails the first `num_failures` times."""
+    """A call that fails the first `num_failures` times."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
@@ -65,11 +65,11 @@ class Failing:
         return self.num_calls
 
 
-async def test_a_call_is_made_again_until_it_succeeds() -> None:
+async def test_a_failing_call_is_retried_until_it_succeeds() -> None:
     assert await retry(Failing(2).call, on=KeyError, first_pause_s=0.001) == 3
 
 
-async def test_the_last_error_comes_through_after_the_limit() -> None:
+async def test_retry_raises_the_last_error_after_the_limit() -> None:
     started = asyncio.get_running_loop().time()
     with pytest.raises(KeyError):
         await retry(Failing(99).call, on=(KeyError, OSError), limit_s=0.05, first_pause_s=0.04)
@@ -83,7 +83,7 @@ async def test_an_error_of_another_kind_is_not_retried() -> None:
     assert failing.num_calls == 1
 
 
-async def test_work_that_moves_is_waited_for_and_work_that_stands_still_is_not() -> None:
+async def test_waiting_ends_when_progress_stops_or_all_answers_are_in() -> None:
     answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
     moved = 0
 
@@ -115,7 +115,7 @@ async def fails(name: str) -> None:
     raise KeyError(name)
 
 
-async def test_a_race_enters_with_the_first_and_ends_the_others_after_the_block() -> None:
+async def test_a_race_begins_its_block_with_the_first_result_and_then_ends_the_others() -> None:
     ended: list[str] = []
     async with race(never(ended, "slow"), answer("fast")) as (slow, fast):
         assert fast.result() == "fast" and not slow.done() and not ended
@@ -127,7 +127,7 @@ async def test_a_race_enters_with_the_first_and_ends_the_others_after_the_block(
     assert ended == ["slow", "slower"]
 
 
-async def test_a_race_that_is_cancelled_ends_all() -> None:
+async def test_a_cancelled_race_ends_all_its_tasks() -> None:
     ended: list[str] = []
 
     async def wait() -> None:
@@ -142,7 +142,7 @@ async def test_a_race_that_is_cancelled_ends_all() -> None:
     assert sorted(ended) == ["a", "b"]
 
 
-async def test_work_outlives_helpers_that_end_and_ends_with_one_that_fails() -> None:
+async def test_work_continues_when_helpers_end_and_ends_when_one_fails() -> None:
     ended: list[str] = []
 
     async def slow() -> str:
@@ -164,7 +164,7 @@ async def test_work_outlives_helpers_that_end_and_ends_with_one_that_fails() -> 
     assert ended == ["helper", "work", "other"]
 
 
-async def test_a_set_keeps_tasks_until_they_end_or_are_ended() -> None:
+async def test_a_task_set_keeps_tasks_until_they_end_or_it_ends_them() -> None:
     tasks, ended = TaskSet(), list[str]()
     answered = tasks.begin(answer("yes"))
     for name in ("a", "b"):

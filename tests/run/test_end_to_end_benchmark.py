@@ -1,4 +1,4 @@
-"""What the comparison with TRL tells, by hand, and what it plays."""
+"""Tests of the comparison with TRL: its summary, by hand, and its tasks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def trained(*, step_s: float, reward: float) -> Trained:
     )
 
 
-def test_a_slower_side_and_one_that_learns_less_miss(tmp_path: Path) -> None:
+def test_a_side_that_is_slower_or_learns_less_misses_its_goal(tmp_path: Path) -> None:
     one = trained(step_s=2.0, reward=0.5)
-    # The start counts in the whole rate alone.
+    # Only the rate over the whole time includes the start.
     assert (one.samples_per_s, one.first_step_s, one.last_reward) == (128.0, 30.0, 0.5)
     assert one.whole_samples_per_s == 2560 / 48
-    # Student's interval: variances 0.01 and 0.01, pooled 0.01: 2.776 * sqrt(0.01 * 2 / 3).
+    # Interval by Student's t: variances 0.01 and 0.01, pooled 0.01: 2.776 * sqrt(0.01 * 2 / 3).
     found = difference([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
     assert found == {"mean": 0.2, "half_interval": pytest.approx(0.2267, abs=1e-4)}
     theirs = [trained(step_s=4.0, reward=reward) for reward in (0.50, 0.51, 0.52)]

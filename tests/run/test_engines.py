@@ -1,4 +1,4 @@
-"""How a term learns that its weight board is gone."""
+"""Test of the watch of a term's weight board."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.run import engines
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-async def test_a_board_that_dies_is_lost_while_nothing_is_asked_of_it_and_a_frozen_one_is_not(
+async def test_a_dead_idle_board_is_reported_and_a_frozen_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engines, "BEAT_EVERY_S", 0.1)

@@ -1,4 +1,4 @@
-"""Evaluations on environment actors: real actors, of a few lines."""
+"""Tests of evaluations on environment actors, with small real actors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ pytestmark = [pytest.mark.usefixtures("cluster")]
 
 @ray.remote(num_cpus=0, max_concurrency=10)
 class Slow:
-    """An environment actor that has ended another rollout at each look, num_rollouts of them, and
-    then stands still until it is told to answer."""
+    """An environment actor that ends one rollout per call of `num_evaluated`.
+
+    After `num_rollouts` it makes no progress, and it answers only after `answer` was called.
+    """
 
     def __init__(self, num_rollouts: int) -> None:
         self.story: list[str] = []
@@ -74,7 +76,7 @@ class Slow:
 
 
 class Notices:
-    """A recorder."""
+    """A recorder that keeps its notices."""
 
     def __init__(self) -> None:
         self.notices: list[str] = []
@@ -110,7 +112,7 @@ TWO_SAMPLES = Sampling(num_samples=2, temperature=1.0)
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_an_evaluation_takes_as_long_as_rollouts_end(tmp_path: Path) -> None:
+async def test_an_evaluation_continues_as_long_as_rollouts_end(tmp_path: Path) -> None:
     actor, recorder = Slow.remote(num_rollouts=5), Notices()
     await actor.answer.remote()
     pool = make_pool([actor], recorder, idle_s=6.0, directory=tmp_path)
@@ -121,7 +123,7 @@ async def test_an_evaluation_takes_as_long_as_rollouts_end(tmp_path: Path) -> No
     pool.kill()
 
 
-async def test_an_evaluation_is_shared_out_and_its_newest_files_have_each_rollout(
+async def test_an_evaluation_is_divided_among_actors_and_its_files_have_each_rollout(
     tmp_path: Path,
 ) -> None:
     actors, recorder = [Slow.remote(num_rollouts=1) for _ in range(2)], Notices()
@@ -141,7 +143,7 @@ async def test_an_evaluation_is_shared_out_and_its_newest_files_have_each_rollou
     pool.kill()
 
 
-async def test_rollouts_that_cannot_be_kept_are_told_once_and_cost_no_numbers(
+async def test_rollouts_that_cannot_be_stored_are_reported_once_and_still_count(
     tmp_path: Path,
 ) -> None:
     actor, recorder = Slow.remote(num_rollouts=1), Notices()
@@ -158,7 +160,7 @@ async def test_rollouts_that_cannot_be_kept_are_told_once_and_cost_no_numbers(
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_an_evaluation_without_progress_is_ended_and_does_not_play_on(
+async def test_an_evaluation_without_progress_is_ended_on_its_actor_too(
     tmp_path: Path,
 ) -> None:
     actor, recorder = Slow.remote(num_rollouts=0), Notices()
@@ -175,7 +177,7 @@ async def test_an_evaluation_without_progress_is_ended_and_does_not_play_on(
     pool.kill()
 
 
-async def test_lost_calls_are_heard_of_while_an_actor_answers_and_at_its_end(
+async def test_lost_calls_are_reported_while_an_actor_runs_and_at_its_end(
     tmp_path: Path,
 ) -> None:
     actor, recorder = Slow.remote(num_rollouts=1), Notices()

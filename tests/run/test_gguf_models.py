@@ -1,4 +1,4 @@
-"""GGUF files: converted whole and once, or refused with a sentence."""
+"""Tests of GGUF files: they are converted completely and once, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.launch.model_directories import (
 END = TOKENS.index("<|im_end|>")
 
 
-def no_word(text: str) -> None:
+def refuse_to_convert(text: str) -> None:
     raise AssertionError(f"converted again: {text}")
 
 
@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return models_directory()
 
 
-def test_a_gguf_file_becomes_the_same_model_with_its_template_and_its_end(
+def test_a_gguf_file_becomes_the_same_model_with_its_template_and_stop_token(
     cache: Path, file: Path, model: LlamaForCausalLM
 ) -> None:
     directory = converted_model(file, key="model.path", tell=lambda _text: None)
@@ -61,7 +61,7 @@ def test_a_gguf_file_becomes_the_same_model_with_its_template_and_its_end(
     assert "quantization_config" not in json.loads((directory / "config.json").read_text())
 
 
-def test_a_file_is_converted_once_and_a_partial_conversion_is_never_used(
+def test_a_file_is_converted_once_and_a_partial_conversion_is_replaced(
     cache: Path, file: Path, tmp_path: Path
 ) -> None:
     told: list[str] = []
@@ -71,8 +71,8 @@ def test_a_file_is_converted_once_and_a_partial_conversion_is_never_used(
     assert found is not None and Path(found).parent == cache and len(told) == 1
     copy = tmp_path / "tiny.gguf"
     copy.write_bytes(file.read_bytes())
-    assert converted_model(copy, key="model.path", tell=no_word) == Path(found)
-    # As a copy of a directory that was cut short leaves it.
+    assert converted_model(copy, key="model.path", tell=refuse_to_convert) == Path(found)
+    # Leave the directory as an interrupted copy does.
     (Path(found) / MARKER).unlink()
     (Path(found) / "config.json").write_text("{")
     again = converted_model(file, key="model.path", tell=told.append)
@@ -80,7 +80,7 @@ def test_a_file_is_converted_once_and_a_partial_conversion_is_never_used(
     assert os.listdir(cache) == [again.name]
 
 
-def test_every_token_that_ends_an_answer_is_taken(
+def test_all_stop_tokens_of_a_gguf_file_are_used(
     cache: Path, tmp_path: Path, model: LlamaForCausalLM
 ) -> None:
     ends = {"tokenizer.ggml.eot_token_id": 0}
@@ -89,7 +89,7 @@ def test_every_token_that_ends_an_answer_is_taken(
     assert stop_token_ids(str(directory)) == (0, END)
 
 
-def test_a_file_that_cannot_be_read_is_refused_and_leaves_nothing(
+def test_an_unusable_gguf_file_is_refused_and_leaves_no_files(
     cache: Path, file: Path, tmp_path: Path, model: LlamaForCausalLM
 ) -> None:
     (tmp_path / "text.gguf").write_text("hello")

@@ -1,4 +1,4 @@
-"""The audit of a run that trains: told once, kept, gone on with, and never in the way."""
+"""Tests of the audit of a running training: findings are reported once, kept and resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONSET = 15
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[JournalStep]:
-    """A guessing game whose grader fails open, from step 15 on."""
+    """Return the steps of a guessing game whose grader passes malformed answers from step 15 on."""
     hacks = planted_hacks(tmp_path_factory.mktemp("hacks"))
     (planted,) = (each for each in hacks if each.name == "malformed that scores")
     size = Size(num_steps=NUM_STEPS, groups_per_step=4, group_size=4)
@@ -50,10 +50,10 @@ def run_dir(tmp_path: Path) -> RunDir:
     return place
 
 
-def watched(
+def watch_steps(
     run_dir: RunDir, steps: Sequence[JournalStep], *, ask: Ask | None = None, term: int = 1
 ) -> tuple[list[str], tuple[Finding, ...]]:
-    """What is told of these steps, and what is known at the end."""
+    """Watch the steps; return the notices, and the findings at the end."""
     told: list[str] = []
     watch = HackingWatch(run_dir, ask=ask)
     watch.begin_term(term, told.append)
@@ -68,8 +68,8 @@ def step_in(path: str) -> int:
     return int(Path(path).name.split("-")[1])
 
 
-def gone_on(run_dir: RunDir, *, from_step: int) -> int:
-    """The next term, which goes on from a checkpoint of the first."""
+def begin_next_term(run_dir: RunDir, *, from_step: int) -> int:
+    """Begin the next term, which continues from a checkpoint of the first, and return it."""
     store = RunStore(run_dir.database_url)
     store.add_step(step_record(from_step), term=1, new_events=())
     commit(store, term=1, step=from_step, directory="there")
@@ -78,8 +78,8 @@ def gone_on(run_dir: RunDir, *, from_step: int) -> int:
     return term
 
 
-def test_a_finding_is_told_once_and_kept(run_dir: RunDir, steps: list[JournalStep]) -> None:
-    told, found = watched(run_dir, steps)
+def test_a_finding_is_reported_once_and_kept(run_dir: RunDir, steps: list[JournalStep]) -> None:
+    told, found = watch_steps(run_dir, steps)
     (text,) = (each for each in told if "malformed or empty" in each)
     (finding,) = (each for each in found if each.kind == "malformed_paid")
     assert finding.onset >= ONSET and finding.step < NUM_STEPS
@@ -87,25 +87,27 @@ def test_a_finding_is_told_once_and_kept(run_dir: RunDir, steps: list[JournalSte
     assert len((run_dir.path / FILE).read_text().splitlines()) == len(found)
 
 
-def test_a_run_that_goes_on_knows_what_was_told(run_dir: RunDir, steps: list[JournalStep]) -> None:
-    _, found = watched(run_dir, steps[:-2])
+def test_a_resumed_run_does_not_report_a_finding_again(
+    run_dir: RunDir, steps: list[JournalStep]
+) -> None:
+    _, found = watch_steps(run_dir, steps[:-2])
     assert found
-    term = gone_on(run_dir, from_step=NUM_STEPS - 2)
-    told, again = watched(run_dir, steps[-2:], term=term)
+    term = begin_next_term(run_dir, from_step=NUM_STEPS - 2)
+    told, again = watch_steps(run_dir, steps[-2:], term=term)
     assert told == [] and again == found
 
 
-def test_a_run_that_goes_back_behind_a_finding_tells_it_again(
+def test_a_run_that_goes_back_before_a_finding_reports_it_again(
     run_dir: RunDir, steps: list[JournalStep]
 ) -> None:
-    first, found = watched(run_dir, steps)
+    first, found = watch_steps(run_dir, steps)
     back_to = found[0].onset - 1
-    term = gone_on(run_dir, from_step=back_to)
-    told, again = watched(run_dir, steps[back_to:], term=term)
+    term = begin_next_term(run_dir, from_step=back_to)
+    told, again = watch_steps(run_dir, steps[back_to:], term=term)
     assert told == first and again == found
 
 
-def test_neither_a_damaged_file_nor_a_missing_one_ends_it(
+def test_damaged_and_missing_files_do_not_end_the_watch(
     run_dir: RunDir, steps: list[JournalStep]
 ) -> None:
     told: list[str] = []
@@ -124,15 +126,15 @@ def test_neither_a_damaged_file_nor_a_missing_one_ends_it(
     assert [each.kind for each in watch.findings if each.kind == "malformed_paid"]
 
 
-def test_a_directory_that_cannot_be_written_still_tells(
+def test_findings_are_reported_even_if_they_cannot_be_stored(
     run_dir: RunDir, steps: list[JournalStep]
 ) -> None:
     (run_dir.path / FILE).mkdir()
-    told, found = watched(run_dir, steps)
+    told, found = watch_steps(run_dir, steps)
     assert found and any("malformed or empty" in each for each in told)
 
 
-def test_a_shadow_that_fails_is_told_once_and_its_verdicts_are_kept(
+def test_a_failing_shadow_is_reported_once_and_its_verdicts_are_kept(
     run_dir: RunDir, steps: list[JournalStep]
 ) -> None:
     told: list[str] = []
@@ -140,7 +142,7 @@ def test_a_shadow_that_fails_is_told_once_and_its_verdicts_are_kept(
 
     def ask(path: str) -> Verdicts:
         step = step_in(path)
-        # As in a run: the next step comes while nothing else waits.
+        # As in a run, the next step is stored when no other one waits.
         watch.stored(1, step + 1) if step < NUM_STEPS else is_over.set()
         if step == 2:
             raise RayActorError
@@ -162,7 +164,7 @@ def test_a_shadow_that_fails_is_told_once_and_its_verdicts_are_kept(
     assert [line["step"] for line in lines if "verdicts" in line] == [1, *range(3, NUM_STEPS + 1)]
 
 
-def test_a_shadow_that_hangs_holds_up_neither_the_watch_nor_the_end(
+def test_a_shadow_that_hangs_delays_neither_the_watch_nor_the_end(
     run_dir: RunDir, steps: list[JournalStep]
 ) -> None:
     asked: list[int] = []
@@ -184,15 +186,15 @@ def test_a_shadow_that_hangs_holds_up_neither_the_watch_nor_the_end(
     watch.close(limit_s=0)
     is_released.set()
     watch.close(limit_s=60)
-    # Of the steps that waited meanwhile it is not asked; they are looked at.
+    # The steps that waited meanwhile are audited without the shadow.
     assert asked == [1]
     assert "malformed_paid" in {each.kind for each in watch.findings}
 
 
-def test_what_is_kept_is_bounded_and_findings_stay(
+def test_the_kept_file_is_bounded_and_keeps_all_findings(
     run_dir: RunDir, steps: list[JournalStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, found = watched(run_dir, steps)
+    _, found = watch_steps(run_dir, steps)
     monkeypatch.setattr(read, "MAX_BYTES", 10_000)
     for step in range(1, 200):
         verdicts = {f"g{step:06d}.0-{member}.a0": True for member in range(16)}
@@ -204,10 +206,10 @@ def test_what_is_kept_is_bounded_and_findings_stay(
     assert max(verdicts) == (1199, 1) and 10 < len(verdicts) < 100
 
 
-def test_the_journal_alone_says_the_same(
+def test_inspecting_the_journal_gives_the_same_findings(
     run_dir: RunDir, steps: list[JournalStep], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, found = watched(run_dir, steps)
+    _, found = watch_steps(run_dir, steps)
     request = InspectRequest(target=str(run_dir.path), hacking=True, limit=3)
     assert run_inspect(request) == 1
     text = capsys.readouterr().out
@@ -219,7 +221,7 @@ def test_the_journal_alone_says_the_same(
     assert "no pattern was found in 1 steps; at least 13 are needed" in capsys.readouterr().out
 
 
-def test_options_that_do_not_go_together_are_refused(run_dir: RunDir) -> None:
+def test_contradictory_options_of_inspect_are_refused(run_dir: RunDir) -> None:
     for words, options in {
         "expected one of them": {"audit": True, "hacking": True},
         "add --hacking": {"shadow": "my.py:verify"},

@@ -1,4 +1,4 @@
-"""The loop over fakes of a few lines: what it asks of its parts, in which order."""
+"""Tests of the calls that the loop makes to its parts, and of their order; the parts are fakes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_each_step_is_trained_published_and_finalised_before_its_version_c
 
 
 @pytest.mark.parametrize("lose_payloads_at", [None, 2])
-async def test_where_rewards_need_a_model_the_trainer_is_asked_before_a_step_is_built(
+async def test_the_trainer_scores_before_a_step_is_built_if_rewards_need_a_model(
     lose_payloads_at: int | None,
 ) -> None:
     world = World(lose_payloads_at=lose_payloads_at)
@@ -80,7 +80,7 @@ async def test_engines_that_never_load_end_the_loop(max_lag: int) -> None:
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-async def test_weights_that_moved_are_published_before_the_step_and_the_window_stands_still(
+async def test_moved_weights_are_published_before_the_step_without_moving_the_window(
     max_lag: int,
 ) -> None:
     world = World(move_weights_at=2)
@@ -93,7 +93,7 @@ async def test_weights_that_moved_are_published_before_the_step_and_the_window_s
     assert [(r.step, r.policy_version) for r in world.records] == [(1, 1), (2, 3), (3, 4)]
 
 
-async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() -> None:
+async def test_at_the_end_all_rollouts_are_cancelled_before_the_last_commit() -> None:
     world = World()
     await make_loop(world, steps=2).run()
     end = world.calls.index("cancel_all")
@@ -103,7 +103,7 @@ async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() 
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-async def test_a_run_that_is_solved_is_complete_evaluated_and_holds_nothing(
+async def test_a_solved_run_ends_evaluated_and_with_all_rollouts_cancelled(
     max_lag: int,
 ) -> None:
     world = World(scaled_returns=(0.5, 1.0, 1.0, 0.9, 0.9, 1.0, 0.0), starve_from=6)
@@ -115,7 +115,7 @@ async def test_a_run_that_is_solved_is_complete_evaluated_and_holds_nothing(
 
 
 @pytest.mark.parametrize("unknown", [None, 0.0])
-async def test_five_steps_in_a_row_are_needed_and_an_unknown_reward_starts_anew(
+async def test_a_run_is_solved_after_five_good_steps_in_a_row(
     unknown: float | None,
 ) -> None:
     world = World(scaled_returns=(1.0, 1.0, 1.0, 1.0, unknown, 1.0, 1.0, 1.0, 1.0))
@@ -124,7 +124,7 @@ async def test_five_steps_in_a_row_are_needed_and_an_unknown_reward_starts_anew(
     assert not loop.is_solved and len(world.records) == 9
 
 
-async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() -> None:
+async def test_evaluations_are_run_at_the_start_when_due_and_at_the_end() -> None:
     world = World()
     await make_loop(world).run()
     assert world.calls_of("evaluate", "train") == [
@@ -149,7 +149,7 @@ async def test_each_set_is_evaluated_with_its_own_sampling_and_recorded_under_it
     ]
 
 
-async def test_the_parts_of_a_mixture_are_recorded_each_and_together() -> None:
+async def test_the_parts_of_a_mixture_are_recorded_separately_and_together() -> None:
     world = World()
     tasks = GeneratedTasks("guessing", run_seed=0).held_out(5)
     greedy, sampled = Sampling(), Sampling(num_samples=4, temperature=0.5, ks=(1, 2, 4))
@@ -164,7 +164,7 @@ async def test_the_parts_of_a_mixture_are_recorded_each_and_together() -> None:
     assert world.calls_of("evaluate") == ["evaluate 2", "evaluate 3"] * 2
 
 
-async def test_a_curriculum_learns_of_each_step_and_is_stored_with_the_checkpoint() -> None:
+async def test_a_curriculum_receives_each_step_and_is_stored_with_the_checkpoint() -> None:
     world = World(returns=(GroupReturns(task_id="t", environment="x", returns=(1.0, 0.0)),))
     tasks = FileTasks([Task(task_id="t", environment="x", seed=0)], run_seed=0)
     curriculum = Curriculum(CurriculumSettings(resting_share=0.1, window=2), tasks)
@@ -172,7 +172,7 @@ async def test_a_curriculum_learns_of_each_step_and_is_stored_with_the_checkpoin
     assert world.curricula[-1] == {"t": (0.5, 0.5)} and curriculum.results == world.curricula[-1]
 
 
-async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:
+async def test_a_step_whose_payloads_are_lost_is_taken_again() -> None:
     world = World(lose_payloads_at=2)
     await make_loop(world).run()
     assert world.calls_of("replay_lost", "train") == [
@@ -183,7 +183,7 @@ async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:
     ]
 
 
-async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() -> None:
+async def test_a_skipped_update_trains_nothing_and_still_increments_the_version() -> None:
     world = World(skip_at=2)
     await make_loop(world).run()
     reasons = world.finalised[2]
@@ -194,7 +194,7 @@ async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() 
 
 
 @pytest.mark.parametrize("has_clients", [False, True])
-async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason(
+async def test_a_run_without_finite_updates_ends_with_the_reason(
     has_clients: bool,
 ) -> None:
     world = World(skip_from=2)
@@ -205,21 +205,21 @@ async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason(
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-async def test_engines_that_score_otherwise_three_times_in_a_row_end_the_run(
+async def test_engines_whose_scores_differ_three_times_in_a_row_end_the_run(
     max_lag: int,
 ) -> None:
     world = World(unequal_from=2)
     with pytest.raises(RunFailed, match=r"after 3 publications in a row; step 4: trainer and eng"):
         await make_loop(world, steps=100, max_lag=max_lag).run()
     assert [record.step for record in world.records] == [1, 2, 3, 4]
-    # Of each a notice, and the last step done is durable.
+    # Each of the steps has a notice, and the last step is committed.
     assert [notice[:6] for notice in world.notices] == ["step 2", "step 3", "step 4"]
     assert world.checkpoints[-1] == (4, "dir-4")
     assert world.records[0].value("logprob_check_max") is None
     assert world.records[1].value("logprob_check_ratio") == 5000
 
 
-async def test_a_run_of_which_nothing_can_be_merged_any_more_ends_with_the_reason() -> None:
+async def test_a_run_without_mergeable_trajectories_ends_with_the_reason() -> None:
     world = World(misalign_from=2)
     with pytest.raises(RunFailed, match=r"last 3 steps, up to step 4, .* an empty prompt;"):
         await make_loop(world, steps=100).run()
@@ -234,17 +234,17 @@ async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more(
     assert "cancel_all" not in world.calls
 
 
-async def test_a_run_that_gets_nowhere_leaves_its_last_step_durable_and_says_why() -> None:
+async def test_a_run_without_progress_commits_its_last_step_and_gives_the_reason() -> None:
     world = World(fail_from=1)
     with pytest.raises(RunFailed, match="reset: boom"):
         await make_loop(world, steps=100).run()
     assert world.published_versions == [1]
     assert world.checkpoints == [(1, "dir-1")]
-    # What is in flight stays so, to be played when the run is resumed.
+    # The open rollouts are not cancelled; they are played when the run is resumed.
     assert "cancel_all" not in world.calls
 
 
-async def test_a_stop_leaves_a_checkpoint_and_what_is_in_flight_in_flight() -> None:
+async def test_a_stop_commits_a_checkpoint_and_does_not_cancel_open_rollouts() -> None:
     world = World()
     loop = make_loop(world, steps=100)
 
@@ -260,7 +260,7 @@ async def test_a_stop_leaves_a_checkpoint_and_what_is_in_flight_in_flight() -> N
 
 
 @pytest.mark.parametrize("stage", ["build", "train"])
-async def test_a_step_that_outlasts_its_grace_is_given_up_and_the_one_before_is_committed(
+async def test_a_step_that_exceeds_the_grace_is_abandoned_and_the_previous_one_committed(
     stage: str,
 ) -> None:
     world = World(slow_at=(stage, 4))
@@ -273,7 +273,7 @@ async def test_a_step_that_outlasts_its_grace_is_given_up_and_the_one_before_is_
     assert "cancel_all" not in world.calls
 
 
-async def test_a_step_that_is_trained_within_its_grace_is_finished_and_committed() -> None:
+async def test_a_step_that_is_trained_within_the_grace_is_finished_and_committed() -> None:
     world = World()
     loop = make_loop(world, steps=100)
     world.on_publish = lambda version: loop.stop(grace_s=60.0) if version == 3 else None
@@ -283,7 +283,7 @@ async def test_a_step_that_is_trained_within_its_grace_is_finished_and_committed
     assert "abandon" not in world.calls
 
 
-async def test_an_evaluation_that_outlasts_the_grace_costs_its_step_nothing() -> None:
+async def test_an_evaluation_that_exceeds_the_grace_does_not_lose_its_step() -> None:
     world = World(slow_at=("evaluate", 2))
     loop = make_loop(world, steps=100)
     world.on_slow = lambda: loop.stop(grace_s=0.05)
@@ -292,13 +292,13 @@ async def test_an_evaluation_that_outlasts_the_grace_costs_its_step_nothing() ->
     assert world.checkpoints == [(2, "dir-2")]
 
 
-async def test_a_term_that_goes_on_before_the_first_step_does_not_evaluate_again() -> None:
+async def test_a_term_resumed_before_the_first_step_does_not_evaluate_again() -> None:
     world = World()
     await make_loop(world, steps=1, parent=committed(0)).run()
     assert world.calls_of("evaluate", "train") == ["train 1", "evaluate 2"]
 
 
-async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
+async def test_a_resumed_loop_continues_after_its_checkpoint() -> None:
     world = World()
     await make_loop(world, steps=3, parent=committed(2)).run()
     assert world.published_versions == [3]
@@ -306,14 +306,14 @@ async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
     assert world.checkpoints == [(3, "dir-3")]
 
 
-async def test_a_run_that_is_resumed_when_complete_changes_nothing_but_closes_it() -> None:
+async def test_a_complete_run_that_is_resumed_is_only_closed() -> None:
     world = World()
     await make_loop(world, steps=3, parent=committed(3, "dir-3")).run()
     assert world.published_versions == []
     assert world.checkpoints == [(3, "dir-3")]
 
 
-def test_a_replacement_plays_a_task_that_no_first_choice_plays() -> None:
+def test_a_replacement_has_a_task_that_is_the_first_choice_of_no_group() -> None:
     first = {task_index(OpenSlot(group_number=k, replacement=0)) for k in range(1000)}
     second = {task_index(OpenSlot(group_number=k, replacement=1)) for k in range(1000)}
     assert first == set(range(1000)) and not first & second
@@ -330,14 +330,12 @@ def paused(*parts: Pausable) -> Pauses:
     return pauses
 
 
-async def test_where_admission_is_paused_no_group_is_admitted_and_what_is_admitted_is_trained() -> (
-    None
-):
+async def test_while_admission_is_paused_only_admitted_groups_are_trained() -> None:
     world, pauses = World(), paused(Pausable.ADMISSION)
     loop = make_loop(world, pauses=pauses)
     await loop.run()
     assert world.tasks_given == {} and world.published_versions == [1, 2, 3]
-    # Where it ends in between, groups are admitted again.
+    # When the pause ends during the run, groups are admitted again.
     world = World(starve_from=0)
     loop = make_loop(world, pauses=pauses)
     running = asyncio.create_task(loop.run())
@@ -348,7 +346,7 @@ async def test_where_admission_is_paused_no_group_is_admitted_and_what_is_admitt
     await running
 
 
-async def test_an_admission_in_hand_is_waited_for_by_whoever_pauses() -> None:
+async def test_a_pause_waits_for_the_current_admission() -> None:
     gate = Gate()
     with gate.passing() as is_open:
         assert is_open
@@ -363,9 +361,7 @@ async def test_an_admission_in_hand_is_waited_for_by_whoever_pauses() -> None:
     await within(1.0, gate.until_open())
 
 
-async def test_where_training_is_paused_the_step_in_hand_is_finished_and_the_next_not_taken() -> (
-    None
-):
+async def test_a_pause_of_training_finishes_the_current_step_and_takes_no_other() -> None:
     world, pauses = World(), Pauses()
     loop = make_loop(world, pauses=pauses)
 
@@ -379,18 +375,18 @@ async def test_where_training_is_paused_the_step_in_hand_is_finished_and_the_nex
     await until(lambda: "record 1" in world.calls)
     await asyncio.sleep(0.02)
     assert world.num_taken == 1 and loop.step_in_hand is None
-    # A checkpoint can be asked for meanwhile, also twice, and is written once.
+    # During the pause a checkpoint can be requested twice and is written once.
     saves = await within(3.0, asyncio.gather(loop.checkpoint(), loop.checkpoint()))
     assert {(each.step, each.directory) for each in saves} == {(1, "dir-1")}
     assert world.calls_of("save", "commit ") == ["save 1", "commit 1"]
     pauses.remove(Pausable.TRAINING)
     await running
     assert world.published_versions == [1, 2, 3]
-    # What was paused is not counted as a wait for rollouts.
+    # The time of the pause does not count as waiting for rollouts.
     assert world.records[1].stages.collect < 0.02
 
 
-async def test_a_run_whose_training_is_paused_can_be_stopped() -> None:
+async def test_a_run_can_be_stopped_while_training_is_paused() -> None:
     world = World()
     loop = make_loop(world, pauses=paused(Pausable.TRAINING))
     running = asyncio.create_task(loop.run())
@@ -400,7 +396,7 @@ async def test_a_run_whose_training_is_paused_can_be_stopped() -> None:
     assert world.num_taken == 0
 
 
-async def test_where_generation_is_paused_a_steps_evaluation_is_left_out() -> None:
+async def test_while_generation_is_paused_no_evaluation_is_run() -> None:
     world = World()
     await make_loop(world, pauses=paused(Pausable.GENERATION)).run()
     assert world.published_versions == [1, 2, 3] and world.calls_of("evaluate") == []

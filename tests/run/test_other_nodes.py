@@ -1,4 +1,4 @@
-"""What travels to the nodes of a cluster, and what they are asked before a run starts there."""
+"""Tests of the files that are sent to other nodes, and of the checks of these nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shared(directory: Path, witness: Path, **named: Any) -> SharedPath:
     )
 
 
-def test_a_path_that_is_the_same_on_both_nodes_passes(tmp_path: Path) -> None:
+def test_a_path_with_the_same_content_on_both_nodes_passes(tmp_path: Path) -> None:
     witness = tmp_path / "seen"
     witness.write_text("a")
     assert find_unshared([shared(tmp_path, witness, is_written=True)]) is None
@@ -47,7 +47,7 @@ def test_a_path_that_is_the_same_on_both_nodes_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "of another run"])
-def test_a_directory_of_the_node_itself_is_no_shared_one(
+def test_a_directory_that_differs_between_nodes_is_refused(
     tmp_path: Path, content: str | None
 ) -> None:
     witness = tmp_path / "seen"
@@ -73,13 +73,13 @@ def test_a_shared_directory_that_cannot_be_written_is_refused(tmp_path: Path) ->
     assert find_unshared([shared(tmp_path / "gone", witness)]) is None
 
 
-def test_nothing_travels_for_an_environment_that_is_installed(tmp_path: Path) -> None:
+def test_no_files_are_sent_for_an_installed_environment(tmp_path: Path) -> None:
     assert shipped_files(config_with(), cwd=tmp_path) == {}
     installed = config_with(tasks={"environment": "yaml.nodes:Node"})
     assert shipped_files(installed, cwd=tmp_path) == {}
 
 
-def test_a_users_module_travels_with_its_directory_or_by_itself(
+def test_a_users_module_is_sent_with_its_directory_or_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "own_games"
@@ -97,7 +97,7 @@ def test_a_users_module_travels_with_its_directory_or_by_itself(
     ("environment", "option"),
     [("retrieval_qa", "corpus"), ("code_search", "root"), ("sql", "root")],
 )
-def test_data_of_options_travel_if_their_path_is_relative(
+def test_data_of_options_are_sent_if_their_path_is_relative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, option: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,11 +108,11 @@ def test_data_of_options_travel_if_their_path_is_relative(
 
     assert shipped("data", tmp_path) == str(tmp_path)
     assert shipped("../data", tmp_path) is None
-    # A path that is the same on every node, such as that of a shared file system.
+    # An absolute path is taken to be the same on every node, as on a shared file system.
     assert shipped(str(tmp_path / "data"), tmp_path) is None
 
 
-def test_a_task_file_travels_where_it_lies_in_the_working_directory(tmp_path: Path) -> None:
+def test_a_task_file_is_sent_if_it_is_in_the_working_directory(tmp_path: Path) -> None:
     inside = config_with(tasks={"environment": "guessing", "file": str(tmp_path / "t.jsonl")})
     assert shipped_files(inside, cwd=tmp_path)["working_dir"] == str(tmp_path)
     assert seen_from_afar(inside, cwd=tmp_path).tasks.file == Path("t.jsonl")
@@ -124,7 +124,7 @@ def test_a_task_file_travels_where_it_lies_in_the_working_directory(tmp_path: Pa
     assert seen_from_afar(inside, cwd=other).tasks.file == tmp_path / "t.jsonl"
 
 
-def test_a_reference_in_the_working_directory_is_named_from_the_root(tmp_path: Path) -> None:
+def test_a_reference_in_the_working_directory_gets_an_absolute_path(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     loss = {"kl": {"coefficient": 0.1, "estimator": "k3"}}
     for name, seen in (("base", str(tmp_path / "base")), ("hub/name", "hub/name")):
@@ -132,13 +132,13 @@ def test_a_reference_in_the_working_directory_is_named_from_the_root(tmp_path: P
         assert seen_from_afar(config, cwd=tmp_path).algorithm.reference == seen
 
 
-def test_a_cluster_without_room_is_refused_by_the_part_that_does_not_fit(cluster: None) -> None:
+def test_a_cluster_without_room_is_refused_with_the_part_that_does_not_fit(cluster: None) -> None:
     check_places(config_with())
     with pytest.raises(ConfigError, match=r"no room for the run: trainer rank \d+ of 50 asks for"):
         check_places(config_with(trainer={"num_ranks": 50}))
 
 
-def test_a_cluster_of_this_node_alone_is_asked_nothing(cluster: None, tmp_path: Path) -> None:
-    # The directory is not there: whoever looked would not find it.
+def test_a_cluster_of_a_single_node_is_not_checked(cluster: None, tmp_path: Path) -> None:
+    # The directory does not exist, so that a check would fail.
     check_other_nodes(config_with(), RunDir(path=tmp_path / "run"), model="hub/name")
     check_api_place(ServiceSettings())

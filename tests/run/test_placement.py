@@ -1,4 +1,4 @@
-"""Which nodes the parts of a run go to, and what is said when they do not fit."""
+"""Tests of the placement of a run's parts on nodes, and of the messages if they do not fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def node(number: int, role: Role | None = None, **resources: float) -> Node:
     )
 
 
-def test_a_laptop_asks_for_nothing_of_its_own() -> None:
+def test_a_single_node_without_roles_requests_no_role_resources() -> None:
     roles = roles_of([node(1, CPU=4)])
     assert [resources_of(role, roles) for role in ROLES if role != "rayloom_control"] == [
         {},
@@ -42,7 +42,7 @@ def test_a_laptop_asks_for_nothing_of_its_own() -> None:
     assert resources_of("rayloom_control", roles) == {"node:__internal_head__": SHARE}
 
 
-def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None:
+def test_only_roles_that_a_node_offers_are_requested() -> None:
     nodes = [node(1, CPU=4), node(2, "rayloom_inference", CPU=4), node(3, "rayloom_control")]
     roles = roles_of(nodes)
     assert resources_of("rayloom_inference", roles) == {"rayloom_inference": SHARE}
@@ -56,17 +56,17 @@ def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None
     )
 
 
-def test_a_role_whose_only_node_is_lost_is_waited_for() -> None:
+def test_a_role_whose_only_node_is_lost_is_still_requested() -> None:
     before = roles_of([node(1, CPU=4), node(2, "rayloom_trainer", CPU=4)])
     roles = roles_of([node(1, CPU=4)], before=before)
     assert resources_of("rayloom_trainer", roles) == {"rayloom_trainer": SHARE}
     assert "trainer on nodes that are awaited" in describe_places(roles, [node(1, CPU=4)])
 
 
-def test_engines_do_not_fit_where_only_the_sum_of_gpus_is_enough() -> None:
+def test_engines_do_not_fit_if_only_the_sum_of_gpus_is_enough() -> None:
     engines = {"num_replicas": 3, "gpus_per_replica": 2}
     config = config_with(inference=engines, trainer={"num_ranks": 2})
-    # Six GPUs are asked for, and six are there.
+    # The run requests six GPUs, and the nodes have six in total.
     fault = misfit(config, [node(1, CPU=8, GPU=3), node(2, CPU=8, GPU=3)])
     assert fault is not None
     assert fault.startswith("engine 3 of 3 asks for 1 CPU and 2 GPU, and no node has that left")
@@ -76,7 +76,7 @@ def test_engines_do_not_fit_where_only_the_sum_of_gpus_is_enough() -> None:
     assert misfit(config, three) is None
 
 
-def test_a_part_fits_only_where_its_role_is_offered() -> None:
+def test_a_part_fits_only_on_nodes_that_offer_its_role() -> None:
     config = config_with(trainer={"num_ranks": 2})
     roomy, small = node(1, CPU=64), node(2, "rayloom_trainer", CPU=1)
     fault = misfit(config, [roomy, small])
@@ -86,7 +86,7 @@ def test_a_part_fits_only_where_its_role_is_offered() -> None:
     assert misfit(config, [roomy, node(2, "rayloom_trainer", CPU=2)]) is None
 
 
-def test_large_parts_are_placed_before_small_ones_take_their_room() -> None:
+def test_large_parts_are_placed_before_small_ones() -> None:
     config = config_with(
         inference={"num_replicas": 1, "gpus_per_replica": 2},
         trainer={"num_ranks": 3, **GPU_RANKS},
@@ -95,6 +95,6 @@ def test_large_parts_are_placed_before_small_ones_take_their_room() -> None:
     assert misfit(config, [node(1, CPU=8, GPU=4)]) is not None
 
 
-def test_a_cluster_without_nodes_has_room_for_nothing() -> None:
+def test_a_cluster_without_nodes_has_no_room() -> None:
     fault = misfit(config_with(), [])
     assert fault is not None and "there is no node" in fault

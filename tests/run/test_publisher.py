@@ -1,4 +1,7 @@
-"""How long a published version is waited for: the board in this process, on a clock of the test."""
+"""Tests of the publisher: its waits for engines, and its log-probability checks.
+
+The board is in this process, and the clock is the test's.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ STEP_S = 5.0
 
 @dataclass
 class Handle:
-    """Calls a board of this process as Ray would."""
+    """A handle of a board in this process, with the interface of Ray."""
 
     board: WeightBoard
 
@@ -65,13 +68,13 @@ class Trainer:
         await board.publish.remote(term, version, [GROUP])
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Any:
-        """Of rows the token ids."""
+        """Return the targets of the rows as their scores, or `SCORES` without rows."""
         self.num_scored = [row.num_trained for row in rows]
         return np.concatenate([row.targets for row in rows]).astype(np.float32) if rows else SCORES
 
 
 class World:
-    """A board, one engine that holds version 0, and version 1, which is waited for."""
+    """A board with one engine that holds version 0, and a publisher that waits for version 1."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -79,7 +82,7 @@ class World:
         self.board = WeightBoard(clock=lambda: self.now)
         handle: Any = Handle(self.board)
         self.phases: list[PublishPhase] = []
-        """Entered so far."""
+        """The phases that were entered so far."""
         self.publisher = Publisher(
             cast(Any, self.trainer),
             handle,
@@ -102,12 +105,12 @@ class World:
         self.waiting = asyncio.ensure_future(self.publisher.wait_until_loaded(1))
 
     async def pass_time(self, seconds: float, do: Callable[[], Awaitable[None]]) -> None:
-        """Pass it in steps, at each of which something is done and all that waits looks again."""
+        """Advance the clock in steps; at each, call `do` and wake the waiting tasks."""
         end = self.now + seconds
         while self.now < end and not self.waiting.done():
             self.now += STEP_S
             await do()
-            # Wakes what waits at the board.
+            # This call wakes the tasks that wait at the board.
             await self.board.leave("nobody")
             for _ in range(50):
                 await asyncio.sleep(0)
@@ -115,7 +118,7 @@ class World:
     async def nothing(self) -> None: ...
 
     async def crash_in_each_start(self) -> None:
-        """A start of 20 s, of one engine after the other."""
+        """Report the starts of one engine after the other, each of which crashes after 20 s."""
         number, work = divmod(self.now, 20.0)
         await self.board.starting(f"replica-{number:.0f}", work)
 
@@ -133,12 +136,12 @@ async def world() -> AsyncIterator[World]:
     await asyncio.gather(world.waiting, return_exceptions=True)
 
 
-async def test_an_engine_that_is_away_for_minutes_in_a_publish_does_not_send_the_trainer_back(
+async def test_an_engine_may_be_away_for_minutes_during_a_publish(
     world: World,
 ) -> None:
     await world.pass_time(LIMIT_S - 60.0, world.nothing)
     assert not world.waiting.done() and (await world.board.status()).replicas == ()
-    # Whoever gets on with its start is waited for, however long it takes.
+    # The publisher waits for an engine as long as its start makes progress.
     work = 0.0
 
     async def start() -> None:
@@ -164,7 +167,7 @@ async def test_an_engine_that_is_away_for_minutes_in_a_publish_does_not_send_the
 
 
 @pytest.mark.parametrize("engine", ["nothing", "crash_in_each_start", "live_and_load_nothing"])
-async def test_engines_that_never_get_further_end_the_term(world: World, engine: str) -> None:
+async def test_engines_without_progress_end_the_term(world: World, engine: str) -> None:
     await world.pass_time(LIMIT_S - 60.0, getattr(world, engine))
     assert not world.waiting.done()
     await world.pass_time(LIMIT_S, getattr(world, engine))
@@ -175,11 +178,11 @@ async def test_engines_that_never_get_further_end_the_term(world: World, engine:
         await world.waiting
 
 
-async def test_engines_are_waited_for_while_ranks_are_replaced_and_no_longer(world: World) -> None:
+async def test_the_limit_for_engines_does_not_run_while_ranks_are_replaced(world: World) -> None:
     world.trainer.is_restarting = True
     await world.pass_time(2 * LIMIT_S, world.live_and_load_nothing)
     assert not world.waiting.done()
-    # As a new group does, of which the engines then get the version.
+    # A new group of ranks publishes the version again.
     await world.board.publish(1, 1, [GROUP])
     world.trainer.is_restarting = False
     await world.pass_time(LIMIT_S - 60.0, world.live_and_load_nothing)
@@ -189,13 +192,13 @@ async def test_engines_are_waited_for_while_ranks_are_replaced_and_no_longer(wor
 
 
 class CheckedWorld(World):
-    """With a text; the engine scores it as the trainer does, but for `off`."""
+    """A world with a text to check; the engine's scores differ from the trainer's by `off`."""
 
     def __init__(self, *, context: int = 3000) -> None:
         super().__init__()
         self.off = 0.0
         self.long_s = self.short_s = 0.0
-        """Seconds that the engine takes for a text, and for the beginning of it."""
+        """Seconds that the engine needs for the whole text, and for its beginning."""
         text = start_text(
             [], max_context_tokens=context, limit=None, is_on_cpu=True, vocab_size=50,
             temperatures=[0.7],
@@ -213,7 +216,7 @@ class CheckedWorld(World):
         )
 
     async def load(self, version: int, *, is_answered: bool = True) -> CheckText:
-        """Publish a version and have the engine load it. Returns: its publication's text."""
+        """Publish a version, have the engine load it, and return the text of the publication."""
         await self.publisher.publish(version)
         publication = await self.board.poll("a", None, None, 0.0)
         assert isinstance(publication, Publication) and publication.check is not None
@@ -251,7 +254,7 @@ class CheckedWorld(World):
         return text, await self.publisher.wait_until_loaded(version)
 
 
-async def test_a_start_compares_the_text_alone_packed_and_continued() -> None:
+async def test_the_check_at_the_start_compares_the_text_alone_packed_and_continued() -> None:
     world = CheckedWorld()
     check = await world.started()
     assert check is not None and not check.is_beyond and check.num_tokens == 3000
@@ -260,14 +263,14 @@ async def test_a_start_compares_the_text_alone_packed_and_continued() -> None:
     assert [each.num_scores for each in check.comparisons] == [2935, 2935, 64, 64]
 
 
-async def test_a_start_of_other_scores_is_beyond_the_bound() -> None:
+async def test_differing_scores_at_the_start_are_beyond_the_bound() -> None:
     world = CheckedWorld()
     world.off = 0.25
     check = await world.started()
     assert check is not None and check.is_beyond
 
 
-async def test_after_a_publication_the_far_end_is_scored_and_each_fourth_time_all_of_it() -> None:
+async def test_a_publication_scores_the_end_of_the_text_and_every_fourth_one_all_of_it() -> None:
     world = CheckedWorld()
     await world.started()
     first_scored = []
@@ -276,12 +279,12 @@ async def test_after_a_publication_the_far_end_is_scored_and_each_fourth_time_al
         assert text.token_ids.size == 2999 and text.num_sampled == 0
         assert world.trainer.num_scored == [2999 - text.first_scored]
         first_scored.append(text.first_scored)
-        # The record of the first step tells of the start too.
+        # The record of the first step includes the check of the start.
         assert check.num_tokens == (3000 if version == 1 else 2999)
     assert first_scored == [1975, 1975, 1975, 1, 1975, 1975, 1975, 1]
 
 
-async def test_a_check_takes_no_more_than_its_share_of_the_time() -> None:
+async def test_checks_take_no_more_than_their_share_of_the_time() -> None:
     world = CheckedWorld()
     await world.started()
     world.long_s = 1.0
@@ -290,12 +293,12 @@ async def test_a_check_takes_no_more_than_its_share_of_the_time() -> None:
         text, check = await world.try_step(version, seconds=5.0)
         sizes.append(text.token_ids.size)
         spent_s += 0.0 if check is None else check.seconds
-    # The start took no time. What the first one took is earned after 20 s, and so is the next one.
+    # The start took no time. Each long check is affordable 20 s after the one before.
     assert sizes == [2999, 0, 0, *[SHORT_TOKENS] * 4, 2999, *[SHORT_TOKENS] * 3, 2999]
     assert spent_s == COST_SHARE * world.now
 
 
-async def test_a_publication_that_cannot_afford_the_beginning_of_the_text_has_no_check() -> None:
+async def test_a_publication_without_time_for_a_short_check_has_none() -> None:
     world = CheckedWorld()
     world.long_s, world.short_s = 8.0, 0.5
     start = await world.started()
@@ -310,15 +313,15 @@ async def test_a_publication_that_cannot_afford_the_beginning_of_the_text_has_no
         if check is not None:
             found.append(check)
             spent_s += check.seconds
-        # All but the first costs what earlier ones have shown.
+        # The cost of every check but the first is known from earlier ones.
         assert spent_s <= max(0.5, COST_SHARE * world.now)
-    # Short checks take half of the time, and the long one has its turn after 300 s.
+    # Short checks take half of the time, and the long one is run after 300 s.
     assert sizes[:5] == [SHORT_TOKENS, 0, 0, 0, 0] and sizes.index(2999) == 59
     assert sizes.count(2999) == 1 and sizes.count(SHORT_TOKENS) == 24
     assert start is not None and found[0].num_tokens == start.num_tokens
 
 
-async def test_a_text_beyond_its_bound_is_checked_again_whatever_it_takes() -> None:
+async def test_a_text_beyond_its_bound_is_checked_again_whatever_the_cost() -> None:
     world = CheckedWorld()
     await world.started()
     world.long_s, world.off = 9.0, 0.5
@@ -335,7 +338,7 @@ async def test_a_text_beyond_its_bound_is_checked_again_whatever_it_takes() -> N
     assert sizes == [2999, 2999, 2999, 2999, 0]
 
 
-async def test_the_series_that_is_farthest_off_decides() -> None:
+async def test_the_engine_with_the_largest_difference_decides() -> None:
     world = CheckedWorld()
     await world.started()
     world.now += 10.0
@@ -347,7 +350,7 @@ async def test_the_series_that_is_farthest_off_decides() -> None:
     assert largest(check) == 2.0 and check is not None and check.is_beyond
 
 
-async def test_a_text_without_an_answer_in_time_is_shortened() -> None:
+async def test_a_text_that_no_engine_scored_in_time_is_shortened() -> None:
     world = CheckedWorld()
     await world.load(0, is_answered=False)
     assert await world.publisher.check_start(0) is None

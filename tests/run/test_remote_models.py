@@ -1,4 +1,4 @@
-"""Models at addresses: exported with a marker, and downloaded once for each content."""
+"""Tests of models at addresses: exported with a marker, and downloaded once per content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != MARKER}
 
 
-def test_an_export_at_an_address_is_a_model_for_a_run(tmp_path: Path, cache: Path) -> None:
+def test_an_export_to_an_address_can_be_the_model_of_a_run(tmp_path: Path, cache: Path) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
     url = f"file://{tmp_path}/remote/model"
     assert f"step 2, policy version 2, in {url}" in export_to_address(run_dir.path, url)
@@ -55,7 +55,7 @@ def test_a_directory_without_a_marker_is_downloaded_again_if_it_changes(
     second = fetched_model(url, key="model.path", tell=said.append)
     assert (first / "inner" / "part").read_text() == "1"
     assert (second / "inner" / "part").read_text() == "12" and len(said) == 2
-    # A marker whose digests are not those of the files.
+    # Write a marker whose digests differ from those of the files.
     (remote / MARKER).write_text(
         '{"format": 1, "files": {"config.json": [2, "0"]}, "note": {}}', encoding="utf-8"
     )

@@ -1,4 +1,4 @@
-"""A merge actor that dies under a call: made again, and what was made outlives it."""
+"""Tests of a merge actor that dies during a call: it is replaced, and its results remain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_merge(deaths: Path, told: list[str]) -> RestartableMerge:
     return RestartableMerge(start, on_restart=told.append)
 
 
-async def test_a_call_whose_actor_dies_is_made_again_and_what_was_made_outlives_the_actor(
+async def test_a_call_whose_actor_dies_is_repeated_and_results_outlive_the_actor(
     tmp_path: Path,
 ) -> None:
     deaths, told = tmp_path / "deaths", list[str]()
@@ -41,13 +41,13 @@ async def test_a_call_whose_actor_dies_is_made_again_and_what_was_made_outlives_
     merge.kill()
     for reference, value in ((rows, 7), (built.shards[0], 8)):
         np.testing.assert_array_equal(await reference, np.full(SIZE, value))
-    # Dead while nothing was asked of it.
+    # The actor was killed between two calls.
     assert (await merge.build(STEP, 9, (), ())).step == 1 and len(told) == 3
     merge.kill()
 
 
 @pytest.mark.chaos
-async def test_an_actor_that_dies_under_every_attempt_ends_the_term(tmp_path: Path) -> None:
+async def test_an_actor_that_dies_in_every_attempt_ends_the_term(tmp_path: Path) -> None:
     deaths, told = tmp_path / "deaths", list[str]()
     deaths.write_text("\n".join("x" * MAX_ATTEMPTS))
     merge = make_merge(deaths, told)

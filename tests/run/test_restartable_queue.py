@@ -1,4 +1,4 @@
-"""The handle of a real queue that dies: what the loop knows holds, the rest is played again."""
+"""Tests of the handle of a real queue that dies: known results hold, the rest is played again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = queue_settings(groups_per_step=2, max_lag=1, window_groups=2)
 
 @dataclass
 class Notebook:
-    """The recorder, as far as the handle calls it."""
+    """A recorder with the methods that the handle calls."""
 
     seen: list[LedgerEvent] = field(default_factory=list)
     summaries: list[TrajectorySummary] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Notebook:
 
 
 async def started(notebook: Any) -> tuple[RestartableQueue, int]:
-    """A queue of steps of two groups, and its process."""
+    """Start a queue with two groups per step; return its handle and its process id."""
     queue = RestartableQueue(SETTINGS, None, recorder=notebook)
     await queue.open()
     pid: int = await queue.actor.__ray_call__.remote(lambda _: os.getpid())
@@ -57,7 +57,7 @@ async def started(notebook: Any) -> tuple[RestartableQueue, int]:
 
 
 async def fill(queue: RestartableQueue, *, first_task: int = 0) -> int:
-    """Group number k plays task first_task + k."""
+    """Admit all groups that fit, and return their number; group k plays task first_task + k."""
     slots = await queue.admissible(0.0)
     await queue.admit(
         [
@@ -83,19 +83,19 @@ async def finalise(queue: RestartableQueue, step: StepInput) -> None:
     await queue.set_loaded_version(step.step)
 
 
-def test_a_step_in_hand_is_finalised_by_the_queue_that_comes_after_the_one_that_took_it() -> None:
+def test_the_next_queue_finalises_a_step_that_the_dead_one_took() -> None:
     async def story() -> None:
         notebook = Notebook()
         queue, pid = await started(notebook)
         player = Player.remote(queue.actor, "player")
         assert await fill(queue) == 4
-        # Steps 1 and a half: three rollouts more are finished, and the last one is being played.
+        # Finish four rollouts for step 1; four more are being played when the queue dies.
         assert await play(player, 4) == [True] * 4
         step = await queue.take_step(LIMIT_S)
         assert step is not None and step.step == 1
         await player.take.remote(4, LIMIT_S)
         os.kill(pid, signal.SIGKILL)
-        # The loop's own calls in any order, all at once.
+        # Make calls of the loop concurrently, in any order.
         await asyncio.gather(finalise(queue, step), queue.cut(), queue.cut(), queue.stats())
         assert notebook.parts == ["queue"]
         assert (await queue.stats()).ledger.trained == 4
@@ -109,7 +109,7 @@ def test_a_step_in_hand_is_finalised_by_the_queue_that_comes_after_the_one_that_
         await queue.cancel_all()
         ledger = (await queue.stats()).ledger
         assert (ledger.admitted, ledger.trained, ledger.num_evicted) == (12, 8, 4)
-        # Every event once, in order: nothing that the recorder has comes again, nothing is missing.
+        # The recorder has every event once and in order.
         assert [event.seq for event in notebook.seen] == list(range(24))
         exits = Counter(e.rollout_id for e in notebook.seen if e.kind is not ADMITTED)
         assert len(exits) == 12 and set(exits.values()) == {1}
@@ -130,7 +130,7 @@ def test_a_step_whose_payloads_died_with_the_queue_is_played_again() -> None:
         step = await queue.take_step(LIMIT_S)
         assert step is not None
         os.kill(pid, signal.SIGKILL)
-        # As the merge actor finds it: one block is gone, and with it all.
+        # Report one lost block, as the merge actor does; all blocks died with the queue.
         await queue.replay_lost(step.rollout_ids[:1])
         assert await queue.take_step(0.0) is None
         assert await play(Player.remote(queue.actor, "other"), 4) == [True] * 4
@@ -142,7 +142,7 @@ def test_a_step_whose_payloads_died_with_the_queue_is_played_again() -> None:
     asyncio.run(story())
 
 
-def test_a_call_that_is_given_up_holds_up_none_of_those_that_follow() -> None:
+def test_a_cancelled_call_does_not_delay_later_calls() -> None:
     async def story() -> None:
         queue, _ = await started(Notebook())
         while await fill(queue):
@@ -155,14 +155,14 @@ def test_a_call_that_is_given_up_holds_up_none_of_those_that_follow() -> None:
         await asyncio.sleep(0.5)
         async with asyncio.timeout(LIMIT_S):
             await queue.cut()
-        # The call that was given up had made one too.
+        # The cancelled call had made a cut too.
         assert queue._cuts.num_kept == num_kept + 2
         queue.kill()
 
     asyncio.run(story())
 
 
-def test_the_next_queue_and_the_next_run_have_the_tasks_with_their_data() -> None:
+def test_the_next_queue_and_a_resumed_run_have_the_tasks_with_their_data() -> None:
     expected = {number: make_task(number) for number in range(4)} | {1: make_task(101)}
 
     async def played(queue: RestartableQueue) -> dict[int, Task]:
@@ -179,7 +179,7 @@ def test_the_next_queue_and_the_next_run_have_the_tasks_with_their_data() -> Non
         cut = await queue.cut()
         assert await played(queue) == expected
         assert {group.number: group.task for group in cut.groups} == expected
-        # Nothing has changed since, and a cut is as whole as the first one.
+        # A cut without changes is as complete as the first one.
         await queue.cut()
         assert (await queue.cut()).groups == (await queue.cut()).groups != ()
         queue.kill()
@@ -192,7 +192,7 @@ def test_the_next_queue_and_the_next_run_have_the_tasks_with_their_data() -> Non
     asyncio.run(story())
 
 
-def test_a_queue_that_is_ended_for_good_is_lost() -> None:
+def test_a_killed_queue_is_lost() -> None:
     async def story() -> None:
         queue, _ = await started(Notebook())
         queue.kill()
@@ -202,7 +202,7 @@ def test_a_queue_that_is_ended_for_good_is_lost() -> None:
     asyncio.run(story())
 
 
-def test_a_frozen_queue_goes_on_when_it_wakes() -> None:
+def test_a_frozen_queue_continues_when_it_wakes() -> None:
     async def story() -> None:
         notebook = Notebook()
         queue, pid = await started(notebook)
@@ -218,9 +218,7 @@ def test_a_frozen_queue_goes_on_when_it_wakes() -> None:
     asyncio.run(story())
 
 
-def test_a_queue_that_dies_while_nothing_is_to_be_handed_out_is_followed_by_one_that_holds() -> (
-    None
-):
+def test_the_successor_of_a_held_queue_hands_out_nothing_either() -> None:
     async def story() -> None:
         queue, pid = await started(Notebook())
         await queue.hold(True)

@@ -1,4 +1,4 @@
-"""A trainer that loses its ranks, over groups whose weights are the list of what they trained."""
+"""Tests of a trainer that loses its ranks, with fakes whose weights list the trained steps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from service.run.restartable_trainer import MAX_RESTARTS, RestartableTrainer
 
 @dataclass
 class Disk:
-    """What all groups share: checkpoints by path, what engines were given, planned losses."""
+    """The state that all groups share: checkpoints by path, publications, and planned losses."""
 
     checkpoints: dict[Path, list[str]] = field(default_factory=dict)
     published: list[tuple[int, str]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     lose_at: list[str] = field(default_factory=list)
-    """Calls that lose the group, each once."""
+    """Calls during which the group is lost, each once."""
     drift: bool = False
-    """Whether every group computes other bits."""
+    """Whether the weights of every group differ in their bits."""
     serves_engines: bool = False
     told: list[str] = field(default_factory=list)
     looks: list[Sequence[int]] = field(default_factory=list)
@@ -146,7 +146,7 @@ async def checkpoint(trainer: RestartableTrainer, step: int) -> None:
     await trainer.committed(step, path)
 
 
-async def test_the_steps_since_the_checkpoint_are_trained_again_in_order_and_nothing_is_published(
+async def test_steps_since_the_checkpoint_are_trained_again_and_not_published(
 ) -> None:  # fmt: skip
     disk = Disk()
     trainer = await started(disk)
@@ -163,7 +163,7 @@ async def test_the_steps_since_the_checkpoint_are_trained_again_in_order_and_not
     assert "at version 4" in disk.told[0] and "2 steps trained again" in disk.told[0]
 
 
-async def test_whoever_waits_for_the_ranks_weights_sees_that_they_are_being_replaced() -> None:
+async def test_is_restarting_is_set_while_ranks_are_replaced() -> None:
     disk, seen = Disk(lose_at=["step a"]), []
     trainer = RestartableTrainer(
         disk.make_group,
@@ -179,7 +179,7 @@ async def test_whoever_waits_for_the_ranks_weights_sees_that_they_are_being_repl
     assert seen == [True] and not trainer.is_restarting
 
 
-async def test_new_ranks_offer_the_version_again_where_engines_get_it_from_the_ranks() -> None:
+async def test_new_ranks_publish_the_version_again_if_they_serve_the_engines() -> None:
     disk = Disk(serves_engines=True)
     trainer = await started(disk)
     await train(trainer, "a")
@@ -189,7 +189,7 @@ async def test_new_ranks_offer_the_version_again_where_engines_get_it_from_the_r
 
 
 @pytest.mark.parametrize("call", ["publish 2", "check_logprobs", "finish_save", "check_alive"])
-async def test_whatever_call_meets_the_loss_is_made_again(call: str) -> None:
+async def test_the_call_that_detects_the_loss_is_repeated(call: str) -> None:
     disk = Disk()
     trainer = await started(disk)
     await train(trainer, "a")
@@ -200,12 +200,12 @@ async def test_whatever_call_meets_the_loss_is_made_again(call: str) -> None:
         while len(disk.looks) < 2:
             await asyncio.sleep(0.01)
         watching.cancel()
-        # The lost group has no rank to show; its successor, which is number 1, has.
+        # The lost group reports no ranks; its successor, which is number 1, does.
         assert disk.looks == [(), (1,)] and len(disk.told) == 1
     await publish(trainer)
     await trainer.begin_save(2, term=1)
     if call == "finish_save":
-        # Not made again: what it would have written is not committed, and the next one is.
+        # A save is not repeated: the lost one is not committed, and the next one is.
         assert await trainer.finish_save() is None
         await trainer.begin_save(2, term=1)
     assert await trainer.finish_save() == Path("step-2")
@@ -213,7 +213,7 @@ async def test_whatever_call_meets_the_loss_is_made_again(call: str) -> None:
     assert disk.published[-1] == (2, "a,b") and trainer.version == 2
 
 
-async def test_a_trainer_that_dies_again_and_again_at_one_step_ends_the_term() -> None:
+async def test_a_trainer_that_dies_repeatedly_at_one_step_ends_the_term() -> None:
     disk = Disk(lose_at=["step b"] * (MAX_RESTARTS + 1))
     trainer = await started(disk)
     await train(trainer, "a")
@@ -228,7 +228,7 @@ async def test_a_trainer_that_dies_again_and_again_at_one_step_ends_the_term() -
     assert disk.published[-1] == (3, "a,b,c")
 
 
-async def test_beyond_the_bound_the_loss_ends_the_term_until_the_next_checkpoint() -> None:
+async def test_a_loss_ends_the_term_if_too_many_bytes_were_kept_since_the_checkpoint() -> None:
     disk = Disk()
     trainer = await started(disk, max_kept_bytes=25)
     await train(trainer, "a", "b", "c")
@@ -270,7 +270,7 @@ async def ask_for_checkpoint(trainer: RestartableTrainer) -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_for_step, ask_for_checkpoint])
-async def test_other_bits_are_the_next_version_and_published_before_anything_else(
+async def test_weights_with_other_bits_are_published_as_the_next_version_first(
     ask: Callable[[RestartableTrainer], Any],
 ) -> None:
     disk = Disk(drift=True)
@@ -286,7 +286,7 @@ async def test_other_bits_are_the_next_version_and_published_before_anything_els
     assert disk.published[-2:] == [(2, "a by 0,b by 0"), (3, "a by 1,b by 1")]
     await train(trainer, "c")
     assert trainer.version == 4
-    # And again: the step after the republication is trained under its own number.
+    # At a second loss, the step after the republication keeps its own version number.
     disk.groups[1].is_killed = True
     with pytest.raises(WeightsMoved, match="version 5"):
         await trainer.step(["d"])
@@ -294,7 +294,7 @@ async def test_other_bits_are_the_next_version_and_published_before_anything_els
     assert disk.groups[2].renumbered == [0, 3, 5] and trainer.republished == (3, 5)
 
 
-async def test_bits_that_no_engine_has_seen_need_no_second_version() -> None:
+async def test_weights_that_no_engine_has_loaded_need_no_second_version() -> None:
     disk = Disk(drift=True)
     trainer = await started(disk)
     await train(trainer, "a")
@@ -303,7 +303,7 @@ async def test_bits_that_no_engine_has_seen_need_no_second_version() -> None:
     await trainer.check_logprobs()
     await publish(trainer)
     assert disk.published[-1] == (2, "a by 1,b by 1")
-    # One that dies in the middle of a publish may have been seen.
+    # An engine may have loaded the version of a group that dies during a publish.
     disk.lose_at.append("publish 3")
     await trainer.step(["c"])
     with pytest.raises(WeightsMoved, match="version 4"):
@@ -314,7 +314,7 @@ async def test_bits_that_no_engine_has_seen_need_no_second_version() -> None:
 
 @dataclass
 class Publisher:
-    """Brings what the trainer gives out to engines that load at once."""
+    """A publisher whose engines load every version at once."""
 
     world: World
     trainer: RestartableTrainer
@@ -334,7 +334,7 @@ class Publisher:
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize("drift", [False, True])
-async def test_a_run_whose_ranks_die_between_and_in_steps_trains_each_step_once(
+async def test_a_run_whose_ranks_die_between_and_during_steps_trains_each_step_once(
     drift: bool, max_lag: int
 ) -> None:
     disk, world = Disk(drift=drift), World()

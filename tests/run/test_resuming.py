@@ -1,4 +1,4 @@
-"""Resuming: a moved run, another spelling of its path, damage, and what is done already."""
+"""Tests of resuming and exporting a run: moved, finished, damaged or of another format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from service.store.submissions import SubmissionStore, packed
 
 
 def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
-    """A run's directory with committed checkpoints."""
+    """Create the directory of a run with committed checkpoints."""
     place = RunDir(path=path)
     path.mkdir()
     place.config_file.write_text(yaml.safe_dump(SMALL))
@@ -62,7 +62,7 @@ def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
     return place
 
 
-def test_the_temperature_stays_while_turns_or_uploads_of_it_wait(tmp_path: Path) -> None:
+def test_the_temperature_cannot_change_while_stored_turns_wait(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run")
     own = load_config(place.config_file)
     temperature = own.rollouts.temperature
@@ -120,7 +120,7 @@ def prune(checkpoints: Path, store: RunStore, term: int) -> None:
         prune_directories(checkpoints, kept)
 
 
-def test_a_run_has_one_path_however_it_is_spelt(tmp_path: Path) -> None:
+def test_a_run_has_one_path_whatever_its_spelling(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert RunDir(path=tmp_path / "link") == RunDir(path=tmp_path / "x" / ".." / "run")
@@ -137,7 +137,7 @@ def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -> None
     assert names(place) == ["step-000003-t1", "step-000004-t2"]
 
 
-def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
+def test_nothing_is_pruned_before_a_commit_or_if_all_kept_checkpoints_are_missing(
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run")
@@ -151,16 +151,16 @@ def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
     assert len(names(place)) == 3
 
 
-def test_a_prune_that_was_cut_short_is_finished_by_the_next_and_what_is_ahead_stays(
+def test_an_interrupted_prune_is_finished_and_newer_directories_are_kept(
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run")
     store = RunStore(place.database_url)
-    # As rmtree leaves it when it is killed: the manifest is gone, a shard is there.
+    # Leave the directory as a killed rmtree does: without the manifest, with a shard.
     (place.checkpoints / "step-000001-t1" / MANIFEST).unlink()
     (place.checkpoints / "step-000001-t1" / "rank-0.pt").touch()
     write_checkpoint(place, 9)
-    # Of a term that begins while this one prunes, and goes on from step 3.
+    # A term that begins while this one prunes continues from step 3.
     (place.checkpoints / "step-000003-t2").mkdir()
     prune(place.checkpoints, store, 1)
     kept = ["step-000002-t1", "step-000003-t1", "step-000003-t2", "step-000009-t1"]
@@ -180,7 +180,7 @@ def test_the_inputs_of_refused_updates_are_bounded(tmp_path: Path) -> None:
     assert len(kept) == KEPT_SKIPPED and kept[0] == "step-000005-rank-0.npz"
 
 
-def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named(
+def test_the_newest_readable_checkpoint_is_used_and_damaged_ones_are_named(
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run", steps=(2, 4, 6, 8))
@@ -197,7 +197,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named
     assert "going back to step-000004-t1, steps 5 to 8 are trained again" in told
 
 
-def test_a_checkpoint_is_named_by_its_directory_or_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_named_by_its_directory_or_step(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run", steps=(2, 4))
     for name in ("2", "step-000002-t1"):
         assert named_checkpoint(place, name).step == 2
@@ -213,16 +213,16 @@ def test_a_checkpoint_is_named_by_its_directory_or_its_step(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("evaluations", "rewards", "best"),
     [
-        # By the evaluation of the step, whatever the training's reward.
+        # Ranked by the evaluation of the step, whatever the training reward.
         ({2: 0.3, 4: 0.9, 6: 0.5, 8: 0.1}, {2: 1.0, 4: 0.0}, [4, 6]),
-        # Without one by the training's; of equal ones the newer.
+        # Without an evaluation ranked by the training reward; among equals the newer is better.
         ({}, {2: 0.7, 4: 0.2, 6: 0.7, 8: 0.1}, [2, 6]),
-        # What was evaluated comes first.
+        # Steps with an evaluation are better than those without one.
         ({4: 0.1}, {2: 0.9, 4: 0.2, 6: 0.8, 8: 0.3}, [2, 4]),
         ({2: None, 4: None}, {}, []),
     ],
 )
-def test_the_best_checkpoints_are_kept_beside_the_newest(
+def test_the_best_checkpoints_are_kept_with_the_newest(
     tmp_path: Path,
     evaluations: dict[int, float | None],
     rewards: dict[int, float],
@@ -234,7 +234,7 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(
     for step in (2, 4, 6, 8):
         if step in evaluations:
             store.add_evaluation(evaluation_record(step, reward=evaluations[step]), term=term)
-        # What an operator asked for, and another set, say nothing of it.
+        # Evaluations that an operator requested, or of another set, do not count.
         of_others = evaluation_record(step, reward=5.0 - step)
         store.add_evaluation(replace(of_others, is_scheduled=False), term=term)
         store.add_evaluation(replace(of_others, name="hard"), term=term)
@@ -259,7 +259,7 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(
     assert store.acquire_lease(owner="c", returns_to=oldest.directory).parent == oldest
 
 
-def test_a_checkpoint_from_before_a_collapse_stays_beside_the_newest(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_a_collapse_is_kept_with_the_newest(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run", steps=())
     store = RunStore(place.database_url)
     term = store.acquire_lease(owner="b").term
@@ -277,7 +277,7 @@ def test_a_checkpoint_from_before_a_collapse_stays_beside_the_newest(tmp_path: P
     assert kept(3) == [60, 55, 5]
 
 
-def test_where_no_checkpoint_is_left_the_run_is_refused_before_anything_starts(
+def test_a_run_without_readable_checkpoints_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run")
@@ -290,7 +290,7 @@ def test_where_no_checkpoint_is_left_the_run_is_refused_before_anything_starts(
         export_checkpoint(place.path, tmp_path / "out")
 
 
-def test_a_finished_run_is_said_to_be_done_without_starting(
+def test_a_finished_run_is_reported_as_done_without_starting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = make_run(tmp_path / "run")
@@ -298,12 +298,12 @@ def test_a_finished_run_is_said_to_be_done_without_starting(
     assert resume(place, run={"steps": 3}) == EXIT_OK
     assert "all 3 steps are done already" in capsys.readouterr().out
     assert finished_step(place, steps=4) is None
-    # Without its report the run has that to write still.
+    # A run whose last step is not in its report has not finished.
     place.summary_file.write_text('{"steps": 2}')
     assert finished_step(place, steps=3) is None
 
 
-def test_a_run_whose_disk_cannot_be_written_is_refused_before_anything_starts(
+def test_a_run_on_a_disk_without_space_or_write_access_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "disk").mkdir()
@@ -327,7 +327,7 @@ def test_a_run_whose_disk_cannot_be_written_is_refused_before_anything_starts(
             resume(place, tmp_path)
         with pytest.raises(ConfigError, match=rf"the directory {cut_off.path} cannot be written"):
             check_resumable(cut_off, load_config(small_config(tmp_path)))
-        # Nothing is left to do there.
+        # A finished run has nothing to write.
         assert resume(place, tmp_path, run={"steps": 3}) == EXIT_OK
         assert "all 3 steps are done already" in capsys.readouterr().out
 
@@ -368,7 +368,7 @@ def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
         ({"min_group_size": 3}, "min_group_size is 3, the run has 2; expected at most as many"),
     ],
 )
-def test_settings_that_stored_groups_rest_on_cannot_change(
+def test_settings_that_stored_groups_depend_on_cannot_change(
     tmp_path: Path, change: dict[str, int], words: str
 ) -> None:
     place = make_run(tmp_path / "run")
@@ -380,7 +380,7 @@ def test_settings_that_stored_groups_rest_on_cannot_change(
     assert "use the run's own configuration" in str(refusal.value)
 
 
-def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> None:
+def test_settings_that_no_stored_data_depend_on_may_change(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run")
     changed = small_config(
         tmp_path,
@@ -410,11 +410,11 @@ def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [1, 8, tables.FORMAT - 1, tables.FORMAT + 1])
-def test_the_checkpoint_to_export_is_found_in_a_database_of_any_format(
+def test_export_finds_the_checkpoint_in_a_database_of_any_format(
     tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = make_run(tmp_path / "run")
-    # Complete, but of no commit.
+    # This checkpoint is complete, but not committed.
     write_checkpoint(place, 4)
     store = RunStore(place.database_url)
     with write_under_way(store) as connection:
@@ -435,7 +435,7 @@ def test_the_checkpoint_to_export_is_found_in_a_database_of_any_format(
     assert len(before) == place.database_file.stat().st_size
 
 
-def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
+def test_an_export_from_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="which is not a run or checkpoint"):
             export_checkpoint(place, tmp_path / "out")
@@ -444,7 +444,7 @@ def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
         export_checkpoint(tmp_path, tmp_path / "out")
 
 
-def test_an_export_of_a_run_with_an_empty_database_takes_the_newest_complete_checkpoint(
+def test_export_uses_the_newest_complete_checkpoint_if_the_database_is_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = make_run(tmp_path / "run")
@@ -456,7 +456,7 @@ def test_an_export_of_a_run_with_an_empty_database_takes_the_newest_complete_che
         checkpoint_of(place.path, command="export")
 
 
-def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
+def test_newest_usable_is_none_without_commits(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run", steps=())
     commits = RunStore(place.database_url).checkpoints()
     assert newest_usable(place.checkpoints, commits) is None
@@ -464,7 +464,7 @@ def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
         RunStore(f"sqlite:///{tmp_path / 'missing' / 'rayloom.db'}")
 
 
-def test_a_run_goes_on_without_torch_in_the_command_and_the_supervisor(
+def test_a_run_is_resumed_without_torch_in_the_command_and_the_supervisor(
     tmp_path: Path, model: str
 ) -> None:
     place = make_run(tmp_path / "run")
@@ -478,5 +478,5 @@ def test_a_run_goes_on_without_torch_in_the_command_and_the_supervisor(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # Its own model, although its settings are not those of the configuration.
+    # The run has its own model, although the configuration has other settings for it.
     assert done.stdout.splitlines() == [str(place.tiny_model), ""]

@@ -1,4 +1,4 @@
-"""The host on Ray Serve stays, whatever becomes of the run, and says why it is down."""
+"""Tests that the host on Ray Serve outlives a failed start of the run and gives the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path, quick: None) -> Iterator[RunHost]:
-    """Of a run whose directory is taken by something else."""
+    """Return the host of a run whose directory is a file, so that it cannot start."""
     (tmp_path / "run").write_text("a file")
     config = load_config(small_config(tmp_path))
     host = RunHost(config, RunDir(path=tmp_path / "run"), StoreOptions())
@@ -46,20 +46,20 @@ def wait_for(host: RunHost, words: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_start_that_is_refused_is_told_and_tried_again(host: RunHost, tmp_path: Path) -> None:
+def test_a_refused_start_is_reported_and_tried_again(host: RunHost, tmp_path: Path) -> None:
     wait_for(host, "the start is refused: run directory ")
     host.check_health()
     address = ray.get(host._endpoint.address.remote(), timeout=LIMIT_S)
     with urllib.request.urlopen(address, timeout=LIMIT_S) as reply:
         assert 'rayloom_run_phase{phase="refused",run="small"} 1.0' in reply.read().decode()
-    # Another cause now, which shows that it has been tried again.
+    # Another cause shows that the start has been tried again.
     (tmp_path / "run").unlink()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "of a stranger").touch()
     wait_for(host, "of a stranger")
 
 
-def test_a_port_of_the_metrics_that_is_taken_is_told_and_tried_again(
+def test_a_metrics_port_in_use_is_reported_and_tried_again(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_host, "PORT_LIMIT_S", 0.2)
@@ -71,7 +71,7 @@ def test_a_port_of_the_metrics_that_is_taken_is_told_and_tried_again(
         config = load_config(small_config(tmp_path, metrics={"port": port}))
         host = RunHost(config, RunDir(path=tmp_path / "run"), StoreOptions())
         wait_for(host, f"the start is refused: metrics.port: 127.0.0.1:{port} cannot be opened")
-    # Then its own endpoint has the port, and is in nobody's way.
+    # After that its own endpoint has the port, which is not an error.
     wait_for(host, "the start is refused: run directory ")
     host.__del__()
     ray.kill(host._endpoint)

@@ -1,4 +1,4 @@
-"""Supervised training of the tiny model on real ranks: its losses, and a training that resumes."""
+"""Tests of supervised training of the tiny model on real ranks, also when it is resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_of(model: str) -> SftConfig:
 
 
 def sums(model: str) -> list[tuple[Sample, ...]]:
-    """Thirty chats of one system message; with eight in a step, an epoch has four steps."""
+    """Return thirty chats with one system message; with eight per step, an epoch has four steps."""
     tokenizer = load_tokenizer(model)
     encoder = ChatEncoder(tokenizer, stop_token_ids=[tokenizer.eos_token_id or 0])
     return [
@@ -48,11 +48,11 @@ def sums(model: str) -> list[tuple[Sample, ...]]:
 
 
 class Crash(Exception):
-    """Stands for the end of the process in the middle of a training."""
+    """An error that simulates the end of the process during a training."""
 
 
 async def train(model: str, directory: Path, *, stop_at: int = 0, crash_at: int = 0) -> Path | None:
-    """Start a training. stop_at, crash_at: the step after which it is stopped or crashes."""
+    """Run a training. stop_at, crash_at: the step after which it is stopped or crashes."""
     lines: list[str] = []
 
     def tell(line: str) -> None:
@@ -104,11 +104,11 @@ async def test_a_resumed_training_has_the_same_losses(model: str, tmp_path: Path
     assert await train(model, cut, stop_at=6) is None
     assert complete_checkpoints(cut / "checkpoints")[0].name == "step-000006-t2"
     assert losses(cut) == found[:6]
-    # A line that the disk has damaged is removed, and is no reason not to resume.
+    # A line that the disk has damaged is removed, and does not prevent resuming.
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('\0\0\0\n{"loss": 1}\n[]\n')
     assert await train(model, cut) == cut / "checkpoints" / "step-000012-t3"
     assert losses(cut) == found
-    # All steps are done: the last checkpoint is the result again.
+    # When all steps are done, the result is the last checkpoint again.
     assert await train(model, cut) == cut / "checkpoints" / "step-000012-t3"
     assert losses(cut) == found

@@ -1,4 +1,4 @@
-"""A run goes on with the tasks and the modules that it began with."""
+"""Tests that a run is resumed only with the tasks, modules and model that it began with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(directory: Path, answers: list[str]) -> None:
 
 
 def config_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **tasks: Any) -> Config:
-    """As a command that is started there reads it."""
+    """Return the configuration as a command reads it that is started in the directory."""
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "path", [str(directory), *sys.path])
     sys.modules.pop("sources_rewards", None)
@@ -45,7 +45,7 @@ def config_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **tasks: Any) ->
     return parse_config({"model": {"tiny": {}}, "tasks": asked}, source="test")
 
 
-def test_a_run_that_external_agents_play_has_no_functions() -> None:
+def test_a_run_of_external_agents_has_no_modules() -> None:
     tasks = {"environment": "session", "evaluation_tasks": 0}
     config = parse_config({"model": {"tiny": {}}, "tasks": tasks}, source="test")
     assert sources_of(config).modules == {}
@@ -58,7 +58,7 @@ def test_other_data_and_other_modules_of_the_same_names_are_refused(
     write(tmp_path / "mine", ["1", "2"])
     began = sources_of(config_in(tmp_path / "mine", monkeypatch))
     write_sources(file, began)
-    # The same rows in another order, and a function that was edited in its place.
+    # The same rows, and a function that was edited in the same file, are accepted.
     write(tmp_path / "mine", ["1", "2"])
     (tmp_path / "mine" / "sources_rewards.py").write_text("def score(completion): return 2.0\n")
     again = sources_of(config_in(tmp_path / "mine", monkeypatch))
@@ -79,7 +79,7 @@ def test_other_data_and_other_modules_of_the_same_names_are_refused(
         check_sources(file, other)
 
 
-def test_a_run_that_was_moved_goes_on_with_the_rows_and_functions_that_it_stores(
+def test_a_moved_run_uses_the_rows_and_functions_that_it_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(run: Path) -> tuple[Config, Sources]:
@@ -103,7 +103,7 @@ def test_a_run_that_was_moved_goes_on_with_the_rows_and_functions_that_it_stores
         check_sources(place / "sources.json", sources)
         assert config.tasks.dataset == f"{place.name}/functions/rows.jsonl"
         assert sources.modules["sources_rewards"].startswith(str(place))
-    # The path at the start counts as long as it is that of a file.
+    # The original path is used as long as a file exists there.
     (moved.parent / "run" / "functions").mkdir(parents=True)
     write(moved.parent / "run" / "functions", ["3"])
     mine = moved.parent / "run" / "functions" / "rows.jsonl"
@@ -114,7 +114,7 @@ def test_a_run_that_was_moved_goes_on_with_the_rows_and_functions_that_it_stores
     monkeypatch.chdir(tmp_path)
     check_new(RunDir(path=moved))
     monkeypatch.chdir(moved.parent)
-    # A data set of the user in a directory of this name is another file.
+    # The original path is kept if the stored file does not exist.
     (moved / "functions" / "rows.jsonl").unlink()
     assert load_config(moved / "config.yaml").tasks.dataset == "run/functions/rows.jsonl"
 
@@ -127,7 +127,7 @@ def test_a_run_that_was_moved_goes_on_with_the_rows_and_functions_that_it_stores
         "{here}/runtime_resources/working_dir_files/_ray_pkg_0123/game.py",
     ],
 )
-def test_what_is_installed_or_unpacked_by_ray_may_move(
+def test_modules_that_are_installed_or_unpacked_by_ray_may_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_what_is_installed_or_unpacked_by_ray_may_move(
     check_sources(tmp_path / "sources.json", Sources(tasks="", modules={"game": "/elsewhere"}))
 
 
-def test_the_scripts_of_mcp_servers_are_the_runs_too(
+def test_the_scripts_of_mcp_servers_must_stay_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(place: Path) -> Sources:
@@ -175,7 +175,7 @@ def test_a_model_whose_chat_template_or_tokenizer_changed_is_refused(
     write_sources(file, began)
     # The weights are not compared.
     (model / "model.safetensors").write_bytes(b"")
-    # Nor are files that decide no prompt and no token.
+    # Files that do not influence prompts or tokens are not compared either.
     (model / "eval_results.json").write_text("{}")
     check_sources(file, asked(model))
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
@@ -191,7 +191,7 @@ def test_a_model_whose_chat_template_or_tokenizer_changed_is_refused(
     check_sources(file, asked(model))
 
 
-def test_tasks_that_a_seed_makes_have_no_digest() -> None:
+def test_tasks_generated_from_a_seed_have_no_digest() -> None:
     tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
     config = parse_config(tree, source="test")
     found = sources_of(config)
@@ -212,7 +212,7 @@ def test_tasks_that_a_seed_makes_have_no_digest() -> None:
         ("gymnasium", {"id": "my_lake:Lake-v0"}, ["my_lake"]),
     ],
 )
-def test_what_options_name_belongs_to_a_run(
+def test_modules_named_in_options_belong_to_a_run(
     environment: str, options: dict[str, Any], modules: list[str]
 ) -> None:
     tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
@@ -221,6 +221,6 @@ def test_what_options_name_belongs_to_a_run(
     assert user_modules(replace(config, tasks=tasks)) == modules
 
 
-def test_what_a_killed_start_was_building_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_start_do_not_prevent_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "run" / ".model.ev1x1jhj").mkdir(parents=True)
     check_new(RunDir(path=tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""The starts that `make bench-start` measures are accepted by the checks of `rayloom train`."""
+"""Test that the checks of `rayloom train` accept the starts that `make bench-start` measures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.cli.main import app
 def test_both_starts_pass_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for start in (tiny_start(), smollm2_start(Path("models/smollm2"))):
-        # The check of the prompts and the reward is the same with the tiny model.
+        # The checks of the prompts and the reward are the same with the tiny model.
         words = [word for word in start.arguments if word not in ("--model", "models/smollm2")]
         done = CliRunner().invoke(app, ["check", *words])
         assert done.exit_code == 0, (start.name, done.output, done.exception)

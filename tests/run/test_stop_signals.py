@@ -1,4 +1,4 @@
-"""Ctrl-C: raised at once, held for an orderly end, or passed over, and given back at the end."""
+"""Tests of stop signals: raised at once, held for an orderly end, ignored, and restored."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from service.launch.signals import NUMBERS, kept_from_children, signals_noted, s
 
 @pytest.fixture(autouse=True)
 def with_a_terminal() -> Iterator[None]:
-    """The tests themselves may run under nohup, which ignores hang-ups."""
+    """Restore the default for SIGHUP, because the tests may run under nohup, which ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
-def test_the_first_one_raises_while_there_is_nothing_to_end(number: signal.Signals) -> None:
+def test_the_first_signal_raises_before_it_is_held(number: signal.Signals) -> None:
     with stop_signals() as signals:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         assert signals.is_asked
 
 
-def test_a_held_one_only_asks_and_the_second_one_raises() -> None:
+def test_a_held_signal_is_noted_and_the_second_one_raises() -> None:
     with stop_signals() as signals:
         signals.hold()
         assert not signals.is_asked
@@ -40,10 +40,10 @@ def test_a_held_one_only_asks_and_the_second_one_raises() -> None:
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_one_that_was_swallowed_is_told_later() -> None:
+def test_a_swallowed_signal_is_raised_later() -> None:
     with stop_signals() as signals:
         signals.check()
-        # As an import of a large package does.
+        # Imports of large packages swallow exceptions like this.
         with suppress(BaseException):
             signal.raise_signal(signal.SIGINT)
         for tell in (signals.check, signals.hold):
@@ -51,7 +51,7 @@ def test_one_that_was_swallowed_is_told_later() -> None:
                 tell()
 
 
-def test_one_that_python_drops_is_told_later_and_shows_no_traceback(
+def test_a_signal_that_python_drops_is_raised_later_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[type[BaseException] | None] = []
@@ -74,7 +74,7 @@ def test_one_that_python_drops_is_told_later_and_shows_no_traceback(
     assert shown == [ZeroDivisionError, SystemExit]
 
 
-def test_one_is_noted_whatever_another_handler_does_with_it() -> None:
+def test_a_signal_is_noted_whatever_another_handler_does() -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with signals_noted() as noted:
@@ -86,7 +86,7 @@ def test_one_is_noted_whatever_another_handler_does_with_it() -> None:
     assert (noted, after) == ({signal.SIGTERM}, set())
 
 
-def test_none_disturbs_the_end() -> None:
+def test_signals_during_the_end_are_ignored() -> None:
     with stop_signals() as signals:
         signals.hold()
         signals.ignore()
@@ -95,7 +95,7 @@ def test_none_disturbs_the_end() -> None:
         assert signals.is_asked
 
 
-def test_what_another_package_took_is_taken_back_and_all_is_returned_at_the_end() -> None:
+def test_handlers_of_other_packages_are_replaced_and_restored_at_the_end() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stop_signals() as signals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -105,7 +105,7 @@ def test_what_another_package_took_is_taken_back_and_all_is_returned_at_the_end(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_closed_terminal_changes_nothing_where_it_was_ignored_from_the_start() -> None:
+def test_a_closed_terminal_is_ignored_if_it_was_ignored_before() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_signals() as signals:
@@ -116,7 +116,7 @@ def test_a_closed_terminal_changes_nothing_where_it_was_ignored_from_the_start()
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_closed_terminal_is_told_here_and_to_no_child() -> None:
+def test_signals_of_the_terminal_are_kept_from_children() -> None:
     show = "import signal; print(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
     with stop_signals() as signals:
         signals.hold()
@@ -142,7 +142,7 @@ print("went on", flush=True)
 """
 
 
-def test_ctrl_z_stops_this_process_once_it_has_said_so() -> None:
+def test_ctrl_z_stops_the_process_after_its_message() -> None:
     command = [sys.executable, "-c", STOPPING]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:

@@ -1,4 +1,4 @@
-"""How a run ends for its reader: the first error counts, and who lost the lease lets go."""
+"""Tests of the supervisor: its leases, its terms, and how it reports the end of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from service.store.run_store import RunStore
 
 @pytest.fixture
 def place(tmp_path: Path) -> RunDir:
-    """A run directory without a configuration."""
+    """Return a run directory without a configuration."""
     (tmp_path / "run").mkdir()
     return RunDir(path=tmp_path / "run")
 
@@ -48,7 +48,7 @@ def endpoint(place: RunDir, cluster: None) -> Iterator[Any]:
 
 @pytest.fixture
 def supervisor(place: RunDir, tiny_models: dict[bool, str], endpoint: Any) -> Iterator[Supervisor]:
-    """One that has started nothing yet."""
+    """Return a supervisor that has not started anything yet."""
     log = logging.getLogger("rayloom")
     config = load_config(small_config(place.path.parent))
     engines = engine_settings(config, model=tiny_models[True])
@@ -59,14 +59,14 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str], endpoint: Any) -> It
     log.propagate = True
 
 
-def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
+def test_the_trainer_scores_at_the_temperature_of_the_sampling(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path), ["rollouts.temperature=0.7"])
     temperatures = config.step_settings().temperatures
     assert temperatures == dict.fromkeys(["guessing", "session", "uploaded"], 0.7)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag(
+def test_engines_reset_cached_prefixes_at_a_publish_if_there_is_no_lag(
     max_lag: int, tmp_path: Path, tiny_models: dict[bool, str]
 ) -> None:
     config = load_config(small_config(tmp_path), [f"algorithm.max_lag={max_lag}"])
@@ -77,14 +77,14 @@ def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag
 async def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(
     supervisor: Supervisor,
 ) -> None:
-    # The report reads the configuration, which is not there.
+    # The report cannot be written, because there is no configuration to read.
     assert await supervisor._end("failed", "is the disk full?") is False
     status = await supervisor.status(Cursor())
     assert status.exit_reason == "is the disk full?"
     assert "no report was written to" in status.notices[-1]
 
 
-async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
+async def test_a_run_without_a_usable_checkpoint_ends_with_that_reason(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     store = RunStore(place.database_url)
@@ -95,7 +95,7 @@ async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
     assert "step-000003-t1" in str((await supervisor.status(Cursor())).exit_reason)
 
 
-async def test_a_supervisor_goes_back_once_to_the_checkpoint_that_was_named(
+async def test_a_supervisor_goes_back_to_the_named_checkpoint_only_once(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     store = RunStore(place.database_url)
@@ -111,7 +111,7 @@ async def test_a_supervisor_goes_back_once_to_the_checkpoint_that_was_named(
     assert "step-000003-t1 was written by an older version and has no digests" in unchecked
     await supervisor._recorder.begin_term(lease)
     commit(store, term=lease.term, step=5, directory=write_checkpoint(place, 5, lease.term).name)
-    # The next term goes on from what this one has trained, and nothing is said again.
+    # The next term continues from the last commit of this one, without further notices.
     lease = await supervisor._take_lease()
     assert lease.parent is not None and lease.parent.step == 5
     notices = (await supervisor.status(Cursor())).notices
@@ -134,7 +134,7 @@ async def test_a_supervisor_renews_its_lease_until_its_end(
     store.close()
 
 
-async def test_a_supervisor_that_has_lost_its_lease_learns_it_without_a_write_of_its_own(
+async def test_a_supervisor_detects_a_lost_lease_without_writing(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     await supervisor._recorder.begin_term(await supervisor._take_lease())
@@ -142,7 +142,7 @@ async def test_a_supervisor_that_has_lost_its_lease_learns_it_without_a_write_of
     store.acquire_lease(owner="elsewhere:7")
     with pytest.raises(LeaseLost, match=r"taken over by elsewhere:7 \(term 2, since "):
         await within(3 * RENEW_EVERY_S, supervisor._renew_forever())
-    # Nor does it begin another term, also where the run is free again.
+    # It does not begin another term, even if the run is free again.
     store.release(2)
     with pytest.raises(LeaseLost, match="taken over by elsewhere:7"):
         await supervisor.run()
@@ -155,7 +155,7 @@ async def test_a_supervisor_that_has_lost_its_lease_learns_it_without_a_write_of
     store.close()
 
 
-async def test_a_supervisor_that_is_to_wait_for_a_live_owner_takes_the_run_when_it_is_free(
+async def test_a_supervisor_can_wait_for_a_live_owner_and_then_take_the_run(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     supervisor._when_held = "wait"
@@ -173,7 +173,7 @@ async def test_a_supervisor_that_is_to_wait_for_a_live_owner_takes_the_run_when_
     store.close()
 
 
-async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_checkpoint(
+async def test_a_run_stopped_during_its_start_reports_the_ledger_of_its_checkpoint(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     queue = QueueState(make_settings(step=1, lag=0))
@@ -206,7 +206,7 @@ async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_c
 
 
 class Faulty(Supervisor):
-    """Each term commits the next of `commits`, where there is one, and then loses a part."""
+    """A supervisor whose terms each commit the next of `commits`, if any, and then lose a part."""
 
     commits: list[int]
 
@@ -223,7 +223,7 @@ class Faulty(Supervisor):
 
 
 class Leisurely(Supervisor):
-    """One that looks up from the database a while after it has a lease."""
+    """A supervisor that returns from the database a while after it has taken a lease."""
 
     async def _take_lease(self) -> Lease:
         lease = await super()._take_lease()
@@ -231,7 +231,7 @@ class Leisurely(Supervisor):
         return lease
 
 
-async def test_a_supervisors_own_next_lease_is_no_loss(
+async def test_a_supervisors_own_next_lease_does_not_count_as_a_loss(
     place: RunDir,
     tiny_models: dict[bool, str],
     endpoint: Any,
@@ -252,10 +252,10 @@ async def test_a_supervisors_own_next_lease_is_no_loss(
 
 @pytest.mark.parametrize(
     ("commits", "terms"),
-    # 0: none. The same step again, behind a checkpoint that could not be read, is no progress.
+    # 0: no commit. To commit the same step again, after a damaged checkpoint, is not progress.
     [([], 2), ([1, 2, 3, 4], 5), ([1, 0, 2], 2), ([2, 2, 2], 2)],
 )
-async def test_recoveries_count_from_the_last_later_checkpoint_on(
+async def test_a_later_checkpoint_resets_the_count_of_recoveries(
     place: RunDir, tiny_models: dict[bool, str], endpoint: Any, commits: list[int], terms: int
 ) -> None:
     config = load_config(small_config(place.path.parent), ["run.max_recoveries=1"])
@@ -266,7 +266,7 @@ async def test_recoveries_count_from_the_last_later_checkpoint_on(
         await supervisor._run_terms()
 
 
-def test_who_lost_the_run_to_another_process_is_not_told_to_take_it_back(
+def test_the_message_about_a_lost_lease_does_not_suggest_resume(
     place: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _report_loss(LeaseLost("term 3 has taken over"), place) == EXIT_FAILED

@@ -1,4 +1,4 @@
-"""The API's side of a run: what it says while nobody answers, and how it submits."""
+"""Tests of the API's client of a run: its answers without a supervisor, and its submissions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from service.store.sessions import SessionStore
 
 
 class StartingActor:
-    """As Ray gives a handle of one that is being made: calls of it wait."""
+    """A handle like Ray's of an actor that is being created: its calls wait."""
 
     @property
     def readiness(self) -> StartingActor:
@@ -41,7 +41,7 @@ class StartingActor:
 
 
 @pytest.mark.parametrize("question", ["readiness", "submission"])
-async def test_a_supervisor_that_is_being_started_is_not_waited_for(
+async def test_the_client_does_not_wait_for_a_supervisor_that_is_being_started(
     monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:
     monkeypatch.setattr("ray.get_actor", lambda name, namespace: StartingActor())
@@ -53,7 +53,7 @@ async def test_a_supervisor_that_is_being_started_is_not_waited_for(
     assert time.monotonic() - began < 5
 
 
-async def test_a_supervisor_that_is_not_there_is_said_to_be_missing(
+async def test_a_missing_supervisor_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nobody(name: str, namespace: str) -> None:
@@ -65,12 +65,12 @@ async def test_a_supervisor_that_is_not_there_is_said_to_be_missing(
 
 
 class Calls:
-    """As Ray gives a handle of a supervisor, whose calls are answered by a real queue."""
+    """A handle like Ray's of a supervisor; a real queue answers its calls."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.sizes: list[int] = []
-        """Of each call."""
+        """The number of submissions in each call."""
         self.may_answer = asyncio.Event()
 
     @property
@@ -94,7 +94,7 @@ async def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-async def test_what_is_submitted_during_a_call_shares_the_next_one_and_is_answered_alone(
+async def test_submissions_during_a_call_share_the_next_one_and_have_separate_answers(
     calls: Calls,
 ) -> None:
     client = run_client("rayloom-test")
@@ -125,7 +125,7 @@ async def test_what_is_submitted_during_a_call_shares_the_next_one_and_is_answer
     assert calls.service.submissions.backlog.waiting == 4
 
 
-async def test_an_error_of_the_store_is_told_to_those_alone_who_had_something_to_store(
+async def test_an_error_of_the_store_fails_only_submissions_that_need_storing(
     calls: Calls, tmp_path: Path
 ) -> None:
     client = run_client("rayloom-test")
@@ -144,7 +144,7 @@ async def test_an_error_of_the_store_is_told_to_those_alone_who_had_something_to
     assert isinstance(changed, SubmitReply) and changed.conflicts == ("a",)
 
 
-async def test_a_submission_keeps_its_sessions_key_and_limits_on_the_way(calls: Calls) -> None:
+async def test_a_submission_is_sent_with_its_sessions_key_and_limits(calls: Calls) -> None:
     client = run_client("rayloom-test")
     calls.may_answer.set()
     limits = KeyLimits(requests_per_s=2.5, max_open_sessions=3)
@@ -159,7 +159,7 @@ async def test_a_submission_keeps_its_sessions_key_and_limits_on_the_way(calls: 
     assert task.task == wanted.task and task.num_samples == 2
 
 
-async def test_who_does_not_wait_any_more_is_not_sent(calls: Calls) -> None:
+async def test_a_cancelled_submission_is_not_sent(calls: Calls) -> None:
     client = run_client("rayloom-test")
     first = asyncio.create_task(client.submit([request("a")]))
     while not calls.sizes:
@@ -173,7 +173,9 @@ async def test_who_does_not_wait_any_more_is_not_sent(calls: Calls) -> None:
     assert calls.sizes == [1, 1] and await calls.service.submissions.view("b") is None
 
 
-async def test_a_call_has_a_bound_in_bytes(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_call_is_bounded_in_bytes(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("service.run.remote_handles.MAX_CALL_BYTES", 1)
     client = run_client("rayloom-test")
     calls.may_answer.set()
@@ -183,7 +185,7 @@ async def test_a_call_has_a_bound_in_bytes(calls: Calls, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("cluster")
 async def test_a_supervisor_that_is_killed_under_load_accepts_nothing_twice(tmp_path: Path) -> None:
-    """Each asks again until it is answered, as clients do."""
+    """Clients that retry until they are answered get every task stored once across restarts."""
 
     def start() -> Any:
         options = SubmissionActor.options(name="rayloom-killed", namespace=NAMESPACE)
@@ -241,5 +243,5 @@ async def test_a_supervisor_that_is_killed_under_load_accepts_nothing_twice(tmp_
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     found = store.read(lambda connection: connection.scalars(ids).all())
     store.close()
-    # Whatever was stored unanswered was asked for again: nothing else is there, and nothing twice.
+    # Tasks stored without an answer were submitted again, so that all are stored exactly once.
     assert len(found) == len(set(found)) and set(found) == promised

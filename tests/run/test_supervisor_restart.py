@@ -1,4 +1,4 @@
-"""A supervisor that dies is started again by its command, as often as the run may recover."""
+"""Tests that the command restarts a supervisor that dies, up to the limit of recoveries."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def place(tmp_path: Path) -> RunDir:
 def watcher(
     *, num_deaths: int, max_restarts: int, name: str = "", commits: bool = False
 ) -> tuple[SupervisorWatcher, list[Any]]:
-    """A watcher of a supervisor of which the first `num_deaths` die, and those that were lost.
+    """Return a watcher whose first `num_deaths` supervisors die, and the list of lost ones.
 
-    name: what the first one calls itself. commits: each has a later checkpoint than the one before.
+    name: the name of the first. commits: each commits a later checkpoint than the one before.
     """
     lost_ones: list[Any] = []
 
@@ -61,20 +61,20 @@ def watcher(
     return watching, lost_ones
 
 
-def test_a_run_whose_supervisor_dies_goes_on_to_its_end(place: RunDir) -> None:
+def test_a_run_whose_supervisor_dies_continues_to_its_end(place: RunDir) -> None:
     watching, lost = watcher(num_deaths=2, max_restarts=2)
     assert watching.run(place).reason == "all 4 steps are done"
     assert len(lost) == 2
 
 
-def test_a_supervisor_that_keeps_dying_is_started_so_many_times_and_no_more(place: RunDir) -> None:
+def test_a_supervisor_that_keeps_dying_is_restarted_up_to_the_limit(place: RunDir) -> None:
     watching, lost = watcher(num_deaths=9, max_restarts=2)
     with pytest.raises(ActorDiedError):
         watching.run(place)
     assert len(lost) == 2
 
 
-def test_deaths_with_a_later_checkpoint_between_them_do_not_add_up(place: RunDir) -> None:
+def test_deaths_with_a_later_checkpoint_between_them_are_not_added_up(place: RunDir) -> None:
     watching, lost = watcher(num_deaths=3, max_restarts=1, commits=True)
     assert watching.run(place).reason == "all 4 steps are done"
     assert len(lost) == 3
@@ -90,7 +90,7 @@ def test_a_run_that_another_process_has_taken_over_is_not_taken_back(place: RunD
     assert lost == []
 
 
-def test_a_supervisor_that_ray_calls_dead_before_it_is_has_taken_nothing_over(
+def test_a_lease_of_the_lost_supervisor_itself_is_not_a_takeover(
     place: RunDir,
 ) -> None:
     store = RunStore(place.database_url)
@@ -101,7 +101,7 @@ def test_a_supervisor_that_ray_calls_dead_before_it_is_has_taken_nothing_over(
     assert len(lost) == 1
 
 
-def test_a_supervisor_that_another_process_has_started_meanwhile_is_left_alone(
+def test_a_supervisor_started_by_another_process_is_not_replaced(
     place: RunDir, tiny_models: dict[bool, str]
 ) -> None:
     lost = Mortal.remote(dies=False)
@@ -135,7 +135,7 @@ def test_a_run_whose_supervisor_was_lost_is_shown_as_recovering(
         return f'rayloom_run_phase{{phase="{phase}",run="small"}} 1.0' in text
 
     assert is_shown("training")
-    # It pushes nothing before its `run` is called.
+    # The new supervisor pushes no metrics before its `run` is called.
     started = start_supervisor(
         config,
         place,

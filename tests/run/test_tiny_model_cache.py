@@ -1,4 +1,4 @@
-"""The tiny model is built once for a user; a run gets a copy."""
+"""Tests that the tiny model is built once per user and copied into each run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def test_the_second_run_copies_what_the_first_has_built(
+def test_the_second_run_copies_the_model_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -29,12 +29,12 @@ def test_the_second_run_copies_what_the_first_has_built(
     assert build_tiny(other, SETTINGS).startswith("built in")
     assert files_of(other) == {**files_of(one), "mark": b"of the cache"}
     assert build_tiny(other, SETTINGS).startswith("is already in")
-    # Other settings are another model, which replaces the first.
+    # Other settings build another model, which replaces the first.
     build_tiny(other, TinyModelSettings(warmup_steps=0, seed=1))
     assert files_of(other)["model.safetensors"] != files_of(one)["model.safetensors"]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
+def test_a_model_is_built_without_a_cache_if_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache").write_text("a file")
@@ -43,7 +43,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_a_directory_with_something_else_is_refused_and_left(
+def test_a_directory_with_other_files_is_refused_and_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
