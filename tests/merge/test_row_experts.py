@@ -146,7 +146,7 @@ def test_a_record_is_at_the_position_of_the_token_that_was_processed() -> None:
     assert records_of(flat) == {2: a, 5: b, 9: c}
 
 
-def test_records_of_sampled_tokens_are_replayed_if_they_are_context_in_another_sample() -> None:
+def test_records_of_sampled_tokens_are_also_replayed_as_context_in_another_sample() -> None:
     first = make_turn([1], [2, 3], expert_indices=recorded([[[0, 1]]]))
     second = make_turn([1, 2, 4], [5, 6], expert_indices=recorded([[[2, 0]]]))
     samples = make_trajectory([first, second]).samples

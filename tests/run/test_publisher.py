@@ -293,7 +293,7 @@ async def test_checks_take_no_more_than_their_share_of_the_time() -> None:
         text, check = await world.try_step(version, seconds=5.0)
         sizes.append(text.token_ids.size)
         spent_s += 0.0 if check is None else check.seconds
-    # The start took no time. Each long check is affordable 20 s after the one before.
+    # The start took no time. A long check of 1 s uses up the share of 20 s.
     assert sizes == [2999, 0, 0, *[SHORT_TOKENS] * 4, 2999, *[SHORT_TOKENS] * 3, 2999]
     assert spent_s == COST_SHARE * world.now
 

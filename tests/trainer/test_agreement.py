@@ -1,4 +1,4 @@
-"""What a rank demands of its shard at run time: the versions of its tokens."""
+"""Tests of a rank's checks of the versions of its shard and of the shard's tokens."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def test_a_shard_made_for_another_version_is_refused() -> None:
         check(row_of(4), made_for=4)
 
 
-def test_a_token_of_a_version_to_come_is_refused() -> None:
+def test_a_token_of_a_later_version_is_refused() -> None:
     with pytest.raises(ShardRefused, match="sampled by version 6, expected at most 5"):
         check(row_of(5), row_of(4, 6))
 
 
-def test_one_token_beyond_the_age_bound_is_too_old() -> None:
+def test_a_single_token_beyond_the_age_bound_is_refused() -> None:
     with pytest.raises(PolicyTooOld, match="3 versions old, expected at most 2"):
         check(row_of(5), row_of(2, 5), max_policy_age=2)
 
 
-def test_a_version_that_was_published_once_more_makes_no_token_older() -> None:
+def test_a_republished_version_does_not_increase_the_age_of_tokens() -> None:
     np.testing.assert_array_equal(
         policy_ages(np.array([4, 5, 6, 7], np.int32), 6, [5]), [1, 1, 0, -1]
     )
     check(row_of(5, 2), max_policy_age=2, republished=(4,))
     with pytest.raises(PolicyTooOld, match="3 versions old, expected at most 2"):
         check(row_of(5, 1), max_policy_age=2, republished=(4,))
-    # A shard that was waiting for the step when its version was published once more.
+    # The shard was waiting for its step when its version was published again.
     check(row_of(4), made_for=4, republished=(5,))
     with pytest.raises(ShardRefused, match="made for version 3, expected version 5"):
         check(row_of(3), made_for=3, republished=(5,))
@@ -65,7 +65,7 @@ def test_a_version_that_was_published_once_more_makes_no_token_older() -> None:
 @given(
     st.integers(0, 12), st.integers(0, 4), st.sets(st.integers(0, 12)).map(sorted)
 )  # fmt: skip
-def test_the_oldest_version_of_an_age_is_the_first_that_is_no_older(
+def test_oldest_version_is_the_first_within_the_age(
     version: int, max_age: int, republished: list[int]
 ) -> None:
     candidates = np.arange(-20, version + 1, dtype=np.int32)
@@ -73,8 +73,8 @@ def test_the_oldest_version_of_an_age_is_the_first_that_is_no_older(
     assert candidates[fits].min() == oldest_version(version, max_age, republished)
 
 
-def test_a_token_of_an_undone_version_is_trained_and_no_newer_than_the_trainer() -> None:
-    """Whatever its number was: lower than the trainer's, the same, or higher."""
+def test_a_token_of_an_undone_version_counts_as_no_newer_than_the_trainer() -> None:
+    """Check undone versions with numbers below, equal to and above the trainer's."""
     undone = np.array([UNDONE + 3, UNDONE + 5, UNDONE + 9, 3], np.int32)
     np.testing.assert_array_equal(policy_ages(undone, 5), [2, 0, 0, 2])
     np.testing.assert_array_equal(policy_ages(undone, 5, [4, 7]), [1, 0, 0, 1])
@@ -86,7 +86,7 @@ def test_a_token_of_an_undone_version_is_trained_and_no_newer_than_the_trainer()
         check(row_of(UNDONE + 9, 6))
 
 
-def test_a_version_is_undone_when_a_later_term_went_on_from_an_older_one() -> None:
+def test_a_version_is_undone_if_a_later_term_continued_from_an_older_one() -> None:
     first_versions = {1: 0, 2: 6, 3: 4, 4: 8}
     kept = [undone_after(term, first_versions) for term in (1, 2, 3, 4)]
     assert kept == [4, 4, 8, None]

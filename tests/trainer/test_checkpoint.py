@@ -1,4 +1,4 @@
-"""Checkpoints: resuming equals going on, any number of ranks, only whole ones count; export."""
+"""Tests of the trainer's checkpoints: exact resuming, damage, and export."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
 
 
 def train(world: World, steps: range) -> list[float]:
-    """Two updates a step; the losses."""
+    """Train steps of two updates each, and return their losses."""
     return [
         world.step(
             [random_samples(2 * step, 5), random_samples(2 * step + 1, 4)],
@@ -78,7 +78,7 @@ def save(world: World, step: int, term: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_resuming_equals_going_on_bit_for_bit(
+def test_resuming_equals_continuing_bit_for_bit(
     two_ranks: World, settings: RankSettings, tiny_models: dict[bool, str], tied: bool
 ) -> None:
     settings = changed(settings, model=tiny_models[tied])
@@ -101,10 +101,10 @@ def test_resuming_equals_going_on_bit_for_bit(
     assert largest_difference(weights, two_ranks.weights()) == 0.0
 
 
-def test_moments_on_the_host_give_the_same_bits_and_read_each_others_checkpoints(
+def test_moments_on_the_host_give_the_same_bits_and_interchangeable_checkpoints(
     two_ranks: World, settings: RankSettings
 ) -> None:
-    """On the CPU, where nothing is copied: the update by single parameters, and the loading."""
+    """Check the update by single parameters and the loading; on a CPU this copies no moments."""
     own = changed(settings, moments_on_host=True, weight_decay=0.1)
     plain = changed(settings, weight_decay=0.1)
     two_ranks.start(plain)
@@ -133,7 +133,7 @@ def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
     assert largest_difference(weights, one_rank.weights()) == 0.0
 
 
-def test_a_resumed_run_goes_on_at_its_number_of_updates_in_whatever_schedule_it_is_given(
+def test_a_resumed_run_continues_any_schedule_at_its_number_of_updates(
     one_rank: World, settings: RankSettings
 ) -> None:
     samples = [random_samples(0, 5)]
@@ -154,7 +154,7 @@ def test_a_resumed_run_goes_on_at_its_number_of_updates_in_whatever_schedule_it_
         assert found == expected
 
 
-def test_another_number_of_ranks_takes_over(
+def test_a_checkpoint_can_be_loaded_by_another_number_of_ranks(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_takes_over(
     assert largest_difference(before, two_ranks.weights()) == 0.0
 
 
-def test_all_are_kept_and_a_newer_term_outranks_a_later_step(
+def test_checkpoints_are_ordered_by_term_and_then_by_step(
     one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
@@ -205,7 +205,7 @@ def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(tmp_path: 
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
+def test_a_claim_removes_the_leftovers_of_an_interrupted_save(tmp_path: Path) -> None:
     for name in (".tmp-step-000003-t1", ".tmp-step-000004-t2", "step-000002-t1"):
         (tmp_path / name).mkdir()
     claim(tmp_path, 3)
@@ -216,7 +216,7 @@ def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
     assert (tmp_path / ".tmp-step-000005-t3").is_dir()
 
 
-def test_a_claim_that_a_power_cut_left_empty_is_none(tmp_path: Path) -> None:
+def test_an_empty_claim_file_counts_as_no_claim(tmp_path: Path) -> None:
     claim(tmp_path, 3)
     [file] = tmp_path.iterdir()
     file.write_text("")
@@ -228,7 +228,7 @@ def test_a_claim_that_a_power_cut_left_empty_is_none(tmp_path: Path) -> None:
         claim(tmp_path, 3)
 
 
-def test_a_disk_that_is_full_for_a_moment_costs_no_checkpoint(
+def test_a_save_succeeds_when_a_full_disk_has_space_again(
     two_ranks: World, tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:
     with small_disk(tmp_path, kib=128 * 1024):
@@ -242,7 +242,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_checkpoint(
         assert [progress.step for progress in two_ranks.call("load", path=path)] == [1, 1]
 
 
-def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
+def test_an_incomplete_checkpoint_is_neither_listed_nor_loaded(
     one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
@@ -254,7 +254,7 @@ def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
     with pytest.raises(CheckpointError, match="was interrupted while it was written"):
         one_rank.call("load", path=later)
     assert one_rank.call("load", path=good)[0].step == 1
-    # Writing the same step again replaces what was left behind.
+    # Writing the same step again replaces the incomplete checkpoint.
     assert save(one_rank, 2) == later
     assert list_checkpoints(settings.checkpoint_dir) == [good, later]
 
@@ -276,7 +276,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(
     train(two_ranks, range(1))
 
 
-def test_metadata_that_is_damaged_is_told_in_a_sentence(
+def test_damaged_metadata_are_reported_in_one_sentence(
     two_ranks: World, settings: RankSettings, tmp_path: Path
 ) -> None:
     two_ranks.start(settings)
@@ -293,7 +293,7 @@ def test_metadata_that_is_damaged_is_told_in_a_sentence(
 
 
 def without_digests(path: Path) -> None:
-    """Make its manifest one of format 2."""
+    """Rewrite the checkpoint's manifest in format 2, which has no digests."""
     fields = json.loads((path / MANIFEST).read_text())
     for name in ("digests", "digest_s", "sha256"):
         del fields[name]
@@ -343,7 +343,7 @@ def test_a_manifest_with_another_number_or_without_its_digests_is_refused(tmp_pa
         for number in (1, 2, 3)
         for removed in combinations(own, number)
     ]
-    # As an earlier version wrote it: at least one field shows that there were digests.
+    # Manifests of an earlier format in which at least one field shows that there were digests.
     earlier = [{**each, "format": FORMAT} for each in stripped if each.keys() & {*own}]
     for other in ({**fields, "version": 3}, *stripped, *earlier):
         manifest.write_text(json.dumps(other))
@@ -351,7 +351,7 @@ def test_a_manifest_with_another_number_or_without_its_digests_is_refused(tmp_pa
             read_manifest(path)
 
 
-def test_a_manifest_of_another_program_may_be_without_digests(tmp_path: Path) -> None:
+def test_a_manifest_without_any_field_of_digests_is_read(tmp_path: Path) -> None:
     progress = Progress(step=1, version=1, term=3, num_updates=1, num_ranks=1, model="m")
     for number in (2, FORMAT):
         (tmp_path / MANIFEST).write_text(json.dumps({"format": number, **asdict(progress)}))
@@ -369,7 +369,7 @@ def test_a_checkpoint_of_an_older_version_is_read_without_digests(
     assert export_checkpoint(path, tmp_path / "out").step == 1
 
 
-def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
     progress = Progress(step=20, version=20, term=1, num_updates=20, num_ranks=1, model="m")
     begin(tmp_path, progress)
     finish(tmp_path, progress, digests={}, digest_s=0.0)
@@ -378,7 +378,7 @@ def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"40-t1: its manifest\.json is from step-000020-t1"):
         read_manifest(tmp_path / "step-000040-t1")
     assert newest_complete(tmp_path) == written
-    # A copy under a name of one's own is no checkpoint of the run.
+    # A copy under any other name is read, but does not belong to the run.
     assert read_manifest(written.rename(tmp_path / "best")) == progress
 
 
@@ -454,10 +454,10 @@ def test_an_export_on_another_base_model_is_refused(
 
 
 @pytest.mark.parametrize("has_own_head", [True, False])
-def test_a_head_of_its_own_is_exported_whatever_the_configuration_says(
+def test_a_separate_head_is_exported_whatever_the_configuration_says(
     one_rank: World, tiny_models: dict[bool, str], tmp_path: Path, has_own_head: bool
 ) -> None:
-    # transformers ties nothing where a checkpoint has another head than its embedding.
+    # transformers does not tie the head if a checkpoint has one that differs from its embedding.
     base = tmp_path / "base"
     shutil.copytree(tiny_models[False], base)
     config = json.loads((base / "config.json").read_text())
@@ -476,7 +476,7 @@ def test_a_head_of_its_own_is_exported_whatever_the_configuration_says(
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_an_export_has_the_companions_of_its_base_and_none_of_its_weights(
+def test_an_export_has_the_other_files_of_its_base_and_none_of_its_weights(
     one_rank: World, settings: RankSettings, tmp_path: Path
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
@@ -498,7 +498,7 @@ def test_an_export_has_the_companions_of_its_base_and_none_of_its_weights(
     of_base = {file.name for file in base.iterdir() if file.name not in others}
     of_base -= {"adapter_config.json", "hf_quant_config.json", "pytorch_model.bin"}
     assert {file.name for file in out.iterdir()} == of_base
-    # Without generation settings the run ended answers by its tokenizer alone.
+    # Without generation settings, only the tokenizer determines the end of answers.
     (base / "generation_config.json").unlink()
     export_checkpoint(path, tmp_path / "plain", model=str(base))
     assert not (tmp_path / "plain" / "generation_config.json").exists()
@@ -507,7 +507,7 @@ def test_an_export_has_the_companions_of_its_base_and_none_of_its_weights(
 @pytest.mark.parametrize(
     "template", ["none", "{% for m in messages %}{{ m.content }}|{% endfor %}"]
 )
-def test_an_export_has_the_chat_template_that_was_trained_with(
+def test_an_export_has_the_chat_template_of_the_training(
     one_rank: World, settings: RankSettings, tmp_path: Path, template: str
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "out"

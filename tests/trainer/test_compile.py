@@ -1,6 +1,6 @@
-"""Decoder layers under torch.compile: the losses and updates of layers that are not compiled.
+"""Tests that decoder layers under torch.compile have the same losses and updates as others.
 
-A proof: the compilation of the layers takes half a minute on two idle cores.
+These are proofs: the compilation of the layers takes half a minute on two idle cores.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ pytestmark = [
     ],
     ids=["plain", "checkpointing", "lora"],
 )
-def test_compiled_layers_train_as_others_do(
+def test_compiled_layers_train_like_uncompiled_ones(
     one_rank: World, tiny_models: dict[bool, str], tmp_path: Path, options: dict[str, object]
 ) -> None:
     settings = changed(rank_settings(tiny_models[True], tmp_path, adam_epsilon=1e-4), **options)
-    # Rows of different lengths, so that one compilation has to serve them all.
+    # The rows differ in length, so that one compilation has to serve all of them.
     steps = [[random_samples(2 * step, 3 + step)] for step in range(3)]
     found = []
     for compiles in (False, True):

@@ -1,4 +1,4 @@
-"""The critic of one rank: what it scores, how it learns, and what it refuses to apply."""
+"""Tests of the critic of one rank: its scores, its updates, and updates that it skips."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
 
 
 def value_rows(built: StepResult) -> list[tuple[ValueRow, ...]]:
-    """The critic's rows of each rank."""
+    """Return the critic's rows of each rank."""
     return [shard.value_rows for shard in built.shards if shard.value_rows is not None]
 
 
@@ -53,7 +53,7 @@ def build_with_values_of_zero(num_ranks: int) -> StepResult:
 
 
 def build(critic: Critic) -> StepResult:
-    """A whole step: rows out, values back, advantages and the critic's own batch."""
+    """Build a whole step with the values that the critic gives to its rows."""
     merged = classify_groups([GROUP], STEP)
     plan = plan_scores(merged, STEP, step=0, trainer_version=0)
     values = [critic.score(shard.minibatches[0]) for shard in plan]
@@ -61,7 +61,7 @@ def build(critic: Critic) -> StepResult:
     return build_step(read_scores(merged, STEP, answers), STEP, step=0, trainer_version=0)
 
 
-def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
+def test_with_a_new_critic_advantages_are_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
     result = build(make_critic(model, mesh))
     rows = [row for shard in result.shards for row in shard.minibatches[0]]
     found = np.concatenate([row.advantages for row in rows])
@@ -70,19 +70,21 @@ def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: D
     assert sum(float(row.row.loss_weights.sum()) for row in critic_rows) == pytest.approx(1.0)
 
 
-def test_over_steps_the_critic_explains_the_returns(model: str, mesh: DeviceMesh) -> None:
+def test_a_trained_critic_explains_the_returns(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh, value_clip=None)
     stats = [critic.update(value_rows(build(critic))[0]) for _ in range(25)]
     assert stats[0].num_tokens == 54 and critic.trained.num_updates == 25
     assert stats[0].statistics["critic_target_mean"] == pytest.approx(2 / 3)
-    # Values 0: the error is the targets' square.
+    # All values are 0, so that the loss is half the mean square of the targets.
     assert stats[0].statistics["critic_loss"] == pytest.approx(0.5 * 2 / 3)
     assert stats[-1].statistics["critic_loss"] < stats[0].statistics["critic_loss"] / 4
     explained = [each.statistics["critic_explained_variance"] for each in stats]
     assert explained[-1] > explained[0]
 
 
-def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
+def test_the_division_into_rows_does_not_change_the_critics_update(
+    model: str, mesh: DeviceMesh
+) -> None:
     apart, together = make_critic(model, mesh), make_critic(model, mesh)
     rows = value_rows(build(apart))[0]
     wide = changed(STEP, tokens_per_micro_batch=4096)
@@ -105,7 +107,9 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
 
 @pytest.mark.proof
 @pytest.mark.slow
-def test_two_ranks_update_as_one_does(model: str, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_two_ranks_update_the_critic_as_one_does(
+    model: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     (whole,), halves = (value_rows(build_with_values_of_zero(number)) for number in (1, 2))
     critic = make_critic(model, mesh, learning_rate=1e-3)
     alone = [critic.update(whole) for _ in range(2)]
@@ -124,7 +128,7 @@ def test_two_ranks_update_as_one_does(model: str, mesh: DeviceMesh, tmp_path: Pa
         )
 
 
-def test_a_loss_that_is_not_finite_is_never_applied(model: str, mesh: DeviceMesh) -> None:
+def test_an_update_with_a_loss_that_is_not_finite_is_skipped(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh)
     first, *rest = value_rows(build(critic))[0]
     broken = replace(first, value_targets=first.value_targets * np.float32("nan"))
@@ -135,7 +139,7 @@ def test_a_loss_that_is_not_finite_is_never_applied(model: str, mesh: DeviceMesh
         assert torch.equal(old, new.full_tensor())  # type: ignore[attr-defined]
 
 
-def test_an_update_without_tokens_moves_nothing(model: str, mesh: DeviceMesh) -> None:
+def test_an_update_without_tokens_changes_nothing(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh)
     (empty,) = value_rows(build_step([], STEP, step=0, trainer_version=0))
     stats = critic.update(empty)

@@ -1,4 +1,4 @@
-"""An engine's records of a mixture's experts, as a turn holds them and the trainer replays them."""
+"""Tests of an engine's records of a mixture's experts, which the trainer replays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.trainer.routing_replay import attach_routing_replay
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layers_that_are_recorded_are_those_that_are_replayed(kind: str) -> None:
+def test_the_recorded_layers_are_the_replayed_ones(kind: str) -> None:
     config = make_config(kind)
     causal_lm = AutoModelForCausalLM.from_config(config)
     mixture = attach_routing_replay(causal_lm)
@@ -34,7 +34,7 @@ def test_nothing_is_recorded_for_models_whose_routing_is_not_replayed(
 
 @pytest.mark.parametrize(("recorded", "kept"), [(np.uint8, np.uint8), (np.uint16, np.int16)])
 def test_a_turn_keeps_the_records_of_the_routed_layers(recorded: type, kept: type) -> None:
-    # Two tokens, three layers of which the middle one is dense, two experts each.
+    # Two tokens, three layers, of which the middle one is dense, and two experts per layer.
     records = np.array([[[1, 2], [0, 0], [3, 4]], [[5, 6], [0, 0], [7, 8]]], recorded)
     found = sampled_experts(records, routed=(0, 2))
     np.testing.assert_array_equal(found, [[[1, 2], [3, 4]], [[5, 6], [7, 8]]])

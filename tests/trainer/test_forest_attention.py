@@ -1,4 +1,4 @@
-"""Attention over a forest: the CPU's blocks and CUDA's mask against walking up each path."""
+"""Tests of attention over a forest: the blocks for CPU and the mask for CUDA, on every path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ windows_strategy = st.none() | st.integers(1, 12)
 
 @st.composite
 def forests_strategy(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Lengths and parents of segments in preorder: each hangs on the path of the one before."""
+    """Draw lengths and parents of segments in preorder: each parent is on the last one's path."""
     lengths, parents, path = [], [], [-1]
     for segment in range(draw(st.integers(1, 7))):
         lengths.append(draw(st.integers(1, 9)))
@@ -39,7 +39,7 @@ def forests_strategy(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def walk(lengths: list[int], parents: list[int], *, window: int | None) -> np.ndarray:
-    """[T, T] bool: what each token sees, found by walking from parent to parent."""
+    """Return [T, T] bool: which tokens each token sees, found by walking from parent to parent."""
     ends = np.cumsum(lengths)
     sees = np.zeros((ends[-1], ends[-1]), bool)
     for segment, (end, length) in enumerate(zip(ends, lengths, strict=True)):
@@ -56,7 +56,7 @@ def walk(lengths: list[int], parents: list[int], *, window: int | None) -> np.nd
 
 
 def seen_in_blocks(plan: AttentionPlan, num_tokens: int) -> np.ndarray:
-    """[T, T] int: how often a pair of query and key is computed on the CPU."""
+    """Return [T, T] int: how often the plan for the CPU computes each pair of query and key."""
     counts = torch.zeros(num_tokens, num_tokens, dtype=torch.int64)
     start = 0
     for bucket in plan.buckets:
@@ -77,7 +77,7 @@ def seen_in_blocks(plan: AttentionPlan, num_tokens: int) -> np.ndarray:
 
 
 def dense(heads: Iterable[torch.Tensor], sees: np.ndarray) -> torch.Tensor:
-    """Softmax over all pairs of the row; rows are [T, H, D]."""
+    """Compute attention over all pairs of the row; rows are [T, H, D]."""
     query, key, value = heads
     copies = query.shape[1] // key.shape[1]
     key, value = (rows.repeat_interleave(copies, 1) for rows in (key, value))
@@ -87,7 +87,7 @@ def dense(heads: Iterable[torch.Tensor], sees: np.ndarray) -> torch.Tensor:
 
 
 def random_heads(num_tokens: int, *, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Query with four heads, key and value with two."""
+    """Return a query with four heads, and a key and a value with two."""
     generator = torch.Generator().manual_seed(num_tokens)
     return [
         torch.randn(num_tokens, heads, 8, generator=generator).to(dtype).requires_grad_()
@@ -100,7 +100,7 @@ def layout_of(forest: tuple[list[int], list[int]]) -> PackedLayout:
 
 
 @given(forests_strategy(), windows_strategy)
-def test_every_visible_pair_is_in_exactly_one_block_and_no_other_is(
+def test_each_visible_pair_is_in_one_block_and_no_other_pair_is(
     forest: tuple[list[int], list[int]], window: int | None
 ) -> None:
     layout = layout_of(forest)
@@ -109,7 +109,7 @@ def test_every_visible_pair_is_in_exactly_one_block_and_no_other_is(
 
 
 @given(forests_strategy(), windows_strategy)
-def test_the_mask_for_cuda_says_what_the_walk_says(
+def test_the_mask_for_cuda_equals_that_of_walking_the_paths(
     forest: tuple[list[int], list[int]], window: int | None
 ) -> None:
     layout = layout_of(forest)
@@ -120,7 +120,7 @@ def test_the_mask_for_cuda_says_what_the_walk_says(
 
 
 @given(forests_strategy(), windows_strategy)
-def test_result_and_gradients_equal_dense_attention_under_the_walks_mask(
+def test_result_and_gradients_equal_those_of_dense_attention(
     forest: tuple[list[int], list[int]], window: int | None
 ) -> None:
     layout = layout_of(forest)
@@ -137,7 +137,7 @@ def test_result_and_gradients_equal_dense_attention_under_the_walks_mask(
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])
-def test_long_segments_that_the_kernel_splits_are_exact_too(window: int | None) -> None:
+def test_long_segments_that_the_kernel_splits_are_exact(window: int | None) -> None:
     forest = ([700, 90, 300, 40, 600], [-1, 0, 0, 2, -1])
     layout = layout_of(forest)
     heads = random_heads(layout.num_tokens)
@@ -152,7 +152,7 @@ def test_long_segments_that_the_kernel_splits_are_exact_too(window: int | None) 
         torch.testing.assert_close(mine, other, atol=5e-5, rtol=1e-3)
 
 
-def test_bfloat16_is_rounded_once_however_many_blocks_a_path_has() -> None:
+def test_bfloat16_is_accurate_however_many_blocks_a_path_has() -> None:
     forest = ([16] * 9, [-1, *range(8)])
     layout = layout_of(forest)
     heads = random_heads(layout.num_tokens, dtype=torch.bfloat16)
@@ -165,7 +165,7 @@ def test_bfloat16_is_rounded_once_however_many_blocks_a_path_has() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_form_for_cuda_gives_the_cpus_result_where_it_can_run_here() -> None:
+def test_the_uncompiled_form_for_cuda_gives_the_result_of_the_cpu() -> None:
     forest = ([40, 9, 30, 5, 70], [-1, 0, 0, 2, -1])
     layout, on_cuda = layout_of(forest), layout_of(forest)
     heads = [each.detach() for each in random_heads(layout.num_tokens)]
@@ -192,7 +192,7 @@ def test_a_window_as_long_as_the_longest_path_hides_nothing(
     assert len(plan.blocks) == len(set(forest[1]) - {-1})
 
 
-def test_pieces_are_no_longer_than_asked() -> None:
+def test_pieces_are_no_longer_than_the_limit() -> None:
     pieces = cut_pieces(trace_segments([5, 2], [-1, 0]), longest=2)
     assert pieces.lengths.tolist() == [2, 2, 1, 2]
     assert pieces.starts.tolist() == [0, 2, 4, 5]
@@ -200,7 +200,7 @@ def test_pieces_are_no_longer_than_asked() -> None:
     assert pieces.positions.tolist() == [0, 2, 4, 5]
 
 
-def test_the_segments_of_the_docstring() -> None:
+def test_the_example_of_the_segments_docstring() -> None:
     segments = trace_segments([2, 1, 2], [-1, 0, 0])
     assert segments.starts.tolist() == [0, 2, 3] and segments.ends.tolist() == [2, 3, 5]
     assert segments.subtree_ends.tolist() == [5, 3, 5]

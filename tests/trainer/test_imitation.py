@@ -1,6 +1,6 @@
-"""Supervised training beside transformers: the loss and the gradient of the same chats.
+"""Tests that supervised training has the loss and gradient of transformers on the same chats.
 
-The rank is the real one; transformers gets each rendered chat alone, with labels.
+The rank is a real one; transformers gets each rendered chat as a separate row with labels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SYSTEM = {"role": "system", "content": "Answer with a number."}
 
 
 def chat(*texts: str, system: bool = False) -> dict[str, list[dict[str, str]]]:
-    """A chat whose texts are the user's and the assistant's in turn."""
+    """Return a chat whose texts are alternately the user's and the assistant's."""
     roles = ("user", "assistant")
     said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
     return {"messages": [*([SYSTEM] if system else []), *said]}
@@ -47,7 +47,7 @@ def encoded(model: str, chats: Sequence[dict[str, list[dict[str, str]]]]) -> lis
 
 
 def reference(model: str, chats: Sequence[Sequence[Sample]]) -> tuple[float, float]:
-    """transformers' loss over the same batch, and the norm of its gradient.
+    """Return the loss of transformers over the same batch, and the norm of its gradient.
 
     The batch is padded on the right. The labels are those of a rendered chat's reply tokens.
     """
@@ -78,7 +78,7 @@ def test_loss_and_gradient_are_those_of_transformers(
     shares: bool,
     budget: int,
 ) -> None:
-    """Packed in one row or accumulated over several micro-batches, on two ranks."""
+    """Compare on two ranks, with one packed row or with several micro-batches."""
     samples = encoded(model, chats)
     world = shared_world(2).start(rank_settings(model, tmp_path, algorithm=IMITATION))
     settings = step_settings(num_ranks=2, tokens_per_micro_batch=budget, share_prefixes=shares)

@@ -1,4 +1,4 @@
-"""The fused head against the obvious one: values, every gradient, and what is alive at once."""
+"""Tests of the fused output head against the plain one: values, gradients and peak memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from benchmarks.loss_memory import backward_of_loss
 TOKENS, HIDDEN, VOCABULARY = 23, 6, 41
 
 
-def obvious(
+def plain_logprobs(
     hidden: Tensor, head: torch.nn.Linear, targets: Tensor, *, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Full logits, torch's own softmax and automatic differentiation."""
+    """Compute full logits with torch's own softmax and automatic differentiation."""
     logprobs = torch.log_softmax(head(hidden) / temperatures[:, None], -1)
     return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
@@ -57,7 +57,7 @@ def test_values_and_gradients_equal_full_logits(
         has_entropy_gradient=has_entropy_gradient,
     )
     ones = torch.ones(TOKENS)
-    plain = obvious(
+    plain = plain_logprobs(
         hidden, head, targets, temperatures=ones if temperatures is None else temperatures
     )
     for ours, theirs in zip(fused, plain, strict=True):
@@ -73,7 +73,7 @@ def test_values_and_gradients_equal_full_logits(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_in_bfloat16_chunks_add_up_in_float32() -> None:
+def test_gradients_of_bfloat16_chunks_are_summed_in_float32() -> None:
     hidden, head, targets = make_inputs(torch.bfloat16)
     results = []
     for chunk_tokens in (1, TOKENS):
@@ -93,7 +93,7 @@ def test_in_bfloat16_chunks_add_up_in_float32() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_frozen_head_costs_no_gradient_of_its_own(has_bias: bool) -> None:
+def test_a_frozen_head_has_no_gradient_and_needs_no_memory_for_it(has_bias: bool) -> None:
     gradients, peaks = [], []
     for is_frozen in (False, True):
         hidden, head, targets = make_inputs(has_bias=has_bias)
@@ -110,7 +110,7 @@ def test_a_frozen_head_costs_no_gradient_of_its_own(has_bias: bool) -> None:
     assert peaks[1] <= peaks[0] - 4 * VOCABULARY * HIDDEN
 
 
-def test_no_token_is_no_score_and_a_gradient_of_zero() -> None:
+def test_without_tokens_there_are_no_scores_and_the_gradient_is_zero() -> None:
     hidden, head, targets = make_inputs()
     logprobs, entropies = token_logprobs(
         hidden[:0],
@@ -125,7 +125,7 @@ def test_no_token_is_no_score_and_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.01])
-def test_memory_of_the_loss_follows_the_chunk_and_not_the_trained_tokens(
+def test_peak_memory_depends_on_the_chunk_and_not_on_the_trained_tokens(
     entropy_coefficient: float,
 ) -> None:
     vocabulary, chunk_tokens = 3000, 64
@@ -146,13 +146,13 @@ def test_memory_of_the_loss_follows_the_chunk_and_not_the_trained_tokens(
             )
         peaks[num_tokens] = counted.peak_bytes
     one_chunk = 4 * chunk_tokens * vocabulary
-    # Two chunks, the head's gradient, and columns of one number a token.
+    # Two chunks, the gradient of the head, and columns of one number per token.
     assert 2 * one_chunk <= peaks[2048] < 2.6 * one_chunk
     assert peaks[2048] - peaks[512] < 0.25 * one_chunk
     assert peaks[2048] < 0.1 * 4 * 2048 * vocabulary
 
 
-def test_live_memory_counts_each_storage_until_it_dies() -> None:
+def test_live_memory_counts_each_storage_until_it_is_freed() -> None:
     kept = torch.zeros(10)
     with LiveMemory() as counted:
         first = kept + 1
@@ -169,7 +169,7 @@ def test_live_memory_counts_each_storage_until_it_dies() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1])
-def test_a_chunk_of_nothing_is_refused(chunk_tokens: int) -> None:
+def test_a_chunk_without_tokens_is_refused(chunk_tokens: int) -> None:
     with pytest.raises(AssertionError):
         token_logprobs(
             torch.zeros(2, 4),

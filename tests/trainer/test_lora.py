@@ -1,4 +1,4 @@
-"""Adapters: what they compute, train, store and export, compared with whole weights."""
+"""Tests of LoRA adapters: forward, training, checkpoints and export, against whole weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_only_adapters_are_published(one_rank: World, settings: RankSettings) ->
 
 
 def make_full_rank(rank: TrainerRank) -> None:
-    """Let the halves B be the only trainable parameters, on A = 1 of full rank."""
+    """Train only the matrices B, with A the identity of full rank."""
     for _, layer in adapted_layers(rank.causal_lm):
         with torch.no_grad():
             layer.lora_A.to_local().copy_(torch.eye(layer.in_features))
@@ -99,7 +99,7 @@ def make_full_rank(rank: TrainerRank) -> None:
 
 
 def train_one_kind(rank: TrainerRank) -> None:
-    """Let the weights of down_proj be the only trainable parameters."""
+    """Train only the weights of down_proj."""
     _train_only(rank, ".down_proj.weight")
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_of_full_rank_equals_dense_training_of_the_same_weights(
 
 
 def test_two_ranks_train_as_one(one_rank: World, two_ranks: World, settings: RankSettings) -> None:
-    # A's gradients start at 0, and Adam would make a step of their rounding.
+    # The gradients of A start at 0, and Adam would turn their rounding into a step.
     own = changed(settings, adam_epsilon=1e-4)
     losses = train(one_rank.start(own), range(3))
     weights = one_rank.weights()
@@ -143,7 +143,7 @@ def test_the_reference_is_the_policy_without_its_adapters(
     own = changed(settings, loss=loss)
     losses = train(one_rank.start(own), range(3))
     weights = one_rank.weights()
-    # The same with a second model in memory.
+    # Compare with a second model in memory as the reference.
     named = changed(own, reference=settings.model)
     assert train(one_rank.start(named), range(3)) == pytest.approx(losses, abs=1e-6)
     assert largest_difference(weights, one_rank.weights()) < 1e-6
@@ -220,7 +220,7 @@ def test_exports_have_the_trainers_log_probabilities_in_transformers_and_in_peft
     np.testing.assert_allclose(found, trained, atol=1e-5)
 
 
-def test_frozen_weights_are_stored_in_the_type_of_the_computation(
+def test_frozen_weights_are_kept_in_the_dtype_of_the_computation(
     one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(changed(settings, dtype="bfloat16")).call("plant", fault=check_types)

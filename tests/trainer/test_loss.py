@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies, and a step's statistics against numbers worked out by hand."""
+"""Tests of log-probabilities, entropies and the statistics of a step, by hand."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from actors.trainer.statistics import (
 
 
 def make_update(*, grad_norm: float = 2.0, num_trained: int = 0, **parts: float) -> UpdateTotals:
-    """parts: by the name of the values, their sum; count_, max_ and negated_min_ before it, those.
+    """Return the totals of an update.
 
-    Values of which only the sum is given are of every trained token.
+    parts: the sum of values by their name, and other parts by the name with the prefix count_,
+    squares_, max_ or negated_min_. Without a count, values are those of all trained tokens.
     """
 
     def part(values: str, part: Part) -> float:
@@ -38,7 +39,7 @@ def make_update(*, grad_norm: float = 2.0, num_trained: int = 0, **parts: float)
     )
 
 
-def test_a_steps_tokens_weigh_equally_whichever_update_they_were_in():
+def test_the_tokens_of_a_step_weigh_equally_whatever_their_update():
     updates = [
         make_update(num_trained=1, ratio=2.0, squares_ratio=4.0, entropy=1.0, loss=1.0),
         make_update(num_trained=3, ratio=3.0, squares_ratio=3.0, entropy=1.0, loss=2.0),
@@ -60,7 +61,7 @@ def test_a_steps_tokens_weigh_equally_whichever_update_they_were_in():
     assert stats.is_skipped
 
 
-def test_what_the_loss_did_is_told_for_the_finite_updates_of_a_step():
+def test_statistics_of_the_loss_include_only_finite_updates():
     updates = [
         make_update(
             num_trained=4, clip_fraction_low=1, clip_fraction_high=2, masked_fraction=2,
@@ -106,14 +107,14 @@ def test_ratios_whose_squares_round_to_zero_have_the_smallest_effective_sample_s
     assert stats.statistics["effective_sample_size"] == 0.0
 
 
-def test_a_step_without_updates_has_no_numbers_to_report():
+def test_a_step_without_updates_has_no_statistics():
     stats = summarize_step([], step=0, trainer_version=0)
     assert (stats.statistics, stats.trained_tokens) == ({}, 0)
     assert not stats.is_skipped
 
 
 def head_of(logits: list[list[float]], *, bias: list[float] | None = None) -> torch.nn.Linear:
-    """A head whose logits for the rows of an identity matrix are these, and the bias."""
+    """Return a head that has these logits, plus the bias, for the rows of an identity matrix."""
     weight = torch.tensor(logits).t()
     head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     with torch.no_grad():
@@ -133,7 +134,7 @@ def test_token_logprobs_and_entropy_by_hand_at_a_temperature():
     assert entropies.tolist() == pytest.approx([entropy, 0.0], abs=1e-6)
 
 
-def test_the_entropy_with_gradient_is_the_same_entropy_and_its_gradient_is_exact():
+def test_the_entropy_with_gradient_has_the_same_value_and_an_exact_gradient():
     # dH/dz_j = -p_j (log p_j + H) / temperature, with p (.25, .75).
     head = head_of([[0.0, 2.0 * math.log(3.0)]])
     plain, entropies = (
@@ -153,7 +154,7 @@ def test_the_entropy_with_gradient_is_the_same_entropy_and_its_gradient_is_exact
     assert gradient[:, 0].tolist() == pytest.approx([-slope, slope], abs=1e-7)
 
 
-def test_a_token_that_a_bias_excludes_has_no_part_in_the_entropy_and_its_gradient():
+def test_a_token_excluded_by_a_bias_does_not_enter_entropy_or_gradient():
     head = head_of([[0.0, 5.0, 0.0]], bias=[0.0, -math.inf, 0.0])
     _, entropies = token_logprobs(
         torch.eye(1),

@@ -1,7 +1,7 @@
-"""A real model's loss and gradient do not depend on how an update's tokens are laid out.
+"""Tests that loss and gradient of a real model do not depend on the layout of an update.
 
-For every loss and every aggregation: merged = unmerged, packed = padded, one micro-batch = many,
-one rank's rows = two ranks'.
+For every loss and aggregation these are equal: merged and unmerged samples, packed and padded
+rows, one and many micro-batches, the rows of one and of two ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.types import Sample, Trajectory
 
 CPU = torch.device("cpu")
-# float32: the same numbers added in another order.
+# The rounding of float32 sums of the same numbers in another order.
 TOLERANCE = 2e-5
 
 
 def make_trajectories() -> list[Trajectory]:
-    """Six of three groups, one to four turns, at about the probability the model gives."""
+    """Return six trajectories in three groups, with about the probabilities of the model."""
     rng = np.random.default_rng(0)
     trajectories = []
     for number in range(6):
@@ -50,7 +50,7 @@ def merged_samples(trajectory: Trajectory) -> list[Sample]:
 
 
 def unmerged_samples(trajectory: Trajectory) -> list[Sample]:
-    """Each turn as a sample of its own, of the same trajectory."""
+    """Return each turn as a separate sample of the same trajectory."""
     parts = [replayed(trajectory, [turn]) for turn in whole_turns(trajectory)]
     return [sample for part in parts for sample in part.samples]
 
@@ -77,7 +77,7 @@ def rows_of(weighted: list[WeightedSample], *, num_ranks: int = 1, budget: int =
 
 
 def terms_of(row: MicroBatch, current: Tensor, entropies: Tensor) -> MicroBatchTerms:
-    """Old and reference log-probabilities depend on the token alone, wherever it lies."""
+    """Return a row's terms; old and reference log-probabilities depend only on the token."""
     tensors = row_tensors(row, device=CPU)
     positions = tensors.position_ids[tensors.loss_positions]
     wave = torch.sin(1.3 * tensors.targets + positions)
@@ -100,7 +100,7 @@ def packed_terms(policy: PolicyModel, rows: Sequence[MicroBatch]) -> list[MicroB
 
 
 def padded_terms(model: torch.nn.Module, weighted: list[WeightedSample]) -> list[MicroBatchTerms]:
-    """The obvious way: right-padded samples, full logits, transformers' own attention."""
+    """Compute the terms with right-padded samples, full logits and transformers' attention."""
     rows = [pack_row([each]) for each in weighted]
     width = max(row.num_tokens for row in rows)
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -122,7 +122,7 @@ def padded_terms(model: torch.nn.Module, weighted: list[WeightedSample]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The terms of one layout's micro-batches, and what their gradient is taken for."""
+    """The terms of a layout's micro-batches, and the parameters for the gradient."""
 
     terms: list[MicroBatchTerms]
     parameters: list[Tensor]
@@ -158,7 +158,9 @@ def layouts(request: pytest.FixtureRequest, tiny_models: dict[bool, str]) -> dic
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_no_layout_changes_loss_or_gradient(layouts: dict[str, Layout], name: str) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_layout(
+    layouts: dict[str, Layout], name: str
+) -> None:
     settings = EVERY_LOSS[name]
     loss, gradient = layouts["merged"].loss_and_gradient(settings)
     size = float(gradient.norm())

@@ -1,4 +1,4 @@
-"""One micro-batch's loss: what multiplies what, and that splitting an update changes nothing."""
+"""Tests of the loss and statistics of a micro-batch, and of the sum over micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from actors.types import UNDONE
 def loss_and_gradients(
     terms: MicroBatchTerms, settings: LossSettings
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """The loss, and its gradients for log-probabilities and entropies."""
+    """Return the loss, and its gradients for log-probabilities and entropies."""
     loss = micro_batch_loss(terms, settings).loss
     variables = (terms.current_logprobs, terms.entropies)
     gradients = torch.autograd.grad(loss, variables, allow_unused=True)
@@ -56,7 +56,7 @@ def test_micro_batches_add_up_to_the_update_in_loss_and_gradient(name: str) -> N
         row_of = rng.integers(0, 3, tokens.trajectory.max() + 1)[tokens.trajectory]
         total = 0.0
         for row in range(3):
-            # The row's trajectories in a random order of tokens: packing may interleave samples.
+            # Shuffle the tokens of the row's trajectories, because packing may interleave samples.
             chosen = rng.permutation(np.flatnonzero(row_of == row))
             loss, own, own_entropy = loss_and_gradients(terms_of(tokens, chosen), settings)
             total += loss
@@ -66,7 +66,7 @@ def test_micro_batches_add_up_to_the_update_in_loss_and_gradient(name: str) -> N
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_every_loss_does_something_of_its_own(name: str) -> None:
+def test_every_loss_differs_from_the_default_one(name: str) -> None:
     tokens = random_tokens(7, num_trajectories=12)
     loss, gradient, _ = loss_and_gradients(terms_of(tokens), EVERY_LOSS[name])
     plain, plain_gradient, _ = loss_and_gradients(terms_of(tokens), LossSettings())
@@ -77,7 +77,7 @@ def test_every_loss_does_something_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_where_all_policies_agree_every_loss_is_the_policy_gradient(name: str) -> None:
+def test_if_all_policies_agree_every_loss_is_the_policy_gradient(name: str) -> None:
     tokens = random_tokens(3)
     same = tokens.behaviour
     tokens = replace(tokens, current=same, old=same, reference=same)
@@ -87,7 +87,7 @@ def test_where_all_policies_agree_every_loss_is_the_policy_gradient(name: str) -
         tokens.advantage < 0, settings.negative_weight * tokens.advantage, tokens.advantage
     )
     expected = -tokens.weight * advantage
-    # k1, weighed by the ratio, has at equality the gradient 1 of its own first term.
+    # At equality, k1 times the ratio has the gradient 1.
     if name == "k1_corrected":
         expected = expected + tokens.weight * settings.kl.coefficient
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
@@ -126,8 +126,8 @@ def test_decoupled_ppo_clips_around_old_and_weighs_by_old_over_behaviour() -> No
     assert loss_and_gradients(terms_of(tokens), settings)[0] == pytest.approx(-1.28 * 1.6)
 
 
-def test_a_masked_token_leaves_the_loss_and_stays_in_the_weights_of_the_others() -> None:
-    # Ratios 1.1 and 9: the second is out of the band. The weights stay halves.
+def test_a_masked_token_is_not_in_the_loss_and_changes_no_weights() -> None:
+    # Ratios 1.1 and 9: the second is outside the band. Both weights remain 1/2.
     tokens = tokens_of(
         current=[0.22, 0.9], behaviour=[0.2, 0.1], advantage=[1.0, -1.0], weight=[0.5, 0.5]
     )
@@ -141,7 +141,7 @@ def test_a_masked_token_leaves_the_loss_and_stays_in_the_weights_of_the_others()
 
 
 @pytest.mark.parametrize("objective", list(Objective))
-def test_a_masked_ratio_beyond_all_floats_reaches_neither_loss_nor_gradient(
+def test_a_masked_ratio_that_overflows_does_not_affect_loss_and_gradient(
     objective: Objective,
 ) -> None:
     tokens = tokens_of(current=[0.5, 0.5], behaviour=[0.5, 0.5], advantage=[1.0, -1.0])
@@ -153,7 +153,7 @@ def test_a_masked_ratio_beyond_all_floats_reaches_neither_loss_nor_gradient(
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(name: str) -> None:
+def test_all_numbers_are_finite_for_a_token_the_engine_found_impossible(name: str) -> None:
     for recorded, advantage in product((-100.0, -400.0, -9999.0, -1e9), (1.0, 0.0, -1.0)):
         tokens = random_tokens(np.random.default_rng(0), num_trajectories=2)
         behaviour, advantages = tokens.behaviour.copy(), tokens.advantage.copy()
@@ -168,7 +168,7 @@ def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(nam
         known = stats.statistics
         assert not stats.is_skipped and known["mismatch_max"] > 90
         assert 0 < known["effective_sample_size"] <= 1
-        # What is not finite is not among the known ones.
+        # Statistics that are not finite are left out.
         assert {"mismatch_k3_mean", "ratio_mean", "unclipped_surrogate_mean"} <= known.keys()
 
 
@@ -177,14 +177,14 @@ def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(nam
     [{"objective": "ppo"}, {"ratio": "word"}, {"correction": "some"}],
     ids=["objective", "ratio", "correction"],
 )
-def test_a_word_that_is_no_member_gives_no_gradient(unknown: dict[str, str]) -> None:
+def test_unknown_names_in_the_settings_of_a_loss_are_refused(unknown: dict[str, str]) -> None:
     settings = replace(LossSettings(), **unknown)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="unreachable"):
         micro_batch_loss(terms_of(random_tokens(0)), settings)
 
 
-def test_a_clipped_token_of_an_overflowing_ratio_has_the_gradient_of_the_clip() -> None:
-    # Float32, as the trainer has it: e^99 is infinite there.
+def test_a_clipped_token_with_an_overflowing_ratio_has_no_gradient() -> None:
+    # The numbers are float32, as in the trainer, so that e^99 is infinite.
     def gradient_of(objective: Objective, advantage: float) -> list[float]:
         current = torch.tensor([-1.0, -1.0], requires_grad=True)
         terms = MicroBatchTerms(
@@ -207,7 +207,7 @@ def test_a_clipped_token_of_an_overflowing_ratio_has_the_gradient_of_the_clip() 
     assert gradient_of(Objective.SAPO, 1.0) == [0.0, -0.5]
 
 
-def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:
+def test_the_entropy_bonus_includes_masked_tokens() -> None:
     tokens = tokens_of(
         current=[0.2, 0.9], behaviour=[0.2, 0.1], advantage=[0.0, 0.0], entropy=[1.0, 3.0],
         weight=[0.5, 0.5],
@@ -225,7 +225,7 @@ def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:
         (LossSettings(kl=KlSettings(coefficient=0.1)), "reference_logprobs"),
     ],
 )
-def test_log_probabilities_that_a_loss_needs_are_asked_for(
+def test_a_loss_without_its_log_probabilities_is_refused(
     settings: LossSettings, missing: str
 ) -> None:
     terms = replace(terms_of(random_tokens(0)), **{missing: None})
@@ -254,7 +254,7 @@ def statistics_of(
 
 
 def by_name(row: torch.Tensor) -> tuple[dict[str, float], ...]:
-    """Sums, counts, maxima and minima, each by the name of the values."""
+    """Return the sums, counts, maxima and minima, each by the name of the values."""
     found: dict[Part, dict[str, float]] = {part: {} for part in get_args(Part)}
     for (values, part), number in zip((*ADDED, *COMPARED), row.tolist(), strict=True):
         found[part][values] = number
@@ -274,8 +274,8 @@ def test_statistics_of_four_tokens() -> None:
     )  # fmt: skip
     settings = LossSettings(kl=KlSettings(coefficient=1.0), sequence_band=(0.9, 1.1))
     sums, counts, maxima, minima = by_name(statistics_of(terms, settings))
-    # Ratios 1.5, .5, 1, .5: the first would clip upwards, the second downwards; but the geometric
-    # mean .78 takes the whole trajectory out.
+    # Ratios 1.5, .5, 1, .5: the first would be clipped high, the second low, but the geometric
+    # mean .78 masks the whole trajectory.
     assert sums["masked_fraction"] == sums["masked_sequence_fraction"] == 4
     assert sums["clip_fraction_low"] == sums["clip_fraction_high"] == sums["surrogate"] == 0
     row = statistics_of(terms, replace(settings, sequence_band=None))
@@ -290,8 +290,8 @@ def test_statistics_of_four_tokens() -> None:
     assert sums["entropy"] == 2.0 and sums["importance_weight"] == 4.0
     assert sums["advantage"] == 4.0 and maxima["advantage"] == 3.0 and minima["advantage"] == -1.0
     assert sums["num_trained"] == 4 and sums["num_packed"] == 10 and sums["num_nonfinite"] == 0
-    # Only the first and the third token come from version 5; the second's was undone, and other
-    # weights have its number.
+    # Only the first and the third token are of version 5; the version of the second was undone,
+    # and its number belongs to other weights now.
     assert counts["mismatch_k1"] == counts["mismatch_k3"] == 2
     assert sums["mismatch_k1"] == pytest.approx(-math.log(1.5))
     assert sums["mismatch_k3"] == pytest.approx(0.5 - math.log(1.5))
@@ -308,8 +308,8 @@ def test_statistics_of_four_tokens() -> None:
     assert later[1]["mismatch_k3"] == 0 and later[2]["mismatch"] == -math.inf
 
 
-def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> None:
-    # Ratios 1/2, 1/2 and 2: two clipped low, one high, no two numbers the same.
+def test_statistics_of_three_tokens_by_name() -> None:
+    # Ratios 1/2, 1/2 and 2: two are clipped low, one high, and all statistics differ.
     tokens = tokens_of(
         current=[0.2, 0.1, 0.6], behaviour=[0.4, 0.2, 0.3], old=[0.4, 0.2, 0.3],
         reference=[0.3, 0.1, 0.5], advantage=[-1.0, -2.0, 4.0], entropy=[0.5, 0.25, 0.0],
@@ -346,7 +346,7 @@ def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> N
             "reference_logprob_positive_max": ln(0.5),
             "reference_logprob_negative_mean": ln(0.3 * 0.1) / 2,
             "reference_logprob_negative_max": ln(0.3),
-            # Clipped at 0.8 and 1.28; the KL beside it.
+            # The ratios are clipped at 0.8 and 1.28; the KL is added.
             "loss": 0.8 + 1.6 - 5.12 + sum(kl),
             "surrogate_mean": (-0.8 - 1.6 + 5.12) / 3,
             "unclipped_surrogate_mean": (-0.5 - 1.0 + 8.0) / 3,
@@ -378,7 +378,7 @@ def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> N
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_statistics_of_a_row_that_trains_nothing_are_neutral(name: str) -> None:
+def test_statistics_of_a_row_without_trained_tokens_are_neutral(name: str) -> None:
     row = statistics_of(terms_of(random_tokens(0), []), EVERY_LOSS[name])
     neutral = no_statistics()
     neutral[ADDED.index(("num_packed", "sum"))] = 10
@@ -396,6 +396,6 @@ def test_statistics_combine_over_rows_and_ranks(name: str, seed: int) -> None:
     ]
     first_rank = combine_rows(torch.stack([no_statistics(), parts[0], parts[1]]))
     combined = combine_rows(torch.stack([first_rank, parts[2]]))
-    # Each part counts its own row of 10.
+    # Each of the three parts counts a row of 10 packed tokens.
     whole[ADDED.index(("num_packed", "sum"))] = 30
     torch.testing.assert_close(combined, whole)

@@ -1,4 +1,4 @@
-"""Objectives, ratios and divergences against numbers worked out by hand."""
+"""Tests of objectives, ratios and divergences against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LN2, LN4 = math.log(2.0), math.log(4.0)
 
 
 def logs(*probabilities: float) -> Tensor:
-    """Log-probabilities, float64, so that vectors hold to many digits."""
+    """Return log-probabilities in float64, so that comparisons hold to many digits."""
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
@@ -60,12 +60,12 @@ def test_the_ratio_is_current_over_its_denominator() -> None:
 
 
 def test_a_sequence_ratio_is_the_geometric_mean_over_all_tokens_of_the_trajectory() -> None:
-    # Trajectory 0 has ratios 4 and 1, apart in the row; trajectory 1 has ratio 1/2.
+    # Trajectory 0 has ratios 4 and 1, not adjacent in the row; trajectory 1 has ratio 1/2.
     ratio = sequence_log_ratio(logs(0.8, 0.1, 0.3), logs(0.2, 0.2, 0.3), torch.tensor([0, 1, 0]))
     assert ratio.exp().tolist() == pytest.approx([2.0, 0.5, 2.0])
 
 
-def test_a_ratio_beyond_e_to_the_20_is_bounded_and_sends_no_gradient() -> None:
+def test_a_ratio_beyond_e_to_the_20_is_bounded_and_has_no_gradient() -> None:
     log_ratio = torch.tensor([math.log(2.0), 19.0, 100.0, -1e9], requires_grad=True)
     ratio = bounded_ratio(log_ratio)
     ratio.sum().backward()
@@ -97,7 +97,7 @@ RATIOS = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25, 0.9])
 ADVANTAGES = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0, -3.0])
 
 
-def test_ppo_clip_takes_the_worse_of_the_two_on_each_side() -> None:
+def test_ppo_clip_uses_the_larger_loss_on_each_side() -> None:
     losses = objectives.ppo_clip(RATIOS, ADVANTAGES, clip_low=0.2, clip_high=0.28)
     assert losses.tolist() == pytest.approx([-1.28, 1.5, -0.5, 0.8, -2.5, 2.7], abs=1e-6)
 
@@ -110,7 +110,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
     assert gradient_of(losses, ratio) == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_cispo_clips_the_weight_and_leaves_every_token_a_gradient() -> None:
+def test_cispo_clips_the_weight_and_keeps_the_gradient_of_every_token() -> None:
     current = logs(0.5, 0.5, 0.5).requires_grad_()
     losses = objectives.cispo(
         torch.tensor([2.0, 0.25, 1.1]),
@@ -138,7 +138,7 @@ def test_reinforce_weighs_by_the_ratio_up_to_its_cap() -> None:
     assert gradient_of(losses, current) == pytest.approx([2.0, -1.0])
 
 
-def test_sapo_by_hand_and_its_gate_fades_on_both_sides() -> None:
+def test_sapo_by_hand() -> None:
     # 4/tau sigmoid(tau(r - 1)): r 1: 2/tau. r 2, tau 1: 4 sigmoid(1) = 2.924234.
     ratio = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
     losses = objectives.sapo(
@@ -175,7 +175,7 @@ def test_binary_kl_of_a_certain_token_is_finite() -> None:
         (0.2, 0.4, -1.0, False, False),
         (0.4, 0.1, -1.0, True, False),
         (0.4, 0.1, 1.0, False, False),
-        # The ratio is 100, the probability has moved by less than .01.
+        # The ratio is 100, but the probability has changed by less than .01.
         (0.0001, 0.01, 1.0, False, False),
         (0.2, 0.3, 1.0, False, False),
     ],
@@ -193,7 +193,7 @@ def test_dppo_stops_only_tokens_that_are_pushed_further_out(
     assert [side.item() for side in outside] == [low, high]
 
 
-def test_dppo_is_the_weighted_policy_gradient_inside_and_nothing_outside() -> None:
+def test_dppo_is_the_weighted_policy_gradient_inside_and_zero_outside() -> None:
     current = logs(0.5, 0.5).requires_grad_()
     keep = torch.tensor([True, False])
     losses = objectives.dppo(
@@ -203,7 +203,7 @@ def test_dppo_is_the_weighted_policy_gradient_inside_and_nothing_outside() -> No
     assert gradient_of(losses, current) == [-2.0, 0.0]
 
 
-def test_negative_advantages_are_scaled_alone() -> None:
+def test_only_negative_advantages_are_scaled() -> None:
     advantages = torch.tensor([2.0, -2.0, 0.0])
     assert objectives.scale_negative(advantages, negative_weight=0.25).tolist() == [2, -0.5, 0]
     assert objectives.scale_negative(advantages, negative_weight=0.0).tolist() == [2, 0, 0]
@@ -217,7 +217,7 @@ def test_k1_k2_and_k3_of_known_differences() -> None:
 
 
 def test_k3_keeps_the_digits_of_a_tiny_difference() -> None:
-    # delta^2 / 2 to first order; float32, or exp(x) - 1, would answer 0.
+    # To first order it is delta^2 / 2; exp(x) - 1 in float32 would give 0.
     assert kl_k3(torch.tensor([1e-6])).item() == pytest.approx(5e-13, rel=1e-3)
 
 
@@ -251,7 +251,7 @@ def test_the_kl_of_current_against_reference(
 
 @pytest.mark.parametrize("estimator", get_args(KlEstimator))
 def test_the_corrected_kl_has_the_gradient_of_the_exact_one(estimator: KlEstimator) -> None:
-    """Over a whole vocabulary the expectation under the sampler is a sum: no sampling noise."""
+    """Compare without sampling: the expectation under the sampler is a sum over the vocabulary."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(5, dtype=torch.float64).log_softmax(-1)
@@ -266,10 +266,10 @@ def test_the_corrected_kl_has_the_gradient_of_the_exact_one(estimator: KlEstimat
 
 
 @pytest.mark.parametrize(("estimator", "is_forward"), [("k2", False), ("k3", True)])
-def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_a_stated_direction(
+def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_one_direction(
     estimator: KlEstimator, is_forward: bool
 ) -> None:
-    """On data of the current policy: k2 of KL(current || reference), k3 of the other direction."""
+    """Compare on the current policy: k2 and KL(current || reference), k3 and its reverse."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(5, dtype=torch.float64).log_softmax(-1)
@@ -284,16 +284,16 @@ def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_a_stated_direction(
 
 
 @pytest.mark.parametrize(("divergence", "is_far"), [(binary_tv, True), (binary_kl, False)])
-def test_the_trust_region_has_the_given_divergence(
+def test_the_trust_region_uses_the_given_divergence(
     divergence: Callable[[Tensor, Tensor], Tensor], is_far: bool
 ) -> None:
-    # Total variation is .1 and KL is .08: a bound between them tells which one was measured.
+    # Total variation is .1 and KL is .08: a bound between them shows which one was computed.
     arguments = logs(0.11), logs(0.01), torch.ones(1)
     _, high = outside_trust_region(*arguments, divergence=divergence, bound=0.09)
     assert high.tolist() == [is_far]
 
 
-def test_a_word_that_names_nothing_is_refused() -> None:
+def test_an_unknown_estimator_is_refused() -> None:
     one = logs(0.5)
     with pytest.raises(AssertionError):
         reference_kl(one, one, estimator="k4")  # type: ignore[arg-type]

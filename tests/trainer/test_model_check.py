@@ -1,4 +1,4 @@
-"""Which architectures can be trained packed: found out when a model is loaded."""
+"""Tests of the check, when a model is loaded, whether it can be trained in packed rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMMON: dict[str, Any] = dict(
     bos_token_id=None,
     eos_token_id=1,
     pad_token_id=0,
-    # Larger than the usual: with weights near 0 a convolution adds next to nothing.
+    # Larger than usual, because a convolution with weights near 0 has almost no effect.
     initializer_range=0.1,
 )
 DECODER = COMMON | dict(
@@ -89,14 +89,14 @@ def write(config: PretrainedConfig, directory: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ATTENDING)
-def test_a_model_that_mixes_tokens_in_attention_alone_is_loaded(kind: str, tmp_path: Path) -> None:
+def test_a_model_that_mixes_tokens_only_in_attention_is_loaded(kind: str, tmp_path: Path) -> None:
     model = write(ATTENDING[kind], tmp_path)
     load_policy(model, logprob_chunk=8, gradient_checkpointing=False)
     load_value_model(model, gradient_checkpointing=False)
 
 
 @pytest.mark.parametrize("kind", MIXING)
-def test_a_model_whose_packed_samples_would_see_each_other_is_refused(
+def test_a_model_whose_packed_samples_affect_each_other_is_refused(
     kind: str, tmp_path: Path
 ) -> None:
     model = write(MIXING[kind], tmp_path)
@@ -109,7 +109,7 @@ def test_a_model_whose_packed_samples_would_see_each_other_is_refused(
         load_value_model(model, gradient_checkpointing=False)
 
 
-def test_loading_a_model_does_not_move_the_random_numbers(tmp_path: Path) -> None:
+def test_loading_a_model_does_not_change_the_state_of_random_numbers(tmp_path: Path) -> None:
     model = write(ATTENDING["qwen3"], tmp_path)
     torch.manual_seed(3)
     load_policy(model, logprob_chunk=8, gradient_checkpointing=False)
@@ -120,7 +120,7 @@ def test_loading_a_model_does_not_move_the_random_numbers(tmp_path: Path) -> Non
 
 CHECKPOINTED: dict[str, PretrainedConfig] = {
     "a router's noise": ATTENDING["mixtral"],
-    # Only the layer itself may be in training mode: only what its own forward drops shows that.
+    # A dropout in the layer's own forward shows whether only the layer is in training mode.
     "a layer's own dropout": OPTConfig(
         **COMMON,
         ffn_dim=48,
@@ -137,7 +137,7 @@ CHECKPOINTED: dict[str, PretrainedConfig] = {
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTED)
-def test_with_gradient_checkpointing_nothing_is_dropped_and_no_noise_is_added(
+def test_gradient_checkpointing_enables_neither_dropout_nor_noise(
     kind: str, tmp_path: Path
 ) -> None:
     model = write(CHECKPOINTED[kind], tmp_path)
@@ -168,7 +168,7 @@ def test_a_checkpointed_layer_is_computed_again_in_the_backward_pass(tmp_path: P
         calls: list[bool] = []
         norm = policy.causal_lm.model.layers[0].input_layernorm
         norm.register_forward_pre_hook(lambda module, args, calls=calls: calls.append(True))
-        # The second time, too: a layer must ask to be checkpointed again.
+        # Run it twice: checkpointing of a layer must be requested for each pass.
         for _ in range(2):
             policy.zero_grad()
             policy(row)[0].sum().backward()
@@ -191,7 +191,7 @@ def longrope(original: int) -> Phi3Config:
 
 
 @pytest.mark.parametrize(("context", "is_long"), [(32, False), (33, True), (128, True)])
-def test_the_longest_context_chooses_one_table_of_longrope_for_all_rows(
+def test_the_longest_context_determines_the_table_of_longrope_for_all_rows(
     context: int, is_long: bool, tmp_path: Path
 ) -> None:
     model = write(longrope(32), tmp_path)
@@ -199,14 +199,14 @@ def test_the_longest_context_chooses_one_table_of_longrope_for_all_rows(
         model, logprob_chunk=8, gradient_checkpointing=False, max_context_tokens=context
     )
     rotary = policy.causal_lm.model.rotary_emb
-    # vLLM's: 1 / (factor base^(2i/d)).
+    # The table of vLLM is 1 / (factor base^(2i/d)).
     plain = 1e4 ** (-torch.arange(4) / 4)
     for length in (8, 60, 8):
         rotary(torch.zeros(1, length, 32), torch.arange(length)[None])
         torch.testing.assert_close(rotary.inv_freq, plain / 4 if is_long else plain)
 
 
-def test_a_rope_that_the_engine_scales_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_rope_that_the_engine_scales_differently_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = write(LlamaConfig(**DECODER, rope_parameters=rope), tmp_path / "dynamic")
     with pytest.raises(NotImplementedError, match="kind 'dynamic', whose table changes with the"):
@@ -233,28 +233,28 @@ def test_a_rope_that_the_engine_scales_otherwise_is_refused(tmp_path: Path) -> N
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, PretrainedConfig) else "",
 )
-def test_an_architecture_is_refused_by_its_configuration_before_weights_are_read(
+def test_an_architecture_is_refused_by_its_configuration_without_weights(
     config: PretrainedConfig, expected: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=expected):
         check_architecture(config)
 
 
-def test_a_window_that_the_context_never_fills_does_not_matter() -> None:
+def test_a_window_as_long_as_the_context_is_accepted() -> None:
     config = PhimoeConfig(**DECODER, num_local_experts=4, sliding_window=64)
     check_architecture(config, max_context_tokens=64)
 
 
 @pytest.mark.parametrize("kind", ATTENDING)
-def test_an_architecture_of_any_size_is_checked_by_a_narrow_copy(kind: str) -> None:
+def test_an_architecture_of_any_size_is_checked_with_a_narrow_copy(kind: str) -> None:
     config = copy.deepcopy(ATTENDING[kind])
-    # Nobody could make its weights here.
+    # The weights of this model would not fit in memory.
     config.vocab_size, config.intermediate_size = 256_000, 2**20
     config.num_attention_heads, config.num_key_value_heads, config.hidden_size = 64, 8, 8192
     check_architecture(config)
 
 
-def test_a_threshold_that_is_called_noise_is_left_alone(tmp_path: Path) -> None:
+def test_a_threshold_that_is_named_noise_is_not_changed(tmp_path: Path) -> None:
     model = write(PhimoeConfig(**DECODER, num_local_experts=4, sliding_window=None), tmp_path)
     token_ids = np.random.default_rng(0).integers(0, 64, 40).astype(np.int32)
     row = row_tensors(scoring_row(token_ids), device=torch.device("cpu"))
@@ -264,7 +264,7 @@ def test_a_threshold_that_is_called_noise_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused(
+def test_a_checkpoint_with_weights_that_are_not_finite_is_refused(
     tmp_path: Path, number: float
 ) -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**DECODER, head_dim=8))
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_lacks_its_output_head_is_refused(tmp_path: Path) -> N
         load_policy(str(tmp_path), logprob_chunk=64, gradient_checkpointing=False)
 
 
-def test_a_model_with_an_adapter_beside_its_weights_is_refused(tmp_path: Path) -> None:
+def test_a_model_directory_with_an_adapter_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(Qwen3Config(**DECODER, head_dim=8)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     expected = r"adapter_config\.json: got .*merge it first"

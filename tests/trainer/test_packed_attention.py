@@ -1,4 +1,4 @@
-"""Packed rows against each sample alone: logits and gradients."""
+"""Tests that packed rows have the logits and gradients of separate samples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_packed(model, rows, *, row_order):
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "window", "llama"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_packed_row_equals_each_sample_alone_in_logits_and_gradients(kind, checkpointed):
+def test_a_packed_row_has_the_logits_and_gradients_of_separate_samples(kind, checkpointed):
     torch.manual_seed(0)
     config = make_config(kind)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -81,7 +81,7 @@ def test_a_packed_row_equals_each_sample_alone_in_logits_and_gradients(kind, che
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_padding_never_doubles_a_row_and_every_token_keeps_its_slot(lengths):
+def test_padding_never_doubles_a_row_and_every_token_has_one_slot(lengths):
     layout = build_layout(lengths, device="cpu")
     plan = plan_for(layout, window=None)
     assert layout.num_tokens == sum(lengths)

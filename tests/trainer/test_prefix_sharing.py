@@ -1,4 +1,4 @@
-"""Prefixes computed once against every sample alone: loss and every gradient."""
+"""Tests that shared prefixes give the loss and all gradients of separate samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_config(kind: str) -> PretrainedConfig:
     if kind == "llama":
         return LlamaConfig(**COMMON)
     if kind == "gemma3":
-        # Far smaller than the samples; two layers slide, one sees all.
+        # The window is much shorter than the samples; two layers have it, one sees all tokens.
         layers = ["sliding_attention", "full_attention", "sliding_attention"]
         return Gemma3TextConfig(
             **COMMON, sliding_window=7, layer_types=layers, query_pre_attn_scalar=8
@@ -57,7 +57,7 @@ def make_config(kind: str) -> PretrainedConfig:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random models of three architectures, in directories."""
+    """Return directories of random models of three architectures, by kind."""
     directories = {}
     for kind in ("qwen3", "llama", "gemma3"):
         torch.manual_seed(5)
@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         model = AutoModelForCausalLM.from_config(make_config(kind))
         with torch.no_grad():
             for parameter in model.parameters():
-                # Larger than the usual, so that attention is far from uniform.
+                # Larger than usual, so that attention is far from uniform.
                 parameter.add_(0.1 * torch.randn_like(parameter))
         model.save_pretrained(directory)
         directories[kind] = str(directory)
@@ -91,7 +91,7 @@ def make_sample(
 
 
 def make_batch() -> list[WeightedSample]:
-    """Two groups' prompts, a branch inside a trajectory, a full prefix, equal samples, a loner."""
+    """Return samples with shared prompts, branches, a full prefix, equal ids and no prefix."""
     rng = np.random.default_rng(2)
 
     def tokens(count: int) -> list[int]:
@@ -108,14 +108,14 @@ def make_batch() -> list[WeightedSample]:
             answer = [2 + member, *tokens(3 + 4 * member)]
             trained = range(len(prompt), len(prompt) + len(answer))
             add(prompt + answer, trained, trajectory=f"{group}-{member}")
-    # Its first action is trained once; the second sample shares it, rewrites what followed.
+    # The first action is trained once; the second sample shares it and replaces the rest.
     start, action = tokens(9), tokens(6)
     main, rewritten = tokens(12), tokens(8)
     add(start + action + main, [*range(9, 15), *range(20, 27)], trajectory="branching")
     add(start + action + rewritten, range(18, 23), trajectory="branching")
     deeper = start + action + main[:5] + tokens(5)
     add(deeper, range(22, 25), trajectory="branching")
-    # The same tokens again with other trained ones, and a sample that another one begins with.
+    # The same tokens with other ones trained, and a sample that is a prefix of another.
     add(start + action + main, range(21, 27), trajectory="equal")
     add(start + action, range(12, 15), trajectory="prefix")
     add(tokens(17), [1, 2, 16], trajectory="loner")
@@ -123,13 +123,13 @@ def make_batch() -> list[WeightedSample]:
 
 
 def surrogate(current: torch.Tensor, row: MicroBatch) -> torch.Tensor:
-    """A sum over trained tokens whose gradient differs for each of them."""
+    """Return a sum over trained tokens whose gradient differs for each of them."""
     ratio = torch.exp(current - torch.from_numpy(row.behaviour_logprobs.copy()))
     return -(ratio * torch.from_numpy(row.advantages)).sum()
 
 
 def compute(policy: PolicyModel, rows: Sequence[MicroBatch]) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and every gradient, summed over rows."""
+    """Return the loss and all gradients, summed over rows."""
     policy.zero_grad()
     total = 0.0
     for row in rows:
@@ -144,7 +144,7 @@ def compute(policy: PolicyModel, rows: Sequence[MicroBatch]) -> tuple[float, dic
 def compute_alone(
     model: str, batch: Sequence[WeightedSample]
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """The obvious loop: transformers' own attention on each sample alone."""
+    """Compute loss and gradients of separate samples with transformers' own attention."""
     causal_lm = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
@@ -165,7 +165,7 @@ def compute_alone(
 def assert_same(
     ours: tuple[float, dict[str, np.ndarray]], theirs: tuple[float, dict[str, np.ndarray]]
 ) -> None:
-    """Equal to the rounding of float32, against the largest entry of each gradient."""
+    """Check equality up to float32 rounding, relative to the largest entry of each gradient."""
     assert ours[0] == pytest.approx(theirs[0], rel=2e-6)
     assert ours[1].keys() == theirs[1].keys()
     for name, gradient in theirs[1].items():
@@ -176,7 +176,7 @@ def assert_same(
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
 @pytest.mark.parametrize("is_frugal", [False, True])
-def test_loss_and_every_gradient_equal_each_sample_alone(
+def test_loss_and_all_gradients_equal_those_of_separate_samples(
     models: dict[str, str], kind: str, is_frugal: bool
 ) -> None:
     batch = make_batch()
@@ -188,7 +188,7 @@ def test_loss_and_every_gradient_equal_each_sample_alone(
     alone = compute_alone(models[kind], batch)
     tree, flat = pack_row(batch), pack_row(batch, share_prefixes=False)
     assert tree.num_tokens < 0.7 * flat.num_tokens and tree.num_trained == flat.num_trained
-    # One position that several samples train, with different targets.
+    # Several samples train the same position with different targets.
     assert len(np.unique(tree.loss_positions)) < tree.num_trained
     assert_same(compute(policy, [flat]), alone)
     assert_same(compute(policy, [tree]), alone)
@@ -200,7 +200,7 @@ def test_loss_and_every_gradient_equal_each_sample_alone(
 def train_once(
     world: World, settings: RankSettings, *, share_prefixes: bool
 ) -> tuple[StepStats, dict[str, np.ndarray]]:
-    """One step in real processes; return what the ranks say and the weights after it."""
+    """Train one step in real processes; return the ranks' statistics and the new weights."""
     minibatches = pack_minibatch(
         make_batch(),
         num_ranks=world.num_ranks,
@@ -219,10 +219,10 @@ def train_once(
 @pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
-def test_sharded_over_one_and_two_ranks_the_tree_trains_as_the_flat_rows_do(
+def test_one_and_two_ranks_train_shared_prefixes_like_flat_rows(
     models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path
 ) -> None:
-    # AdamW's first update is rate * g / (|g| + eps): here the gradient itself, to a thousandth.
+    # AdamW's first update is rate * g / (|g| + eps), which is about g for these settings.
     settings = rank_settings(
         models[kind],
         tmp_path,

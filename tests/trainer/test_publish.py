@@ -1,4 +1,4 @@
-"""What is published is what a checkpoint holds: its names, its tensors, for every kind of model."""
+"""Tests that published weights have the names and tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = dict(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mixtures_weights_are_published_as_its_checkpoint_has_them(
+def test_the_published_weights_of_a_mixture_are_those_of_its_checkpoint(
     tmp_path: Path, kind: str
 ) -> None:
     causal_lm = load_plain(write_mixture(tmp_path, kind))
@@ -37,7 +37,7 @@ def test_a_mixtures_weights_are_published_as_its_checkpoint_has_them(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_dense_models_weights_are_published_once_layer_by_layer(
+def test_the_weights_of_a_dense_model_are_published_once_layer_by_layer(
     tmp_path: Path, tied: bool
 ) -> None:
     build_tiny_model(tmp_path, seed=0, tie_word_embeddings=tied, warmup_steps=0)
@@ -67,7 +67,7 @@ def test_a_dense_models_weights_are_published_once_layer_by_layer(
         ),
     ],
 )
-def test_persistent_buffers_are_published_too_as_they_are(
+def test_persistent_buffers_are_published_unchanged(
     tmp_path: Path, config: PretrainedConfig, name: str
 ) -> None:
     made = AutoModelForCausalLM.from_config(config)
@@ -77,7 +77,7 @@ def test_persistent_buffers_are_published_too_as_they_are(
     causal_lm = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     groups = list(gather_groups(causal_lm, dtype=torch.bfloat16))
     (group,) = [dict(named) for named in groups if name in dict(named)]
-    # With its layer, because an engine makes a layer anew from what comes with it.
+    # The buffer is in the group of its layer, because an engine rebuilds a layer from its group.
     assert "model.layers.1.self_attn.q_proj.weight" in group
     assert torch.equal(group[name], causal_lm.get_buffer(name))
     assert {name for named in groups for name, _ in named} == set(saved)

@@ -1,4 +1,4 @@
-"""Recorded experts in the trainer's forward, against a dense loop over all experts."""
+"""Tests of the replay of recorded experts in the trainer, against a loop over all experts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing by threads, and on busy cores they wait for each other."""
+    """Use one thread, because small matrices do not profit from more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of random mixtures, by kind."""
+    """Return directories of random mixtures, by kind."""
     return {kind: write_mixture(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
@@ -70,7 +70,7 @@ def score(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
 
 
 def compute(policy: PolicyModel, rows: Sequence[MicroBatch]) -> tuple[float, Gradients]:
-    """Loss and every gradient, summed over rows."""
+    """Return the loss and all gradients, summed over rows."""
     policy.zero_grad()
     total = 0.0
     for row in rows:
@@ -81,7 +81,7 @@ def compute(policy: PolicyModel, rows: Sequence[MicroBatch]) -> tuple[float, Gra
 
 
 def assert_same(ours: tuple[float, Gradients], theirs: tuple[float, Gradients]) -> None:
-    """Equal to the rounding of float32, against the largest entry of each gradient."""
+    """Check equality up to float32 rounding, relative to the largest entry of each gradient."""
     assert ours[0] == pytest.approx(theirs[0], rel=5e-6)
     assert ours[1].keys() == theirs[1].keys()
     for name, gradient in theirs[1].items():
@@ -90,7 +90,7 @@ def assert_same(ours: tuple[float, Gradients], theirs: tuple[float, Gradients]) 
         np.testing.assert_allclose(ours[1][name], gradient, rtol=0, atol=5e-5 * scale)
 
 
-def test_recorded_experts_are_weighed_by_the_routers_own_logits() -> None:
+def test_recorded_experts_are_weighted_by_the_routers_own_logits() -> None:
     logits = torch.log(torch.tensor([[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]]))
     weights, chosen = torch.tensor([[0.4, 0.3], [0.4, 0.3]]), torch.tensor([[3, 2], [0, 1]])
     place = {"positions": torch.tensor([0]), "recorded": torch.tensor([[0, 1]])}
@@ -102,7 +102,7 @@ def test_recorded_experts_are_weighed_by_the_routers_own_logits() -> None:
     torch.testing.assert_close(plain, torch.tensor([[0.1, 0.2], [0.4, 0.3]]))
 
 
-def test_an_expert_that_the_router_thinks_impossible_still_gets_finite_weights() -> None:
+def test_a_recorded_expert_of_probability_0_has_finite_weights() -> None:
     logits = torch.tensor([[400.0, 0.0, -1.0]], requires_grad=True)
     _, weights, _ = replay_choice(
         logits,
@@ -118,7 +118,7 @@ def test_an_expert_that_the_router_thinks_impossible_still_gets_finite_weights()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shape_of_a_mixture_counts_its_routed_layers_alone(
+def test_the_shape_of_a_mixture_counts_only_its_routed_layers(
     models: dict[str, str], kind: str
 ) -> None:
     expected = MixtureShape(num_layers=2, num_experts=NUM_EXPERTS, num_chosen=NUM_CHOSEN)
@@ -152,7 +152,7 @@ def test_replaying_a_models_own_choice_changes_nothing(models: dict[str, str], k
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_frugal", [False, True])
-def test_loss_and_every_gradient_equal_the_dense_loop_however_rows_are_laid_out(
+def test_loss_and_gradients_equal_those_of_the_loop_for_every_layout(
     models: dict[str, str], kind: str, is_frugal: bool
 ) -> None:
     trajectories = recorded_trajectories(models[kind])
@@ -161,7 +161,7 @@ def test_loss_and_every_gradient_equal_the_dense_loop_however_rows_are_laid_out(
     policy = load(models[kind], is_frugal=is_frugal)
     tree = pack_row(merged)
     assert tree.experts is not None and tree.num_overruled_records == 0
-    # Prompts, observations, last tokens and a whole turn have none.
+    # Prompts, observations, last tokens and one whole turn have no records.
     assert 0.2 < len(tree.experts.positions) / tree.num_tokens < 0.8
     assert_same(compute(policy, [tree]), padded)
     many = pack_minibatch(merged, num_ranks=2, budget=60, attention_tokens=64)
@@ -178,7 +178,7 @@ def test_loss_and_every_gradient_equal_the_dense_loop_however_rows_are_laid_out(
         assert_same(compute(policy, layout), padded)
 
 
-def test_the_records_of_the_other_sampler_matter(models: dict[str, str]) -> None:
+def test_the_records_of_the_sampler_change_the_scores(models: dict[str, str]) -> None:
     for kind in KINDS:
         policy = load(models[kind])
         row = pack_row(weigh(recorded_batch(models[kind])))
@@ -189,7 +189,7 @@ def test_the_records_of_the_other_sampler_matter(models: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_records_the_routing_is_the_models_own(models: dict[str, str], kind: str) -> None:
+def test_without_records_the_model_routes_by_itself(models: dict[str, str], kind: str) -> None:
     policy, plain = load(models[kind]), load_plain(models[kind])
     sample = recorded_batch(models[kind])[0].without_experts()
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
@@ -199,7 +199,9 @@ def test_without_records_the_routing_is_the_models_own(models: dict[str, str], k
     torch.testing.assert_close(found, expected[sample.mask[1:] == 1], rtol=0, atol=2e-6)
 
 
-def test_a_token_before_the_first_record_is_scored_as_without_any(models: dict[str, str]) -> None:
+def test_a_token_before_the_first_record_is_scored_as_without_records(
+    models: dict[str, str],
+) -> None:
     policy = load(models["qwen3"])
     row = pack_row(weigh(recorded_batch(models["qwen3"])[:1]))
     assert row.experts is not None
@@ -213,9 +215,7 @@ def test_a_token_before_the_first_record_is_scored_as_without_any(models: dict[s
 
 
 @pytest.mark.parametrize("is_frugal", [False, True])
-def test_passes_that_overlap_keep_their_own_records(
-    models: dict[str, str], is_frugal: bool
-) -> None:
+def test_overlapping_passes_keep_their_own_records(models: dict[str, str], is_frugal: bool) -> None:
     policy = load(models["mixtral"], is_frugal=is_frugal)
     row = pack_row(weigh(recorded_batch(models["mixtral"])))
     other = pack_row(weigh(recorded_batch(models["mixtral"])[2:5]))
@@ -224,7 +224,7 @@ def test_passes_that_overlap_keep_their_own_records(
     policy.zero_grad()
     losses = [surrogate(score(policy, r), r.behaviour_logprobs, r.advantages) for r in rows]
     with torch.no_grad():
-        # A pass of the scoring kind between a forward and its backward.
+        # A forward pass for scores happens between a forward and its backward pass.
         score(policy, replace(other, experts=None))
     together = torch.stack(losses).sum()
     together.backward()
@@ -242,7 +242,7 @@ def test_two_models_in_one_process_share_no_records(models: dict[str, str]) -> N
     assert float((replayed - again).abs().max()) > 1e-3
 
 
-def test_a_router_of_the_sampler_differs_from_the_trainers(models: dict[str, str]) -> None:
+def test_the_router_of_the_sampler_differs_from_the_trainers(models: dict[str, str]) -> None:
     for kind in KINDS:
         tokens = recorded_batch(models[kind])[0].token_ids.tolist()
         plain, sampler = load_plain(models[kind]), perturbed(models[kind])

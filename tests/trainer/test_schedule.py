@@ -1,4 +1,4 @@
-"""Learning rates by the number of the update, against formulas and transformers' schedulers."""
+"""Tests of learning rates by the number of updates, against formulas and transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_transformers(name: str, num: int, **arguments: Any) -> list[float]:
 def test_a_constant_rate_warms_up_linearly_and_then_stays() -> None:
     assert rates(6, warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates(2) == [1.0, 1.0]
-    # The bits of `learning_rate min(1, (n + 1) / W)`, which runs before schedules had.
+    # The rates have the same bits as those of runs before schedules were introduced.
     before = [RATE * min(1.0, (done + 1) / 7) for done in range(20)]
     assert rates(20, warmup=7, rate=RATE) == before
 
@@ -58,7 +58,7 @@ def test_a_constant_rate_warms_up_linearly_and_then_stays() -> None:
             {"kind": "wsd", "decay_updates": 2, "min_ratio": 0.5},
             [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.5],
         ),
-        # Of a decay of one update no update has less than the whole rate before the end.
+        # With a decay of one update, all updates before the end have the whole rate.
         ({"kind": "wsd", "decay_updates": 1}, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
         ({"kind": "wsd", "decay_updates": 4}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
     ],
@@ -70,10 +70,10 @@ def test_six_updates_by_hand(schedule: dict[str, Any], expected: list[float]) ->
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 @pytest.mark.parametrize("min_ratio", [0.0, 0.1])
 @pytest.mark.parametrize("kind", get_args(ScheduleKind))
-def test_the_rates_after_the_warm_up_are_those_of_transformers(
+def test_rates_after_the_warm_up_equal_those_of_transformers(
     kind: ScheduleKind, min_ratio: float, warmup: int
 ) -> None:
-    """At the same number of updates, to the end and beyond it."""
+    """Compare the rates at the same number of updates, up to the end and beyond it."""
     num, decay = 24, 8
     named: dict[ScheduleKind, tuple[str, dict[str, Any]]] = {
         "constant": ("constant_with_warmup", {}),
@@ -110,18 +110,18 @@ def test_the_rates_after_the_warm_up_are_those_of_transformers(
         min_ratio=min_ratio if decays else 0.0,
     )
     if kind == "linear":
-        # Their linear schedule has no minimum.
+        # The linear schedule of transformers has no minimum.
         theirs = [RATE * min_ratio + rate * (1 - min_ratio) for rate in theirs]
     if kind == "cosine":
-        # Theirs rises again after the end, as the cosine does.
+        # The cosine of transformers rises again after the end.
         theirs[num:] = [RATE * min_ratio] * 6
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12, abs=1e-18)
-    # Theirs begins with a rate of 0: ours is theirs one update later.
+    # The warm-up of transformers begins with a rate of 0, so that it is one update behind ours.
     warm = of_transformers("constant_with_warmup", warmup + 1, num_warmup_steps=warmup)
     assert ours[:warmup] == pytest.approx(warm[1:], rel=1e-12)
 
 
-def test_a_cosine_without_a_minimum_is_transformers_cosine() -> None:
+def test_a_cosine_without_a_minimum_equals_that_of_transformers() -> None:
     theirs = of_transformers("cosine", 30, num_warmup_steps=4, num_training_steps=30)
     ours = rates(30, warmup=4, rate=RATE, kind="cosine", updates=30)
     assert ours[4:] == pytest.approx(theirs[4:], rel=1e-12)
@@ -135,7 +135,7 @@ def test_a_cosine_without_a_minimum_is_transformers_cosine() -> None:
     min_ratio=st.floats(0.0, 1.0),
     beyond=st.integers(0, 50),
 )
-def test_a_rate_rises_once_falls_once_and_ends_at_its_minimum(
+def test_a_rate_rises_then_falls_and_ends_at_its_minimum(
     kind: ScheduleKind, warmup: int, decay: int, stable: int, min_ratio: float, beyond: int
 ) -> None:
     end = warmup + stable + decay

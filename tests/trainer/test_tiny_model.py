@@ -1,4 +1,4 @@
-"""The tiny policy: any text can be encoded, chats extend their prefix, builds are whole."""
+"""Tests of the tiny model: its tokenizer, chat template, warm-up data and build."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.text())
-def test_any_text_survives_the_tokenizer(text: str) -> None:
+def test_any_text_is_decoded_as_it_was_encoded(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
     assert all(0 <= token < VOCAB_SIZE for token in ids)
@@ -67,12 +67,12 @@ def test_common_words_are_one_token(word: str) -> None:
     assert len(TOKENIZER.encode(word, add_special_tokens=False)) == 1
 
 
-def test_tool_markup_is_seen_when_special_tokens_are_skipped() -> None:
+def test_tool_markup_is_kept_when_special_tokens_are_skipped() -> None:
     ids = TOKENIZER.encode(f"<tool_call>1</tool_call>{TURN_END}", add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<tool_call>1</tool_call>"
 
 
-def test_a_chat_renders_as_written() -> None:
+def test_a_chat_is_rendered_by_the_template() -> None:
     text = render(
         [
             {"role": "system", "content": "Be short."},
@@ -122,7 +122,7 @@ def test_a_longer_chat_extends_its_prefix(
         assert whole[: len(prefix)] == prefix
 
 
-def test_the_renderer_always_appends() -> None:
+def test_the_renderer_extends_a_prompt_without_breaks() -> None:
     renderer = ChatRenderer(TOKENIZER)
     invitation = Message(role=Role.USER, content="Guess.")
     prompt = renderer.first_prompt((invitation,), ())
@@ -160,8 +160,8 @@ def test_only_assistant_tokens_are_warm_up_targets() -> None:
             )
 
 
-def test_warm_up_guesses_tell_nothing_about_the_hints() -> None:
-    """After a hint that leaves one part of the range, guesses are uniform over all of it."""
+def test_warm_up_guesses_do_not_depend_on_the_hints() -> None:
+    """Check that guesses after a hint are uniform over the whole range, not only over the rest."""
     dice = random.Random(0)
     decks = Decks()
     below: Counter[tuple[str, bool]] = Counter()
@@ -185,7 +185,7 @@ def test_the_stated_share_of_warm_up_calls_is_malformed() -> None:
     assert sum(is_malformed) / 2000 == pytest.approx(MALFORMED_SHARE, abs=0.04)
 
 
-def test_transformers_loads_what_was_built(directory: Path) -> None:
+def test_transformers_loads_a_built_model(directory: Path) -> None:
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert 500_000 < model.num_parameters() < 1_500_000
@@ -211,7 +211,7 @@ def test_a_built_model_is_reused_and_another_replaces_it(tmp_path: Path) -> None
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_a_directory_that_is_no_tiny_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_tiny_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("keep")
     with pytest.raises(FileExistsError, match="is not a tiny model"):
         build_tiny_model(tmp_path, warmup_steps=0)
@@ -225,7 +225,7 @@ def test_a_tiny_model_with_a_damaged_marker_is_refused(tmp_path: Path, content: 
         build_tiny_model(tmp_path, warmup_steps=0)
 
 
-def test_an_interrupted_build_leaves_nothing(
+def test_an_interrupted_build_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **settings: object) -> None:

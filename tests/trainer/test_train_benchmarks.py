@@ -1,4 +1,4 @@
-"""The training-step benchmarks compare what computes the same: loss and every gradient."""
+"""Tests that both sides of the training-step benchmarks compute the same loss and gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def our_loss(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
     return micro_batch_loss(terms, LossSettings()).loss
 
 
-def test_an_update_merges_into_one_sample_a_trajectory_and_shares_its_groups_prompts() -> None:
+def test_an_update_has_one_sample_per_trajectory_and_shares_the_prompts_of_groups() -> None:
     trajectories = make_trajectories(SHAPE, vocabulary=VOCABULARY)
     weighted = weigh(trajectories)
     length = SHAPE.prompt + SHAPE.turns * SHAPE.sampled + (SHAPE.turns - 1) * SHAPE.observed
@@ -49,7 +49,7 @@ def test_an_update_merges_into_one_sample_a_trajectory_and_shares_its_groups_pro
 
 @pytest.mark.parametrize("lay_out", [padded_batches, sorted_batches])
 @pytest.mark.parametrize("rows_at_once", [4, 100])
-def test_padded_stepwise_rows_give_the_loss_and_every_gradient_of_the_packed_tree(
+def test_padded_rows_of_turns_have_the_loss_and_gradients_of_the_packed_tree(
     tiny_models: dict[bool, str], lay_out, rows_at_once: int
 ) -> None:
     trajectories = make_trajectories(SHAPE, vocabulary=VOCABULARY)
@@ -66,7 +66,7 @@ def test_padded_stepwise_rows_give_the_loss_and_every_gradient_of_the_packed_tre
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=0, atol=2e-5 * scale)
 
 
-def test_rounds_run_every_side_once_in_changing_order_and_give_a_ratio_each() -> None:
+def test_each_round_runs_every_side_once_in_changing_order_and_gives_a_ratio() -> None:
     order: list[str] = []
 
     def run(name: str) -> int:
@@ -80,7 +80,7 @@ def test_rounds_run_every_side_once_in_changing_order_and_give_a_ratio_each() ->
     def seconds(*walls: float) -> list[Seconds]:
         return [Seconds(wall_s=wall, cpu_s=2 * wall) for wall in walls]
 
-    # The rounds' ratios are 2, 4, 3; the ratio of sums would be 2.5.
+    # The ratios of the rounds are 2, 4 and 3.
     ratios = ratios_of(seconds(2.0, 4.0, 9.0), seconds(1.0, 1.0, 3.0))
     assert ratios["ratio"] == Spread(median=3.0, lower=2.5, upper=3.5)
     assert Seconds.median(seconds(1.0, 5.0, 2.0)) == Seconds(wall_s=2.0, cpu_s=4.0)
@@ -99,7 +99,7 @@ serve(step)
 """
 
 
-def test_a_side_answers_one_step_at_a_time_and_says_why_it_ended() -> None:
+def test_a_side_answers_one_step_at_a_time_and_reports_why_it_ended() -> None:
     with Side([sys.executable, "-c", CHILD], environment={}) as side:
         taken = side.step("4")
         assert taken == StepTaken(seconds=Seconds(wall_s=0.25, cpu_s=2.0), loss=4.0, grad_norm=3.0)
@@ -124,9 +124,7 @@ rank.close()
 
 @pytest.mark.proof
 @pytest.mark.slow
-def test_our_side_takes_the_same_step_again_and_again(
-    tiny_models: dict[bool, str], tmp_path: Path
-) -> None:
+def test_our_side_repeats_the_same_step(tiny_models: dict[bool, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", OURS, tiny_models[True], tmp_path, SHAPE.to_json(), str(VOCABULARY)],
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],

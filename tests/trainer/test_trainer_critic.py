@@ -1,4 +1,4 @@
-"""A critic and a reference in the trainer's ranks: asked first, then trained, then kept."""
+"""Tests of a critic and a reference in the trainer's ranks: scores, training, checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
     return rank_settings(
         tiny_models[True],
         tmp_path / "run",
-        # As in the tests of ranks: the rounding of a zero gradient is no step.
+        # As in the tests of ranks, so that the rounding of a zero gradient does not become a step.
         adam_epsilon=1e-4,
         reward=REWARD,
         baseline=Baseline.CRITIC,
@@ -61,7 +61,7 @@ class Step:
 
 
 def play(world: World, *, version: int) -> Step:
-    """One whole step: plan, scores, batch, updates."""
+    """Run one whole step: plan, scores, batch and updates."""
     merging = step_settings(
         baseline=Baseline.CRITIC,
         scale=Scale.NONE,
@@ -92,7 +92,7 @@ def of_critic(stats: StepStats) -> dict[str, float]:
     return {name: at for name, at in stats.statistics.items() if name.startswith("critic_")}
 
 
-def test_a_new_critic_knows_nothing_and_the_reference_is_the_model_as_it_began(
+def test_a_new_critic_gives_values_of_0_and_the_reference_is_the_initial_model(
     one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
@@ -110,7 +110,7 @@ def test_a_new_critic_knows_nothing_and_the_reference_is_the_model_as_it_began(
     assert first.stats.trained_tokens > 0
 
 
-def test_what_kl_takes_is_in_the_returns_that_the_critic_learns(
+def test_the_kl_penalty_is_in_the_returns_that_the_critic_learns(
     one_rank: World, settings: RankSettings
 ) -> None:
     step = play(one_rank.start(settings), version=0)
@@ -119,13 +119,13 @@ def test_what_kl_takes_is_in_the_returns_that_the_critic_learns(
         (sample,), (scores,) = member.samples, member.scores
         delta = sample.logprobs[sample.mask == 1] - scores.reference_logprobs
         charged += 0.1 * float(delta.astype(np.float64).sum())
-    # The mean of returns 1, 0, 1, .5, less the mean penalty.
+    # The mean of the returns 1, 0, 1 and .5, minus the mean penalty.
     assert step.built.report.statistics["reward_mean"] == pytest.approx(
         0.625 - charged / 4, abs=1e-5
     )
 
 
-def test_two_ranks_score_and_train_as_one_does(
+def test_two_ranks_score_and_train_a_critic_as_one_does(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     alone, both = (
@@ -160,7 +160,7 @@ def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_learning_rate(
     assert of_critic(resumed.stats)["critic_learning_rate"] == 0.75e-3
 
 
-def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(
+def test_a_checkpoint_needs_a_critic_if_one_is_trained_and_may_have_one_otherwise(
     one_rank: World, settings: RankSettings
 ) -> None:
     plain = changed(settings, baseline=Baseline.MEAN)
@@ -174,7 +174,7 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(
     assert largest_difference(weights, one_rank.weights()) == 0.0
 
 
-def test_a_step_brings_values_exactly_where_there_is_a_critic(
+def test_a_shard_has_rows_for_a_critic_exactly_if_there_is_one(
     one_rank: World, settings: RankSettings
 ) -> None:
     (shard,) = shards([random_samples(1, 4)], num_ranks=1, num_micro=1)

@@ -1,4 +1,4 @@
-"""The trainer group under real Ray: step, publish, lose a rank, go on where it was."""
+"""Tests of the trainer group on real Ray: steps, publications, and the loss of ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def start_group(settings: RankSettings) -> TrainerGroup:
 
 
 async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torch.Tensor]]:
-    """Poll the board as a replica does, and check what it was given."""
+    """Poll the board like a replica, check the buffers, and return publication and tensors."""
     publication = await board.poll.remote("replica", None, None, 5.0)
     named: dict[str, torch.Tensor] = {}
     for group in publication.groups:
@@ -84,7 +84,7 @@ async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torc
 
 
 @pytest.mark.chaos
-async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_death_of_a_rank(
+async def test_a_group_trains_publishes_and_is_restored_exactly_after_the_death_of_a_rank(
     settings: RankSettings,
 ) -> None:
     board = start_board()
@@ -129,7 +129,7 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
 
     process_ids = await process_ids_of(group)
     os.kill(process_ids[1], signal.SIGKILL)
-    # Of a dead rank's, asked for before anything else notices.
+    # Scores are requested before anything else notices the dead rank.
     assert len(await trainer.score(put_shards(2))) == 2
     assert "rank 1 was lost in score_rows (the process died" in told[0]
     assert "1 steps trained again" in told[0] and len(told) == 1
@@ -144,7 +144,7 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
 
 
 @pytest.mark.chaos
-async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
+async def test_an_abandoned_step_leaves_the_weights_of_the_previous_one(
     settings: RankSettings,
 ) -> None:
     group = await start_group(settings)
@@ -152,7 +152,7 @@ async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
     before = await group.fingerprint()
     long = shards([random_samples(1, 400)], num_ranks=2, num_micro=200, version=1)
     step = asyncio.create_task(group.step([ray.put(shard) for shard in long]))
-    # By then the ranks are at it; where they are not, they give it up at its first micro-batch.
+    # By then the ranks train the step; otherwise they abandon it at its first micro-batch.
     await asyncio.sleep(1.0)
     assert not step.done()
     await group.abandon()
@@ -161,7 +161,7 @@ async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
     assert group.version == 1 and await group.fingerprint() == before
     await group.begin_save(1, term=0)
     path = await group.finish_save()
-    # Nothing else is begun by ranks that were told to give up.
+    # Ranks that have abandoned a step begin no other one.
     with pytest.raises(StepAbandoned):
         await group.step(put_shards(1))
     await group.stop()
@@ -173,7 +173,7 @@ async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
 
 
 @pytest.mark.chaos
-async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at_the_deadline(
+async def test_a_group_survives_refused_calls_and_loses_a_hanging_rank_at_the_deadline(
     settings: RankSettings, tmp_path: Path
 ) -> None:
     group = await start_group(changed(settings, step_deadline_s=6.0))
@@ -199,7 +199,7 @@ async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at
     await wait_until_dead(process_ids)
 
 
-async def test_a_group_that_was_killed_answers_every_call_as_one_that_lost_a_rank(
+async def test_every_call_of_a_killed_group_raises_a_lost_rank(
     settings: RankSettings,
 ) -> None:
     group = TrainerGroup(settings)
@@ -224,7 +224,7 @@ async def test_a_group_that_was_killed_answers_every_call_as_one_that_lost_a_ran
 
 @ray.remote(num_cpus=0, max_concurrency=10)
 class SlowBoard:
-    """Has got on at each look, num_moves times in a publish, and then does what it is told."""
+    """A board whose publish makes progress `num_moves` times, and then ends as `then` says."""
 
     def __init__(self, num_moves: int = 0, then: str = "") -> None:
         self.num_moves, self.then = num_moves, then
@@ -256,7 +256,7 @@ class SlowBoard:
 
 
 @pytest.mark.chaos
-async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_it_is_blamed(
+async def test_a_publish_continues_while_the_board_makes_progress_and_names_a_lost_rank(
     settings: RankSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = await start_group(changed(settings, num_ranks=1))
@@ -271,7 +271,7 @@ async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_i
     publishing = asyncio.ensure_future(group.publish(board, 0, 0))
     await board.wait_until_begun.remote()
     os.kill(first, signal.SIGKILL)
-    # As `RestartableTrainer.watch` may find it first, which kills the group.
+    # `RestartableTrainer.watch` may detect the loss first and kill the group, as here.
     with pytest.raises(TrainerRankLost, match="rank 0 was lost in check"):
         while True:
             await group.check_alive()
@@ -281,7 +281,7 @@ async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_i
 
 
 @pytest.mark.chaos
-async def test_a_rank_whose_weights_are_not_broadcast_any_more_is_lost(
+async def test_a_rank_that_no_longer_broadcasts_its_weights_is_lost(
     settings: RankSettings,
 ) -> None:
     collective = changed(settings, num_ranks=1, weight_backend="collective")
@@ -294,7 +294,7 @@ async def test_a_rank_whose_weights_are_not_broadcast_any_more_is_lost(
                 await group.check_alive()
 
 
-async def test_a_model_that_is_not_there_is_reported_with_its_reason(
+async def test_a_missing_model_is_reported_with_the_reason(
     settings: RankSettings, tmp_path: Path
 ) -> None:
     missing = changed(settings, model=str(tmp_path / "missing"), num_ranks=1)
@@ -304,13 +304,13 @@ async def test_a_model_that_is_not_there_is_reported_with_its_reason(
 
 @ray.remote(num_cpus=0)
 class Holder:
-    """As a supervisor that dies before it gives back what its ranks were to have."""
+    """An actor that reserves resources, like a supervisor that dies before it releases them."""
 
     def reserve(self, name: str) -> None:
         ray.get(placement_group([{"CPU": 1}], name=name).ready(), timeout=60)
 
 
-def test_what_a_killed_process_has_reserved_for_its_ranks_is_given_back_by_the_next_term() -> None:
+def test_the_next_term_releases_the_reservations_of_a_killed_process() -> None:
     older, newer = (reservation_name("run", term) for term in (9, 10))
     for name in (older, newer):
         holder = Holder.remote()

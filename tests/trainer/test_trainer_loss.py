@@ -1,4 +1,4 @@
-"""What the ranks do for the loss: old and reference log-probabilities, the entropy's gradient."""
+"""Tests of the ranks' inputs of the loss: old and reference log-probabilities, and entropy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
     return rank_settings(tiny_models[True], tmp_path, adam_epsilon=1e-4)
 
 
-def test_a_loss_of_every_part_is_the_same_on_one_rank_and_two(
+def test_a_loss_with_all_terms_is_the_same_on_one_rank_and_two(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     loss = LossSettings(
@@ -47,7 +47,7 @@ def test_a_loss_of_every_part_is_the_same_on_one_rank_and_two(
 
 
 def logprobs(statistics: Mapping[str, float], policy: str) -> list[float]:
-    """All that is known of one policy's log-probabilities, in the table's order."""
+    """Return the statistics of one policy's log-probabilities, in the order of the table."""
     return [value for name, value in statistics.items() if name.startswith(f"{policy}_logprob")]
 
 
@@ -57,7 +57,7 @@ def test_the_old_policy_is_the_trainer_at_the_steps_start_in_every_update(
     settings = changed(settings, loss=LossSettings(denominator="old"))
     samples = random_samples(32, 5)
     once = one_rank.start(settings).step([samples]).statistics
-    # A single update starts where the old policy is: no ratio but 1.
+    # A single update starts at the old policy, so that all ratios are 1.
     assert once["ratio_mean"] == once["ratio_max"] == 1.0
     assert logprobs(once, "old") == logprobs(once, "policy")
     thrice = one_rank.start(changed(settings, epochs=3)).step([samples]).statistics
@@ -65,14 +65,12 @@ def test_the_old_policy_is_the_trainer_at_the_steps_start_in_every_update(
     start = once["policy_logprob_mean"]
     assert thrice["old_logprob_mean"] == pytest.approx(start, rel=1e-6)
     assert abs(thrice["policy_logprob_mean"] - start) > 1e-4
-    # The next step's old policy is where this one ended.
+    # The old policy of the next step is the result of this one.
     after = one_rank.step([samples], step=1, version=1).statistics
     assert abs(after["old_logprob_mean"] - start) > 1e-4
 
 
-def test_the_reference_stays_where_training_started(
-    two_ranks: World, settings: RankSettings
-) -> None:
+def test_the_reference_remains_the_initial_policy(two_ranks: World, settings: RankSettings) -> None:
     settings = changed(settings, loss=LossSettings(kl=KlSettings(coefficient=0.01)))
     samples = random_samples(33, 6)
     two_ranks.start(settings)
@@ -84,7 +82,7 @@ def test_the_reference_stays_where_training_started(
     assert logprobs(second, "policy") != logprobs(first, "policy")
 
 
-def test_without_a_kl_term_no_reference_is_scored_or_told(
+def test_without_a_kl_term_no_reference_is_scored_or_reported(
     one_rank: World, settings: RankSettings
 ) -> None:
     stats = one_rank.start(changed(settings, reference="/nowhere")).step([random_samples(34, 3)])
@@ -93,7 +91,7 @@ def test_without_a_kl_term_no_reference_is_scored_or_told(
     assert "kl_mean" not in stats.statistics
 
 
-def test_an_entropy_bonus_raises_the_entropy_and_without_one_nothing_does(
+def test_only_an_entropy_bonus_raises_the_entropy_if_advantages_are_zero(
     one_rank: World, settings: RankSettings
 ) -> None:
     samples = [

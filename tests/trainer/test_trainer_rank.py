@@ -1,4 +1,4 @@
-"""Real processes, gloo, FSDP2: how tokens are split over ranks and rows changes nothing."""
+"""Tests of ranks in real processes with gloo and FSDP2: the split over ranks changes nothing."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from actors.trainer.sharded_model import ShardedModel, Sharding
 from actors.types import Dtype
 from actors.weights.board import check_tokens
 
-# float32: two orders of adding the same numbers, then one AdamW update of learning rate 1e-3.
+# float32 sums of the same numbers in two orders, then one AdamW update of learning rate 1e-3.
 LOSS_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 2e-5
 
 
 @pytest.fixture
 def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
-    # A large epsilon: AdamW's first update else has the size of the rate whatever the gradient,
-    # and turns the rounding of a zero gradient into a full step.
+    # With a small epsilon, AdamW's first update has the size of the learning rate whatever the
+    # gradient, and turns the rounding of a zero gradient into a full step.
     return rank_settings(tiny_models[True], tmp_path, adam_epsilon=1e-4)
 
 
 def compute_reference(
     model: str, samples: Sequence[Sample], *, settings: RankSettings
 ) -> tuple[float, float]:
-    """The obvious loop: each sample alone through transformers; loss and clipped gradient norm."""
+    """Compute loss and clipped gradient norm in a plain loop over samples in transformers."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total = sum(int(sample.mask.sum()) for sample in samples)
     loss = torch.zeros(())
@@ -66,7 +66,7 @@ def compute_reference(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_and_two_ranks_match_the_obvious_loop(
+def test_one_and_two_ranks_match_a_plain_loop(
     one_rank: World,
     two_ranks: World,
     settings: RankSettings,
@@ -98,14 +98,14 @@ def test_one_and_two_ranks_match_the_obvious_loop(
     assert largest_difference(after, two_ranks.weights()) < WEIGHT_TOLERANCE
 
 
-def test_many_micro_batches_in_another_order_with_padding_micro_batches_give_the_same_weights(
+def test_weights_do_not_depend_on_order_number_or_padding_of_micro_batches(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     minibatches = [random_samples(2, 9), random_samples(3, 7)]
     whole = one_rank.start(settings).step(minibatches)
     weights = one_rank.weights()
     turned = [list(reversed(samples)) for samples in minibatches]
-    # Seven samples over two ranks and five rows leave padding micro-batches.
+    # With seven samples on two ranks and five rows each, some micro-batches are padding.
     split = two_ranks.start(settings).step(turned, num_micro=5)
     assert split.statistics["loss"] == pytest.approx(whole.statistics["loss"], abs=LOSS_TOLERANCE)
     assert split.num_updates == whole.num_updates == 2
@@ -131,7 +131,7 @@ def count_gathered(rank: TrainerRank, file: Path) -> None:
     trained.begin_micro_batch = counting  # type: ignore[method-assign]
 
 
-def test_gathered_weights_are_freed_after_each_micro_batch_if_asked(
+def test_gathered_weights_are_freed_after_each_micro_batch_if_configured(
     one_rank: World, settings: RankSettings, tmp_path: Path
 ) -> None:
     layers = AutoConfig.from_pretrained(settings.model).num_hidden_layers
@@ -161,7 +161,7 @@ def test_the_log_probability_check_reads_the_weights_of_the_last_update(
         assert np.array_equal(world.call("check_logprobs")[-1], after)
 
 
-def test_a_second_epoch_trains_again_and_measures_no_mismatch_of_its_own(
+def test_a_second_epoch_trains_again_and_adds_no_mismatch(
     one_rank: World, settings: RankSettings
 ) -> None:
     samples = random_samples(5, 6)
@@ -180,7 +180,7 @@ def test_mismatch_counts_only_tokens_of_the_trainers_own_version(
     old = one_rank.step([random_samples(7, 4, version=0)], step=1, version=1)
     names = {"mismatch_k1_mean", "mismatch_k3_mean", "mismatch_max"}
     assert not names & old.statistics.keys()
-    # What an older version sampled is far from the trainer, and is not compared.
+    # Tokens of an older version differ much from the trainer, and are not compared.
     stale = [
         replace(sample, logprobs=sample.logprobs - 50.0)
         for sample in random_samples(8, 3, version=1)
@@ -204,7 +204,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert [path.name for path in saved] == [
         f"step-000001-update-0-rank-{rank}.npz" for rank in range(2)
     ]
-    # The bad sample is rank 1's second: its rows hold samples 1, 5 and 3.
+    # The bad sample is in the second row of rank 1, whose rows have the samples 1, 5 and 3.
     with np.load(saved[1]) as archive:
         assert np.isnan(archive["1/advantages"]).any()
         assert np.array_equal(archive["0/token_ids"], pack([bad[1], bad[5]]).token_ids)
@@ -213,7 +213,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert largest_difference(before, two_ranks.weights()) > 0.0
 
 
-def test_a_skipped_minibatch_leaves_the_steps_other_updates_alone(
+def test_a_skipped_minibatch_does_not_change_the_other_updates_of_its_step(
     one_rank: World, settings: RankSettings
 ) -> None:
     good, bad = random_samples(12, 5), random_samples(13, 4)
@@ -226,7 +226,7 @@ def test_a_skipped_minibatch_leaves_the_steps_other_updates_alone(
     assert largest_difference(weights, one_rank.weights()) == 0.0
 
 
-def test_a_step_with_nothing_to_train_leaves_weights_and_momentum_alone(
+def test_a_step_with_nothing_to_train_changes_neither_weights_nor_momentum(
     two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings).step([random_samples(14, 5)])
@@ -256,7 +256,7 @@ def test_a_token_beyond_the_age_bound_is_refused_on_every_rank(
     assert two_ranks.step([mixed[:3]], step=2, version=2).num_updates == 1
 
 
-def test_a_shard_that_is_not_for_this_trainer_is_refused_and_the_group_goes_on(
+def test_a_shard_for_another_trainer_is_refused_and_the_group_continues(
     two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
@@ -293,7 +293,7 @@ def test_bfloat16_computes_with_float32_master_weights(
     assert stats.statistics["grad_norm"] == pytest.approx(
         reference.statistics["grad_norm"], rel=0.1
     )
-    # Updates of 1e-5 are below bfloat16's resolution: only float32 master weights collect them.
+    # Updates of 1e-5 are below bfloat16's resolution: only float32 master weights sum them up.
     path = Path(two_ranks.call("save", step=1, term=0)[0])
     two_ranks.start(settings).call("load", path=path)
     base = AutoModelForCausalLM.from_pretrained(settings.model).state_dict()
@@ -302,14 +302,14 @@ def test_bfloat16_computes_with_float32_master_weights(
     assert 0 < np.median(moved[moved > 0]) < 1e-4
 
 
-def test_temperatures_and_advantages_stay_float32_where_the_model_computes_in_bfloat16(
+def test_temperatures_and_advantages_stay_float32_in_a_bfloat16_model(
     model: str, mesh: DeviceMesh
 ) -> None:
     policy = load_policy(model, logprob_chunk=64, gradient_checkpointing=False)
     sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.bfloat16)
     sharded = ShardedModel(policy, policy.causal_lm, sharding)
     seen: list[RowTensors] = []
-    # Behind FSDP's own hook, which could cast what it finds in dataclasses.
+    # This hook runs after FSDP's own, which could cast the fields of dataclasses.
     policy.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     sample = replace(random_samples(0, 1)[0], temperature=0.7)
     row = row_tensors(pack([sample]), device=torch.device("cpu"))

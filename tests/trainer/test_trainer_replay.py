@@ -1,4 +1,4 @@
-"""Real processes, gloo, FSDP2: recorded experts are replayed on every rank."""
+"""Tests of the replay of recorded experts on ranks in real processes, with gloo and FSDP2."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from actors.types import Dtype
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of random mixtures, by kind."""
+    """Return directories of random mixtures, by kind."""
     return {kind: write_mixture(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
 def settings_for(model: str, directory: Path) -> RankSettings:
-    # AdamW's first update is rate * g / (|g| + eps): here the gradient itself, to a thousandth.
+    # AdamW's first update is rate * g / (|g| + eps), which is about g for these settings.
     return rank_settings(
         model,
         directory,
@@ -80,14 +80,14 @@ def train_once(
     *,
     share_prefixes: bool = True,
 ) -> tuple[StepStats, dict[str, np.ndarray]]:
-    """One step in real processes; return what the ranks say and the weights after it."""
+    """Train one step in real processes; return the ranks' statistics and the new weights."""
     own = shards_of(weighted, num_ranks=world.num_ranks, share_prefixes=share_prefixes)
     stats: StepStats = world.start(settings).call_each("train_step", own)[0]
     return stats, world.weights()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
+def test_replay_on_one_and_two_ranks_trains_like_the_loop_over_experts(
     models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path
 ) -> None:
     settings = settings_for(models[kind], tmp_path)
@@ -113,7 +113,7 @@ def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
         for name, weight in weights.items():
             gradient = 0.01 * gradients[name]
             moved = before[name] - weight
-            # Of weights of about 1 the last bit is 1e-7; a thousandth is the update's own.
+            # Rounding of weights of about 1 is 1e-7; the update itself is exact to a thousandth.
             tolerance = 2e-3 * float(np.abs(gradient).max()) + 5e-7
             np.testing.assert_allclose(moved, gradient, rtol=0, atol=tolerance)
     plain = weigh([sample.without_experts() for sample in recorded_batch(models[kind])])
@@ -121,7 +121,7 @@ def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
     assert abs(without.statistics["loss"] - 0.01 * loss) > 1e-3 * abs(0.01 * loss)
 
 
-def test_the_old_policy_replays_and_the_reference_routes_by_itself(
+def test_the_old_policy_replays_records_and_the_reference_routes_by_itself(
     models: dict[str, str], two_ranks: World, tmp_path: Path
 ) -> None:
     loss = LossSettings(denominator="old", kl=KlSettings(coefficient=0.01))
@@ -133,16 +133,16 @@ def test_the_old_policy_replays_and_the_reference_routes_by_itself(
     replayed = train_once(two_ranks, changed(settings, epochs=1), weigh(samples))[0].statistics
     twice = train_once(two_ranks, settings, weigh(samples))[0].statistics
     own = train_once(two_ranks, settings, weigh(plain))[0].statistics
-    # A step of one update does not score its old policy: this one is the current, replayed.
+    # A step of one update does not score its old policy: its current one, with replay, equals it.
     start = replayed["policy_logprob_mean"]
     assert twice["old_logprob_mean"] == pytest.approx(start, rel=1e-6)
     assert abs(own["old_logprob_mean"] - start) > 1e-4
-    # Reference and policy are the same weights here; only their routing differs.
+    # Reference and policy have the same weights here; only their routing differs.
     assert twice["reference_logprob_mean"] == pytest.approx(own["reference_logprob_mean"], rel=1e-6)
     assert replayed["kl_max"] > 1e-4
 
 
-def test_a_bfloat16_policy_replays_too(
+def test_a_bfloat16_policy_replays_records(
     models: dict[str, str], one_rank: World, two_ranks: World, tmp_path: Path
 ) -> None:
     weighted = weigh(recorded_batch(models["qwen3_normalised"]))
@@ -154,7 +154,7 @@ def test_a_bfloat16_policy_replays_too(
     assert 0 < largest_difference(weights, other) < 0.1
 
 
-def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
+def test_the_saved_inputs_of_a_skipped_update_have_the_records_and_no_pickle(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     samples = recorded_batch(models["qwen3"])
@@ -178,7 +178,7 @@ def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_a_trained_mixture_is_saved_loaded_and_exported_to_the_last_bit(
+def test_a_trained_mixture_is_saved_loaded_and_exported_exactly(
     models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path
 ) -> None:
     settings = settings_for(models[kind], tmp_path)

@@ -1,4 +1,4 @@
-"""MFU from parameters, tokens and seconds, and what of a model counts."""
+"""Tests of MFU from parameters, tokens and seconds, and of the parameters that count."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ MIXTURE = MixtureShape(num_layers=1, num_experts=NUM_EXPERTS, num_chosen=NUM_CHO
         ("NVIDIA GeForce RTX 3060", None),
     ],
 )
-def test_the_peak_is_that_of_the_named_device_in_bfloat16(device: str, peak: float | None) -> None:
+def test_the_peak_of_a_device_is_known_by_name_for_bfloat16(
+    device: str, peak: float | None
+) -> None:
     assert peak_of(device, torch.bfloat16) == peak
     assert peak_of(device, torch.float32) is None
 
 
-def test_a_processor_has_no_peak() -> None:
+def test_a_cpu_has_no_peak() -> None:
     assert device_peak(torch.device("cpu"), torch.bfloat16) is None
 
 
-def test_the_share_is_six_operations_for_each_parameter_and_token() -> None:
+def test_mfu_counts_six_operations_per_parameter_and_token() -> None:
     # 6 x 1e9 x 1e5 = 6e14 FLOP in 2 s on two ranks of 1e15 FLOP/s, which could do 4e15.
     used = mfu(num_parameters=1e9, num_tokens=100_000, seconds=2.0, num_ranks=2, peak=1e15)
     assert used == {"mfu": pytest.approx(0.15)}
@@ -41,7 +43,7 @@ def test_the_share_is_six_operations_for_each_parameter_and_token() -> None:
         assert mfu(seconds=1.0, **(known | unknown)) == {}
 
 
-def test_an_embedding_counts_where_it_is_the_head_as_well(tiny_models: dict[bool, str]) -> None:
+def test_an_embedding_counts_if_it_is_also_the_head(tiny_models: dict[bool, str]) -> None:
     tied, untied = (
         AutoModelForCausalLM.from_pretrained(tiny_models[is_tied]) for is_tied in (True, False)
     )
@@ -54,7 +56,7 @@ def test_an_embedding_counts_where_it_is_the_head_as_well(tiny_models: dict[bool
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
-def test_of_a_mixture_the_chosen_experts_count(kind: str) -> None:
+def test_of_a_mixture_only_the_share_of_chosen_experts_counts(kind: str) -> None:
     model = AutoModelForCausalLM.from_config(make_config(kind))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -1,4 +1,4 @@
-"""The critic's loss: computed vectors, where the clip takes the gradient, and that parts add up."""
+"""Tests of the critic's loss: examples by hand, sums over micro-batches, explained variance."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def loss_and_gradient(
     [
         # Within the clip: (.1 - 1)^2 / 2.
         (0.1, 0.0, 1.0, 0.2, 0.405, -0.9, 0),
-        # Moved beyond the clip and away from the target: the larger loss is the plain one.
+        # Beyond the clip, away from the target: the larger loss is the one without the clip.
         (1.0, 0.0, 0.0, 0.2, 0.5, 1.0, 0),
-        # Moved beyond the clip towards the target: (.2 - 1)^2 / 2, and nothing pulls any more.
+        # Beyond the clip, towards the target: (.2 - 1)^2 / 2, without a gradient.
         (0.5, 0.0, 1.0, 0.2, 0.32, 0.0, 1),
         (0.5, 0.0, 1.0, None, 0.125, -0.5, 0),
     ],
 )
-def test_vectors(
+def test_the_value_loss_by_hand(
     value: float,
     old: float,
     target: float,
@@ -48,7 +48,7 @@ def test_vectors(
     assert found[2] == num_clipped
 
 
-def test_weights_make_micro_batches_add_up_on_loss_and_gradient() -> None:
+def test_weighted_losses_and_gradients_of_micro_batches_add_up() -> None:
     torch.manual_seed(0)
     values, old, targets, weights = torch.randn(4, 12).unbind()
 
@@ -67,7 +67,7 @@ def test_weights_make_micro_batches_add_up_on_loss_and_gradient() -> None:
     torch.testing.assert_close(whole.grad, parts.grad)
 
 
-def test_a_row_that_trains_nothing_loses_nothing() -> None:
+def test_a_row_without_trained_tokens_has_a_loss_of_zero() -> None:
     empty = torch.empty(0)
     loss, num_clipped = clipped_value_loss(empty, empty, empty, empty, clip=0.2)
     assert float(loss) == 0 and int(num_clipped) == 0
@@ -85,7 +85,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
         ([0.0, 2.0], [1.0, 1.0], 0.0),
         ([0.0, 2.0], [0.0, 2.0], 1.0),
         ([0.0, 2.0], [2.0, 0.0], -3.0),
-        # Tiny numbers vary as large ones do; equal ones do not, however large.
+        # Tiny targets have a variance too; equal ones have none, however large.
         ([0.0, 2e-7], [0.0, 1e-7], 0.5),
         ([100.1] * 1000, [0.0] * 1000, None),
         ([1e6 + 0.3] * 1000, [1e6] * 1000, None),

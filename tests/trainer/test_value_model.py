@@ -1,4 +1,4 @@
-"""The critic: packed rows equal each sample alone, sharded equals whole, and it learns values."""
+"""Tests of the value model: packed and sharded forms are equal to the plain one, and it learns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = [5, 17, 1, 9]
 
 
 def make_critic(model: str, *, gradient_checkpointing: bool = False) -> ValueModel:
-    """With a head that says something."""
+    """Return a critic whose head is not zero."""
     critic = load_value_model(model, gradient_checkpointing=gradient_checkpointing)
     torch.manual_seed(1)
     torch.nn.init.normal_(critic.head.weight, std=0.1)
@@ -57,13 +57,13 @@ def gradients(critic: ValueModel) -> dict[str, Tensor]:
     }
 
 
-def test_before_its_first_update_a_critic_values_every_state_at_0(model: str) -> None:
+def test_a_new_critic_gives_every_state_the_value_0(model: str) -> None:
     values = values_of(load_value_model(model, gradient_checkpointing=False), rows())
     assert values.dtype == torch.float32 and values.tolist() == [0.0] * sum(LENGTHS)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_a_packed_row_equals_each_sample_alone_in_values_and_gradients(
+def test_a_packed_row_has_the_values_and_gradients_of_separate_samples(
     model: str, is_checkpointed: bool
 ) -> None:
     packed, alone = (make_critic(model, gradient_checkpointing=is_checkpointed) for _ in range(2))
@@ -101,11 +101,11 @@ def test_all_layers_of_a_sharded_model_share_one_plan_of_the_row(
     ShardedModel(critic, critic.body, sharding)
     row = packed(rows())
     critic(row)
-    # Kept by the row itself, and not by a copy that a layer was given.
+    # The row itself has the plan, not a copy that was passed to a layer.
     assert list(row.layout.plans) == [None]
 
 
-def test_the_value_loss_brings_the_values_to_their_targets(model: str) -> None:
+def test_minimising_the_value_loss_moves_values_to_their_targets(model: str) -> None:
     critic, samples = make_critic(model), rows()
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
     targets = torch.linspace(-1, 1, sum(LENGTHS))

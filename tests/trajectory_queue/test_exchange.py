@@ -1,4 +1,4 @@
-"""A player's side of the queue, without Ray: what it holds, hands over, drops and plays anew."""
+"""Tests of a player's side of the queue, without Ray: playing, results, stops and lost queues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Handle:
-    """Calls an object in this process as a Ray actor is called."""
+    """A handle of an object in this process, with the interface of a Ray actor."""
 
     def __init__(self, target: object) -> None:
         self.target = target
@@ -35,7 +35,7 @@ class Handle:
 
 
 class DyingQueue(FakeQueue):
-    """Dies at the second request; its successor hands everything out anew."""
+    """A queue that dies at the second request; its successor hands out all rollouts again."""
 
     def __init__(self, assignments: list[RolloutAssignment]) -> None:
         super().__init__(assignments)
@@ -44,7 +44,7 @@ class DyingQueue(FakeQueue):
 
     async def take_rollouts(self, *arguments: Any) -> list[RolloutAssignment]:
         if self.num_asked == 1 and not self.story:
-            # The plays of the first request begin meanwhile.
+            # Meanwhile the rollouts of the first request begin.
             await asyncio.sleep(0.01)
             self.story.append("died")
             raise ActorUnavailableError("the queue is gone", None)
@@ -104,7 +104,7 @@ def outcomes(queue: FakeQueue) -> Counter[Outcome]:
     return Counter(summary.outcome for summary, _ in queue.ended)
 
 
-async def test_thousands_wait_at_once_within_the_slots_and_each_comes_back_once() -> None:
+async def test_thousands_of_rollouts_wait_at_once_and_each_is_returned_once() -> None:
     queue, asked, waiting = FakeQueue(assignments(5000)), [], []
 
     async def take_rollouts(*arguments: Any) -> list[RolloutAssignment]:
@@ -138,7 +138,7 @@ async def test_thousands_wait_at_once_within_the_slots_and_each_comes_back_once(
 
 
 @pytest.mark.parametrize("is_durable", [False, True])
-async def test_a_stop_hands_over_what_it_cancels_unless_it_is_durable(is_durable: bool) -> None:
+async def test_a_stop_returns_cancelled_rollouts_unless_they_are_durable(is_durable: bool) -> None:
     queue, playing = FakeQueue(assignments(3)), []
 
     async def play(assignment: RolloutAssignment) -> Trajectory:
@@ -159,7 +159,9 @@ async def test_a_stop_hands_over_what_it_cancels_unless_it_is_durable(is_durable
 
 
 @pytest.mark.parametrize("is_durable", [False, True])
-async def test_when_the_queue_has_died_all_is_given_back_and_played_anew(is_durable: bool) -> None:
+async def test_after_the_death_of_the_queue_all_rollouts_are_given_back_and_played_again(
+    is_durable: bool,
+) -> None:
     queue, plays = DyingQueue(assignments(3)), Counter[str]()
 
     async def play(assignment: RolloutAssignment) -> Trajectory:
@@ -188,7 +190,7 @@ async def test_a_queue_that_does_not_answer_ends_the_run_with_an_error() -> None
         await exchange_with(Silent([]), play).run()
 
 
-async def test_the_last_trajectory_does_not_wait_for_others_to_travel_with(
+async def test_the_last_trajectory_is_sent_without_waiting_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue = FakeQueue(assignments(1))

@@ -1,4 +1,4 @@
-"""A run that gets nowhere: groups that fail in a row are counted, excused, and given up on."""
+"""Tests of a run without progress: failed groups, steps without updates, constant rewards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fail(queue: QueueState, assignment: RolloutAssignment, outcome: Outcome, det
 
 
 def fail_round(queue: QueueState, *, outcome: Outcome, detail: str = "") -> None:
-    """Fill every slot and play it to a bad end, retries included."""
+    """Fill every slot, and end each rollout and its retries with the outcome."""
     fill(queue)
     while taken := take_all(queue):
         for assignment in taken:
@@ -52,12 +52,12 @@ def failed_groups(queue: QueueState) -> FailedGroups | None:
     return queue.drain().failed_groups
 
 
-def test_groups_without_a_usable_member_are_counted_with_their_attempts_and_last_error() -> None:
+def test_failed_groups_are_counted_with_their_attempts_and_last_error() -> None:
     queue = QueueState(make_settings(step=2, lag=0, window=1))
     assert failed_groups(queue) is None
     fail_round(queue, outcome=Outcome.ENVIRONMENT_ERROR, detail="reset: OSError: no server")
     failed = failed_groups(queue)
-    # Two groups of two, three attempts each.
+    # Two groups of two rollouts, with three attempts each.
     assert failed is not None and failed.num_groups == 2
     assert failed.outcomes == {Outcome.ENVIRONMENT_ERROR: 12}
     assert failed.last_detail == "reset: OSError: no server"
@@ -69,7 +69,7 @@ def test_groups_without_a_usable_member_are_counted_with_their_attempts_and_last
     assert queue.stats().ledger.is_balanced and queue.stats().ledger.in_flight == 0
 
 
-def test_a_usable_group_ends_the_row_and_the_next_row_is_another_one() -> None:
+def test_a_usable_group_resets_the_count_of_failed_groups() -> None:
     queue = QueueState(make_settings(step=1, lag=0, window=1))
     fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
     first = failed_groups(queue)
@@ -84,7 +84,7 @@ def test_a_usable_group_ends_the_row_and_the_next_row_is_another_one() -> None:
     assert (first.num_usable_before, second.num_usable_before, second.num_groups) == (0, 1, 1)
 
 
-def test_answers_that_are_always_cut_off_are_failures_although_they_are_not_dropped() -> None:
+def test_answers_that_are_always_cut_off_count_as_failures() -> None:
     queue = QueueState(make_settings(step=1, lag=0, window=1))
     fill(queue)
     for assignment in take_all(queue):
@@ -116,7 +116,7 @@ def test_dead_environment_actors_are_failures_too() -> None:
     assert failed.outcomes == {Outcome.INFRASTRUCTURE_ERROR: 6}
 
 
-# What the loop makes of it.
+# The following tests are of `FailureWatch`, which the loop calls.
 
 
 def row(num_groups: int, *, num_usable_before: int = 0, **fields: object) -> FailedGroups:
@@ -132,7 +132,7 @@ def row(num_groups: int, *, num_usable_before: int = 0, **fields: object) -> Fai
     )  # type: ignore[arg-type]
 
 
-def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> None:
+def test_enough_failed_groups_for_long_enough_end_the_run_with_details() -> None:
     watch = FailureWatch(CONFIG)
     watch.check_groups(row(2), num_engines_ready=1, now=100.0)
     watch.check_groups(row(9), num_engines_ready=1, now=129.0)
@@ -150,7 +150,7 @@ def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> Non
         assert words in str(told.value)
 
 
-def test_few_groups_are_borne_however_long_it_lasts() -> None:
+def test_few_failed_groups_do_not_end_the_run() -> None:
     watch = FailureWatch(CONFIG)
     for now in range(0, 10_000, 100):
         watch.check_groups(row(3), num_engines_ready=1, now=float(now))
@@ -158,7 +158,7 @@ def test_few_groups_are_borne_however_long_it_lasts() -> None:
         watch.check_groups(row(4), num_engines_ready=1, now=10_000.0)
 
 
-def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() -> None:
+def test_a_usable_group_between_two_checks_resets_count_and_clock() -> None:
     watch = FailureWatch(CONFIG)
     watch.check_groups(row(3), num_engines_ready=1, now=0.0)
     watch.check_groups(row(5, num_usable_before=1), num_engines_ready=1, now=40.0)
@@ -168,7 +168,7 @@ def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() 
         watch.check_groups(row(5, num_usable_before=2), num_engines_ready=1, now=80.0)
 
 
-def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
+def test_failures_while_no_engine_is_ready_do_not_count() -> None:
     watch = FailureWatch(CONFIG)
     watch.check_groups(row(50), num_engines_ready=0, now=0.0)
     watch.check_groups(row(500), num_engines_ready=0, now=500.0)
@@ -178,7 +178,7 @@ def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
         watch.check_groups(row(504), num_engines_ready=1, now=801.0)
 
 
-def test_engines_that_stay_away_are_a_lost_part() -> None:
+def test_engines_that_are_missing_for_too_long_count_as_lost() -> None:
     watch = FailureWatch(CONFIG)
     watch.check_groups(row(1), num_engines_ready=0, now=0.0)
     watch.check_groups(row(9), num_engines_ready=0, now=600.0)
@@ -212,7 +212,7 @@ def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
         assert words in str(told.value)
 
 
-def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
+def test_steps_in_a_row_without_mergeable_trajectories_end_the_run() -> None:
     watch = FailureWatch(CONFIG)
 
     def look(step: int, num_misaligned: int, *, num_trajectories: int = 4) -> None:
@@ -231,7 +231,7 @@ def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
         other.check_merge(step, replace(report(step), num_trajectories=0), notices=[])
 
 
-def test_a_reward_that_stays_constant_is_noticed_once_after_three_steps() -> None:
+def test_a_constant_reward_is_reported_once_after_three_steps() -> None:
     watch = FailureWatch(CONFIG)
     constant = replace(report(1), num_groups=2, num_zero_variance_groups=2)
     some = replace(constant, num_zero_variance_groups=1)
@@ -242,7 +242,7 @@ def test_a_reward_that_stays_constant_is_noticed_once_after_three_steps() -> Non
 
 
 def notices_of(shares: list[tuple[int, dict[TokenCause, int]]]) -> dict[int, str]:
-    """By step, the notices of a watch that is shown these trained and untrained tokens."""
+    """Return the notices by step of a watch that receives these trained and untrained tokens."""
     watch = FailureWatch(CONFIG)
     found = {}
     for step, (trained, untrained) in enumerate(shares, start=1):
@@ -252,7 +252,7 @@ def notices_of(shares: list[tuple[int, dict[TokenCause, int]]]) -> dict[int, str
     return found
 
 
-def test_a_low_share_of_trained_tokens_is_noticed_once_with_its_main_cause_and_remedy() -> None:
+def test_a_low_share_of_trained_tokens_is_reported_once_with_cause_and_remedy() -> None:
     cut, alone = EvictionReason.TRUNCATED_TOKENS, EvictionReason.GROUP_TOO_SMALL
     low: tuple[int, dict[TokenCause, int]] = (31, {cut: 58, alone: 11})
     high: tuple[int, dict[TokenCause, int]] = (100, {})

@@ -1,4 +1,4 @@
-"""Groups that are scored together before they close: who scores, what counts, what is repeated."""
+"""Tests of groups that are scored together before they close."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def scoring_queue(**fields: Any) -> QueueState:
     return QueueState(make_settings(step=1, lag=0, window=1, scores_groups={*GAME}, **fields))
 
 
-def scores_of(
+def put_scores(
     queue: QueueState, group: Group, *, actor: str = "a", outcome: Outcome = Outcome.COMPLETED
 ) -> bool:
-    """Bring back its usable members with 1, 2, … in place of their returns."""
+    """Put the group's usable members with returns 1, 2, …; return whether they were accepted."""
     scored = [
         (
             make_summary(
@@ -62,12 +62,12 @@ def test_a_group_closes_once_it_is_scored() -> None:
     group = queue.take_group("a", environments=GAME)
     assert group is not None and queue.take_group("b", environments=GAME) is None
     assert not cut(queue)[1].summaries
-    assert scores_of(queue, group)
+    assert put_scores(queue, group)
     taken = queue.take_step()
     assert taken is not None
     assert taken[1][0].baseline_returns() == [1.0, 2.0]
     assert [each.episode_return for each in cut(queue)[1].summaries] == [1.0, 2.0]
-    assert not scores_of(queue, group)
+    assert not put_scores(queue, group)
     assert queue.stats().num_refused == 1
 
 
@@ -86,13 +86,13 @@ def test_only_the_members_of_the_baseline_are_scored() -> None:
     group = queue.take_group("a", environments=GAME)
     assert group is not None
     assert [each.rollout_id[-1] for each in group.usable()] == ["0", "3"]
-    assert scores_of(queue, group)
+    assert put_scores(queue, group)
     assert queue.take_step() is not None
     told = [each.outcome for each in cut(queue)[1].summaries]
     assert sorted(told) == sorted(ends)
 
 
-def test_a_group_with_enough_is_scored_without_the_rest() -> None:
+def test_a_group_with_enough_usable_members_is_scored_without_the_rest() -> None:
     queue = scoring_queue()
     fill(queue, num_samples=3, enough=2)
     for assignment in take(queue, 2):
@@ -102,12 +102,12 @@ def test_a_group_with_enough_is_scored_without_the_rest() -> None:
     assert evicted(queue) == {"cancelled": 1}
 
 
-def test_a_score_that_cannot_be_had_evicts_the_group_as_reward_errors() -> None:
+def test_a_failed_score_evicts_the_group_as_reward_errors() -> None:
     queue = scoring_queue()
     played(queue)
     group = queue.take_group("a", environments=GAME)
     assert group is not None
-    assert scores_of(queue, group, outcome=Outcome.REWARD_ERROR)
+    assert put_scores(queue, group, outcome=Outcome.REWARD_ERROR)
     assert evicted(queue) == {"reward_error": 3}
     assert queue.take_step() is None and len(queue.admissible()) == 1
     failed = queue.drain().failed_groups
@@ -125,7 +125,7 @@ def test_a_group_too_small_is_not_scored() -> None:
     assert len(queue.drain().summaries) == 2
 
 
-def test_a_group_whose_scorer_died_is_scored_by_another() -> None:
+def test_a_group_whose_scorer_died_is_scored_by_another_actor() -> None:
     queue = scoring_queue()
     played(queue)
     first = queue.take_group("a", environments=GAME)
@@ -133,12 +133,12 @@ def test_a_group_whose_scorer_died_is_scored_by_another() -> None:
     queue.release_actor("a")
     again = queue.take_group("b", environments=GAME)
     assert again is first
-    assert not scores_of(queue, first, actor="a")
-    assert scores_of(queue, first, actor="b")
+    assert not put_scores(queue, first, actor="a")
+    assert put_scores(queue, first, actor="b")
     assert queue.take_step() is not None
 
 
-def test_what_a_dead_queue_had_is_played_and_scored_again() -> None:
+def test_after_a_restart_a_group_is_played_and_scored_again() -> None:
     queue = scoring_queue()
     played(queue)
     assert queue.take_group("a", environments=GAME) is not None
@@ -149,11 +149,11 @@ def test_what_a_dead_queue_had_is_played_and_scored_again() -> None:
     assert queue.take_group("a", environments=GAME) is not None
 
 
-def test_a_payload_lost_has_its_scored_group_played_again_as_a_whole() -> None:
+def test_a_scored_group_with_a_lost_payload_is_played_again_completely() -> None:
     queue = scoring_queue()
     played(queue)
     group = queue.take_group("a", environments=GAME)
-    assert group is not None and scores_of(queue, group)
+    assert group is not None and put_scores(queue, group)
     assert queue.take_step() is not None
     queue.replay_lost([next(iter(group.rollouts))])
     again = take_all(queue)
@@ -161,14 +161,12 @@ def test_a_payload_lost_has_its_scored_group_played_again_as_a_whole() -> None:
     for assignment in again:
         end(queue, assignment)
     group = queue.take_group("a", environments=GAME)
-    assert group is not None and scores_of(queue, group)
+    assert group is not None and put_scores(queue, group)
     taken = queue.take_step()
     assert taken is not None and taken[1][0].baseline_returns() == [1.0, 2.0, 3.0]
 
 
-def test_payloads_lost_before_the_score_are_played_again_and_cancelled_groups_are_not_scored() -> (
-    None
-):
+def test_lost_payloads_are_played_again_and_cancelled_groups_are_not_scored() -> None:
     queue = scoring_queue()
     played(queue)
     group = queue.take_group("a", environments=GAME)
@@ -177,5 +175,5 @@ def test_payloads_lost_before_the_score_are_played_again_and_cancelled_groups_ar
         end(queue, assignment)
     group = queue.take_group("a", environments=GAME)
     assert group is not None and queue.cancel_group(group.group_id)
-    assert not scores_of(queue, group)
+    assert not put_scores(queue, group)
     assert queue.stats().ledger.is_balanced

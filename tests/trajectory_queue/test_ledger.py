@@ -1,4 +1,4 @@
-"""The conservation ledger: it balances, refuses to count twice, and starts again."""
+"""Tests of the ledger of rollouts: it balances, counts nothing twice, and can be restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actors.types import Outcome
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Any order of allowed transitions, with restarts in between."""
+    """A state machine of allowed and refused transitions in any order, with restarts."""
 
     flying = Bundle("flying")
     gone = Bundle("gone")
@@ -84,7 +84,7 @@ def test_a_rollout_that_was_never_admitted_cannot_leave() -> None:
         Ledger().train("r1", step=0)
 
 
-def test_events_tell_who_left_why_and_in_which_step() -> None:
+def test_events_record_each_rollouts_end_with_reason_and_step() -> None:
     ledger = Ledger()
     ledger.admit("a")
     ledger.admit("b")
@@ -101,7 +101,7 @@ def test_events_tell_who_left_why_and_in_which_step() -> None:
 
 
 @given(st.sampled_from(Outcome))
-def test_every_outcome_but_completed_has_a_reason_of_its_own(outcome: Outcome) -> None:
+def test_every_outcome_except_completed_has_an_eviction_reason(outcome: Outcome) -> None:
     if outcome is Outcome.COMPLETED:
         with pytest.raises(ValueError, match="completed"):
             EvictionReason.of(outcome)

@@ -1,4 +1,4 @@
-"""Queue and merge actors on real Ray: payloads outlive players, losses are named, waits end."""
+"""Tests of the queue and merge actors on real Ray: payloads, losses, waits and restarts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def wait_until_lost(reference: Any) -> None:
 
 
 @pytest.mark.parametrize("sampled", [6, 5000], ids=["small blocks", "blocks in shared memory"])
-def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_again(
+def test_finished_trajectories_outlive_their_player(
     sampled: int,
 ) -> None:
     queue = start_queue()
@@ -152,7 +152,7 @@ def test_other_calls_are_answered_while_a_large_block_is_stored() -> None:
     assert get(storing) == []
 
 
-def test_it_counts_how_long_each_side_waited_for_the_other() -> None:
+def test_the_queue_measures_how_long_each_side_waited() -> None:
     queue = queue_actor.start_queue(queue_settings(groups_per_step=1, max_lag=2, max_items=4))
     assert get(queue.open.remote(0, None))
     admit_all(queue)
@@ -162,7 +162,7 @@ def test_it_counts_how_long_each_side_waited_for_the_other() -> None:
     assert 1.0 <= waited["consumer"] < LIMIT_S and waited["producer"] == 0.0
     assert len(get(player.take.remote(4, LIMIT_S))) == 4
     get(player.hand_in.remote(4, 2))
-    # As many as the bound wait for a step; the next groups are there, and are held back.
+    # The number of waiting trajectories is at the bound, so that the next groups are held back.
     assert get(player.take.remote(4, 1.5)) == []
     stats = get(queue.stats.remote())
     assert 1.5 <= stats.blocked_s["producer"] < LIMIT_S
@@ -180,7 +180,7 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     get(player.hand_in.remote(2, 2))
     step_input = take_step(queue)
     assert step_input is not None
-    # A block that somebody else owned, who died: what a lost node's objects look like.
+    # A block whose owner has died is lost, like the objects of a lost node.
     orphan = Player.remote(queue, "orphan")
     (lost,) = get(orphan.own_a_block.remote())
     kill_9(orphan)
@@ -188,7 +188,7 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     step_input = replace(step_input, blocks=(step_input.blocks[0], lost))
     with pytest.raises(PayloadsLost) as caught:
         get(merge.build.remote(step_input, 0))
-    # Ray raises an error that is of the actor's class and has the actor's error as its cause.
+    # Ray raises an error of the actor's class with the actor's own error as its cause.
     error: Any = caught.value
     assert error.cause.rollout_ids == ("g000001.0-2", "g000001.0-3")
     get(queue.replay_lost.remote(error.cause.rollout_ids))
@@ -202,7 +202,7 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     assert get(queue.stats.remote()).ledger.trained == 8
 
 
-def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
+def test_waits_end_with_a_result_or_at_their_limit() -> None:
     queue = start_queue(step=1)
     assert get(queue.take_rollouts.remote("a", 1, 0.05, GAME)) == []
     assert take_step(queue, limit_s=0.05) is None
@@ -219,7 +219,7 @@ def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
         get(queue.set_loaded_version.remote(0))
 
 
-def test_a_wait_of_a_released_actor_takes_nothing_away() -> None:
+def test_a_waiting_call_of_a_released_actor_takes_no_rollouts() -> None:
     queue = start_queue(step=1)
     waiting = queue.take_rollouts.remote("dead", 8, LIMIT_S, GAME)
     assert get(queue.release_actor.remote("dead")) == 0
@@ -229,7 +229,7 @@ def test_a_wait_of_a_released_actor_takes_nothing_away() -> None:
     assert len(get(queue.take_rollouts.remote("alive", 8, LIMIT_S, GAME))) == 2
 
 
-def test_a_run_starts_again_from_a_stored_cut() -> None:
+def test_a_run_is_restored_from_a_stored_cut() -> None:
     queue = start_queue(step=1, lag=1)
     player = Player.remote(queue, "player")
     admit_all(queue, num_samples=2)
@@ -248,7 +248,7 @@ def test_a_run_starts_again_from_a_stored_cut() -> None:
     assert stats.ledger.admitted == stats.ledger.in_flight == 4
 
 
-def test_what_a_poll_brings_does_not_grow_with_the_data_of_the_tasks() -> None:
+def test_the_size_of_replies_does_not_grow_with_the_data_of_tasks() -> None:
     sizes = []
     for num_bytes in (1, 1_000_000):
         queue = start_queue(step=4)
@@ -280,5 +280,5 @@ def test_a_block_that_does_not_fit_its_summaries_is_refused() -> None:
 
 def test_a_block_is_one_buffer_in_shared_memory() -> None:
     block = get(ray.put(encode([make_trajectory(linear_turns(400))])))
-    # What Ray copies out of its store is writable.
+    # The array would be writable if Ray had copied it out of its store.
     assert not block.data.flags.writeable and not block.data.flags.owndata

@@ -1,4 +1,4 @@
-"""The queue's state machine: bounds, retries, lost payloads, restarts; nothing counted twice."""
+"""Tests of the queue's state: bounds, retries, lost payloads, restarts, and single counting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from actors.trajectory_queue.state import QueueState
 from actors.types import SESSION, Outcome
 
 
-def test_rollouts_are_handed_out_oldest_group_first_and_retries_before_all() -> None:
+def test_retries_are_handed_out_first_and_then_the_oldest_group() -> None:
     queue = QueueState(make_settings(step=1, lag=2))
     assert fill(queue) == [0, 1, 2]
     first, second, third = take(queue, 3)
@@ -58,7 +58,7 @@ def test_a_step_is_taken_finalised_and_balances() -> None:
     assert kinds == {LedgerEventKind.ADMITTED: 8, LedgerEventKind.TRAINED: 4}
 
 
-def test_retries_are_bounded_and_then_the_rollout_leaves_under_its_own_reason() -> None:
+def test_a_rollout_is_evicted_with_its_reason_after_the_last_retry() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue, num_samples=3)
     for attempt in range(3):
@@ -72,7 +72,7 @@ def test_retries_are_bounded_and_then_the_rollout_leaves_under_its_own_reason() 
     assert taken is not None and len(taken[1][0].finished()) == 2
 
 
-def test_a_group_that_closes_too_small_is_evicted_and_its_number_gets_another_task() -> None:
+def test_a_group_that_is_too_small_is_evicted_and_its_number_gets_another_task() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue, num_samples=2)
     survivor, dropped = take_all(queue)
@@ -85,7 +85,7 @@ def test_a_group_that_closes_too_small_is_evicted_and_its_number_gets_another_ta
     assert [x.rollout_id for x in take_all(queue)] == ["g000000.1-0", "g000000.1-1"]
 
 
-def test_a_truncated_trajectory_that_was_not_graded_does_not_keep_a_group_alive() -> None:
+def test_an_ungraded_truncated_trajectory_is_not_a_usable_member() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue, num_samples=2)
     first, second = take_all(queue)
@@ -108,7 +108,7 @@ def test_a_group_closes_early_when_enough_are_usable_and_cancels_the_rest() -> N
     assert queue.stats().num_refused == 1
 
 
-def test_late_and_foreign_results_are_refused_and_change_nothing() -> None:
+def test_late_results_and_results_of_other_actors_are_refused() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue)
     first, second = take_all(queue, actor="dead")
@@ -125,7 +125,7 @@ def test_late_and_foreign_results_are_refused_and_change_nothing() -> None:
     assert stats.ledger.is_balanced
 
 
-def test_the_bounds_stop_new_groups_but_never_the_step_that_is_being_collected() -> None:
+def test_the_bounds_stop_new_groups_but_not_the_step_that_is_collected() -> None:
     queue = QueueState(make_settings(step=2, lag=3, max_items=1))
     fill(queue)
     step = take_all(queue)
@@ -138,7 +138,7 @@ def test_the_bounds_stop_new_groups_but_never_the_step_that_is_being_collected()
     assert {x.group_number for x in take_all(queue)} == {2, 3}
 
 
-def test_an_actor_gets_rollouts_of_its_environments_alone_and_the_bounds_are_over_all() -> None:
+def test_an_actor_gets_only_rollouts_of_its_environments_within_common_bounds() -> None:
     queue = QueueState(make_settings(step=2, lag=2, max_items=6))
     both = ("game", SESSION)
     fill(queue, environments=both)  # Sessions are the groups of odd numbers.
@@ -147,11 +147,11 @@ def test_an_actor_gets_rollouts_of_its_environments_alone_and_the_bounds_are_ove
     assert [x.group_number for x in sessions] == [1, 1, 3]
     assert [x.group_number for x in take(queue, 2)] == [0, 0]
     assert [x.rollout_id for x in take(queue, 1, environments=both)] == ["g000002.0-0"]
-    # Full: nothing of a later step, for either; both are held back by the bounds alone.
+    # At the bound, neither environment gets rollouts of a later step; only the bound is the reason.
     assert take_all(queue, environments=both) == []
     assert queue.holds_back(GAME) and queue.holds_back((SESSION,)) and queue.holds_back(both)
     assert not queue.holds_back(("other",)) and not queue.holds_back(())
-    # A failed attempt of the collecting step is handed out all the same, to who can play it.
+    # A failed attempt of the step that is collected is still handed out to an actor that plays it.
     assert end(queue, sessions[0], actor="gateway", outcome=Outcome.ENVIRONMENT_ERROR)
     take(queue, 1, environments=GAME)
     assert take_all(queue) == [] and queue.holds_back(GAME)
@@ -160,7 +160,7 @@ def test_an_actor_gets_rollouts_of_its_environments_alone_and_the_bounds_are_ove
     assert [x.trajectory_id for x in again] == ["g000001.0-0.a1"]
 
 
-def test_the_order_between_environments_is_that_of_a_single_one() -> None:
+def test_rollouts_of_two_environments_have_the_order_of_one() -> None:
     mixed, single = QueueState(make_settings(lag=3)), QueueState(make_settings(lag=3))
     both = ("game", SESSION)
     fill(mixed, environments=both)
@@ -173,7 +173,7 @@ def test_the_order_between_environments_is_that_of_a_single_one() -> None:
 
 
 def test_a_durable_rollout_is_handed_out_again_without_a_failed_attempt() -> None:
-    """What its actor or a payload takes with it is in the store, and is delivered again."""
+    """Check that losing its actor or payload costs no attempt, because the store has the turns."""
     shape = make_settings(step=1, lag=0, window=1, durable=frozenset({SESSION}))
     queue = QueueState(shape)
     fill(queue, num_samples=3, enough=2, environments=(SESSION,))
@@ -190,7 +190,7 @@ def test_a_durable_rollout_is_handed_out_again_without_a_failed_attempt() -> Non
     taken = queue.take_step()
     assert taken is not None
     for _ in range(4):
-        # The payload of one is lost; the group keeps the other, and waits for it.
+        # One payload is lost; the group keeps the other and waits for the lost one.
         assert queue.replay_lost([held[0].rollout_id]) == (1,)
         assert queue.take_step() is None
         (again,) = take_all(queue, actor="last", environments=sessions)
@@ -199,11 +199,11 @@ def test_a_durable_rollout_is_handed_out_again_without_a_failed_attempt() -> Non
         assert queue.take_step() is not None
     assert again.attempt == 13
     assert {each.num_failures for each in queue.snapshot().groups[0].rollouts} == {0}
-    # An outcome of the session's own is one, durable or not.
+    # The third session was cancelled when the group had enough members.
     assert evicted(queue) == {"cancelled": 1}
 
 
-def test_the_age_is_that_of_the_oldest_trajectory_that_no_step_has_taken() -> None:
+def test_the_age_is_that_of_the_oldest_waiting_trajectory() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1))
     fill(queue)
     assert queue.stats(now=9.0).oldest_s is None
@@ -229,7 +229,7 @@ def test_waiting_bytes_stop_new_groups_until_a_step_takes_them() -> None:
     assert len(take_all(queue)) == 4
 
 
-def test_a_block_counts_whole_for_as_long_as_any_of_its_rows_waits() -> None:
+def test_a_block_counts_with_its_whole_size_while_any_of_its_rows_waits() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1))
     fill(queue)
     block = object()
@@ -244,7 +244,7 @@ def test_a_block_counts_whole_for_as_long_as_any_of_its_rows_waits() -> None:
     assert queue.stats().waiting_bytes == 0
 
 
-def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
+def test_lost_payloads_roll_back_their_step_and_all_later_ones() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1))
     fill(queue)
     for assignment in take_all(queue):
@@ -263,7 +263,7 @@ def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
         queue.finalise(1, {})
 
 
-def test_an_outcome_list_that_leaves_a_rollout_out_is_refused_whole() -> None:
+def test_a_list_of_outcomes_without_all_rollouts_is_refused() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue)
     for assignment in take_all(queue):
@@ -278,7 +278,7 @@ def test_an_outcome_list_that_leaves_a_rollout_out_is_refused_whole() -> None:
     finalise_all(queue, *taken)
 
 
-def test_groups_that_nobody_asked_for_or_that_could_never_be_trained_are_refused() -> None:
+def test_groups_without_a_slot_or_with_too_few_samples_are_refused() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     with pytest.raises(ValueError, match="group 5 is not free for a task"):
         queue.admit([GroupRequest(group_number=5, task=make_task(5), num_samples=2)])
@@ -287,7 +287,7 @@ def test_groups_that_nobody_asked_for_or_that_could_never_be_trained_are_refused
     assert queue.stats().ledger.admitted == 0 and len(queue.admissible()) == 1
 
 
-def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:
+def test_cancel_all_ends_the_run_without_open_rollouts() -> None:
     queue = QueueState(make_settings())
     fill(queue)
     for assignment in take_all(queue)[:5]:
@@ -299,13 +299,13 @@ def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:
     assert queue.admissible() == [] and take_all(queue) == [] and queue.take_step() is None
     with pytest.raises(ValueError, match="after cancel_all"):
         queue.finalise(1, {})
-    # A later run goes on with the same numbers, under ids that were never used.
+    # A later run uses the same group numbers, but new group ids.
     later = restart(queue)
     assert fill(later)[0] == 0
     assert take_all(later)[0].rollout_id == "g000000.1-0"
 
 
-def test_a_restart_plays_again_what_was_not_finalised_with_its_budget_and_fresh_attempts() -> None:
+def test_a_restart_repeats_unfinalised_rollouts_and_keeps_their_failure_counts() -> None:
     queue = QueueState(make_settings(step=1, lag=2, window=1))
     fill(queue, num_samples=3)
     for assignment in take_all(queue):
@@ -330,12 +330,12 @@ def test_a_restart_plays_again_what_was_not_finalised_with_its_budget_and_fresh_
 
 
 @pytest.mark.parametrize("outcome", [Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR])
-def test_what_is_held_for_too_long_is_played_again_and_costs_no_attempt(outcome: Outcome) -> None:
+def test_a_rollout_that_times_out_while_turns_are_held_is_played_again(outcome: Outcome) -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue)
     first, second = take_all(queue)
     queue.hold(True)
-    # While turns are held nothing is handed out, however it ends.
+    # While turns are held no rollouts are handed out, whatever the outcome.
     for _ in range(5):
         assert end(queue, first, outcome=outcome)
         assert take_all(queue) == []
@@ -343,14 +343,14 @@ def test_what_is_held_for_too_long_is_played_again_and_costs_no_attempt(outcome:
         [first] = take_all(queue)
         queue.hold(True)
     queue.hold(False)
-    # One that comes to its own end meanwhile, or later, counts as it is.
+    # A rollout that ends by itself, during the hold or later, counts with its own outcome.
     assert end(queue, second) and end(queue, first)
     assert first.attempt == 5 and queue.stats().ledger.in_flight == 2
     assert [each.attempt for each in queue.drain().summaries] == [0, 5]
     taken = queue.take_step()
     assert taken is not None
     finalise_all(queue, *taken)
-    # After it, time that runs out is its own again.
+    # After the hold, a timeout counts as a failure again.
     queue.set_loaded_version(1)
     fill(queue)
     for assignment in take_all(queue):
@@ -358,7 +358,7 @@ def test_what_is_held_for_too_long_is_played_again_and_costs_no_attempt(outcome:
     assert queue.stats().num_replaced_groups == 1 and queue.stats().ledger.is_balanced
 
 
-def test_a_session_that_ends_while_turns_are_held_has_ended() -> None:
+def test_a_durable_session_that_times_out_while_turns_are_held_has_ended() -> None:
     settings = replace(make_settings(step=1, lag=0), durable=frozenset(GAME))
     queue = QueueState(settings)
     fill(queue)

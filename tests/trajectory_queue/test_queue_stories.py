@@ -1,4 +1,4 @@
-"""Whatever happens to the queue: the ledger balances, every rollout leaves once, no deadlock."""
+"""Property test of the queue: the ledger balances, each rollout ends once, and no deadlocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attempt_of(rollout: Rollout) -> str:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Actors take, bring back and die; steps are taken, finalised and lost; runs start again."""
+    """A state machine of the events of a queue: results, deaths, steps, losses and restarts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.version_when_taken: dict[str, int] = {}
         self.lost_attempts: set[str] = set()
         self.num_sampled = self.num_recorded = 0
-        """Tokens of the attempts that came back, and of those in the records of steps."""
+        """The tokens of all returned attempts, and those that the records of steps count."""
         self.num_deaths = 0
 
     @initialize(
@@ -64,7 +64,7 @@ class QueueMachine(RuleBasedStateMachine):
             max_variance_refills=refills,
             durable=frozenset({SESSION}),
         )
-        self.go_on_with(QueueState(shape))
+        self.use_queue(QueueState(shape))
 
     @rule(
         num_samples=st.integers(2, 3),
@@ -88,7 +88,7 @@ class QueueMachine(RuleBasedStateMachine):
             actor, assignment = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
             reward = data.draw(st.sampled_from([0.0, 0.0, 1.0]))
             outcome = data.draw(OUTCOMES)
-            # A session's turns are delivered again where their payload is lost: the same tokens.
+            # The turns of a session are delivered again if their payload is lost: the same tokens.
             is_session = assignment.task.environment == SESSION
             num_sampled = 0 if is_session else data.draw(st.integers(0, 9))
             assert end(
@@ -124,7 +124,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.lost_attempts.add(finished[lost])
         rolled_back = self.queue.replay_lost([lost])
         assert rolled_back
-        assert self.queue.replay_lost([lost]) == (), "what is lost cannot be lost again"
+        assert self.queue.replay_lost([lost]) == (), "a payload was lost twice"
         self.taken = [step for step in self.taken if step[0] not in rolled_back]
 
     @rule()
@@ -143,20 +143,20 @@ class QueueMachine(RuleBasedStateMachine):
         self.held = [held for held in self.held if held[0] != actor]
 
     @rule()
-    def start_again(self) -> None:
+    def restart_the_queue(self) -> None:
         self.drain()
-        self.go_on_with(restart(self.queue))
+        self.use_queue(restart(self.queue))
 
     @rule()
-    def the_queue_dies_and_another_goes_on_with_the_steps_in_hand(self) -> None:
+    def replace_the_queue_and_keep_taken_steps(self) -> None:
         self.drain()
         taken, snapshot = self.taken, through_json(self.queue.snapshot())
-        self.go_on_with(QueueState(self.queue.settings, snapshot=snapshot, keeps_taken=True))
+        self.use_queue(QueueState(self.queue.settings, snapshot=snapshot, keeps_taken=True))
         assert self.queue.snapshot() == snapshot
         self.taken = taken
 
     @rule()
-    def willing_actors_complete_the_next_step_whatever_the_bounds(self) -> None:
+    def complete_the_next_step_whatever_the_bounds(self) -> None:
         while self.taken:
             self.finalise(*self.taken.pop(0))
         while (step := self.queue.take_step()) is None:
@@ -164,7 +164,7 @@ class QueueMachine(RuleBasedStateMachine):
             for environment in BOTH:
                 taken = take_all(self.queue, actor="willing", environments=(environment,))
                 self.hold("willing", taken)
-            assert self.held, "deadlock: nothing to play and no step to train"
+            assert self.held, "deadlock: there are no rollouts to play and no step to train"
             for actor, assignment in self.held:
                 end(self.queue, assignment, actor=actor, num_sampled=0)
             self.held = []
@@ -179,7 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.drain()
         assert len(self.num_exits) == counts.admitted
         assert set(self.num_exits.values()) <= {1}
-        self.start_again()
+        self.restart_the_queue()
 
     @invariant()
     def the_ledger_balances(self) -> None:
@@ -187,7 +187,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sampled_token_is_counted_once(self) -> None:
-        """In a step's record, in a step in hand, or as dropped if another queue went on now."""
+        """Check that each token is in a step's record, a taken step, or counted as dropped."""
         snapshot = self.queue.snapshot()
         taken = sum(each.num_sampled for group in snapshot.groups for each in group.rollouts)
         dropped = snapshot.ledger.dropped_tokens
@@ -208,7 +208,7 @@ class QueueMachine(RuleBasedStateMachine):
     def mortal(self) -> str:
         return f"mortal {self.num_deaths}"
 
-    def go_on_with(self, queue: QueueState) -> None:
+    def use_queue(self, queue: QueueState) -> None:
         self.queue = queue
         self.held: list[tuple[str, RolloutAssignment]] = []
         self.taken: list[tuple[int, Sequence[Group]]] = []
@@ -236,7 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def drain(self) -> None:
         for event in self.queue.drain().events:
-            # No attempt of this story ends so; the fault of an actor or a payload costs no session.
+            # Sessions are durable: no fault of an actor or payload may end one with this reason.
             is_session = int(event.rollout_id[1:7]) % 2 == 1
             assert not (is_session and event.reason is EvictionReason.INFRASTRUCTURE_ERROR)
             self.num_exits[event.rollout_id] += event.kind is not LedgerEventKind.ADMITTED

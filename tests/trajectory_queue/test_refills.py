@@ -1,4 +1,4 @@
-"""Dynamic sampling: a group of equal returns gives its place to another task, within a bound."""
+"""Tests of dynamic sampling: another task replaces a group of equal returns, within a bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_queue(*, refills: int = 2, **fields: object) -> QueueState:
 def play(
     queue: QueueState, rewards: Sequence[float], *, outcome: Outcome = Outcome.COMPLETED
 ) -> None:
-    """Fill the one slot and play its group to these rewards, the last one to the outcome."""
+    """Fill the only slot and end its rollouts with these rewards, the last one with the outcome."""
     fill(queue, num_samples=len(rewards))
     assignments = take_all(queue)
     for reward, assignment in zip(rewards, assignments, strict=True):
@@ -52,7 +52,7 @@ def test_a_group_of_equal_returns_is_replaced_under_its_number() -> None:
     assert evicted(queue) == {"zero_variance": 2} and queue.take_step() is not None
 
 
-def test_a_place_that_was_refilled_often_enough_keeps_what_comes() -> None:
+def test_a_slot_without_refills_left_keeps_a_group_of_equal_returns() -> None:
     queue = make_queue(refills=2)
     for _ in range(2):
         play(queue, EQUAL)
@@ -62,13 +62,13 @@ def test_a_place_that_was_refilled_often_enough_keeps_what_comes() -> None:
     assert taken is not None and taken[1][0].group_id == "g000000.2"
 
 
-def test_without_the_setting_such_a_group_keeps_its_place() -> None:
+def test_without_refills_a_group_of_equal_returns_is_kept() -> None:
     queue = make_queue(refills=0)
     play(queue, EQUAL)
     assert evicted(queue) == {} and queue.take_step() is not None
 
 
-def test_the_next_number_has_refills_of_its_own() -> None:
+def test_each_group_number_has_its_own_refills() -> None:
     queue = make_queue(refills=1)
     for step in range(3):
         play(queue, EQUAL)
@@ -80,7 +80,7 @@ def test_the_next_number_has_refills_of_its_own() -> None:
         queue.set_loaded_version(step + 1)
 
 
-def test_a_restart_remembers_the_refills_used() -> None:
+def test_a_restart_keeps_the_number_of_used_refills() -> None:
     queue = make_queue(refills=1)
     play(queue, EQUAL)
     later = restart(queue)
@@ -91,17 +91,17 @@ def test_a_restart_remembers_the_refills_used() -> None:
 @pytest.mark.parametrize(
     ("rewards", "outcome", "is_replaced"),
     [
-        # Clamped to 0: 0 and min(1, 0).
+        # The second return is clamped: 0 and min(1, 0).
         ((0.0, 1.0), Outcome.MAX_TURNS, True),
         ((1.0, 1.0), Outcome.MAX_TURNS, False),
-        # Graded and masked: in the baseline.
+        # A graded, masked trajectory is in the baseline.
         ((1.0, 0.5), Outcome.TRUNCATED_TOKENS, False),
         ((0.5, 0.5), Outcome.TRUNCATED_TOKENS, True),
-        # Dropped: not in the baseline, and the others are equal.
+        # A dropped trajectory is not in the baseline, and the others are equal.
         ((1.0, 1.0, 0.0), Outcome.WALL_TIMEOUT, True),
     ],
 )
-def test_returns_are_compared_behind_the_outcomes_rules(
+def test_returns_are_compared_after_the_rules_of_outcomes(
     rewards: Sequence[float], outcome: Outcome, is_replaced: bool
 ) -> None:
     queue = make_queue()
@@ -117,14 +117,14 @@ def test_a_penalty_makes_equal_returns_differ() -> None:
     assert evicted(queue) == {} and queue.take_step() is not None
 
 
-def test_a_group_that_is_too_small_leaves_as_that_and_uses_no_refill() -> None:
+def test_a_group_that_is_too_small_uses_no_refill() -> None:
     queue = make_queue(refills=1)
     play(queue, EQUAL, outcome=Outcome.WALL_TIMEOUT)
     assert evicted(queue) == {"wall_timeout": 1, "group_too_small": 1}
     assert queue.snapshot().variance_refills == {}
 
 
-def test_a_lost_payload_opens_its_group_and_it_is_looked_at_again() -> None:
+def test_a_group_with_a_lost_payload_is_compared_again() -> None:
     queue = make_queue()
     play(queue, DIFFERENT)
     assert queue.take_step() is not None
@@ -135,7 +135,7 @@ def test_a_lost_payload_opens_its_group_and_it_is_looked_at_again() -> None:
 
 
 @given(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
-def test_no_number_is_refilled_more_often_than_the_limit(
+def test_no_group_number_is_refilled_more_often_than_the_limit(
     limit: int, closed: list[tuple[int, bool]]
 ) -> None:
     refills = Refills(limit=limit)

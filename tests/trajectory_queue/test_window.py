@@ -1,4 +1,4 @@
-"""The admission window: the age bound, whatever closes when; no deadlock; give back and restore."""
+"""Tests of the admission window: the bound on age, deadlocks, rollbacks and restarts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ settings_strategy = st.builds(
 
 
 class Run:
-    """Groups are admitted as early as possible and sampled at once: the oldest tokens there are."""
+    """A run that admits and samples groups as early as possible, so that tokens are oldest."""
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self.window = AdmissionWindow(settings)
@@ -61,7 +61,7 @@ def test_no_token_is_older_than_the_bound_in_any_closing_order(
     for _ in range(40):
         run.admit()
         if not run.train():
-            # No deadlock: while no step is complete, an admitted group is still open.
+            # There is no deadlock: while no step is complete, an admitted group is open.
             assert run.open_groups()
             run.closed.add(data.draw(st.sampled_from(run.open_groups())))
         assert run.oldest_age <= settings.max_policy_age
@@ -72,20 +72,20 @@ def test_the_oldest_version_of_a_group_follows_from_the_admission_formula() -> N
     shape = AlgorithmSettings(groups_per_step=3, max_lag=1, window_groups=3)
     oldest = [oldest_admitted_version(number, shape) for number in range(10)]
     assert oldest == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
-    # Versions were 2 ahead of steps when the term began; then 4 was step 1 once more.
+    # Versions were 2 ahead of steps when the term began; then step 1 was republished as 4.
     oldest = [oldest_admitted_version(k, shape, num_ahead=2, republished=[4]) for k in (0, 6, 9)]
     assert oldest == [2, 3, 5]
 
 
 @given(settings_strategy, st.integers(0, 40), st.data())
-def test_a_token_that_is_not_stale_is_within_the_bound_and_an_older_one_may_not_be(
+def test_the_oldest_admitted_version_of_a_group_is_exactly_within_the_age_bound(
     shape: AlgorithmSettings, number: int, data: st.DataObject
 ) -> None:
-    """A session's token, sampled when its group had another number."""
+    """Compare the ages of that version and of the one before it when the group is trained."""
     num_ahead = data.draw(st.integers(0, 2))
     later = st.sets(st.integers(num_ahead + 1, num_ahead + 40), max_size=3)
     republished = sorted(data.draw(later))
-    # The latest step that takes the group; it is trained by the version of the step before.
+    # The latest step that takes the group; the version of the previous step trains it.
     step = number // shape.groups_per_step + shape.max_policy_age - shape.max_lag
     trained_by = oldest_admitted_version(
         step * shape.groups_per_step,
@@ -101,7 +101,7 @@ def test_a_token_that_is_not_stale_is_within_the_bound_and_an_older_one_may_not_
 
 
 @given(settings_strategy)
-def test_the_adversary_that_closes_the_oldest_last_stays_within_the_bound(
+def test_tokens_are_within_the_bound_if_the_oldest_group_always_closes_last(
     settings: AlgorithmSettings,
 ) -> None:
     run = Run(settings)
@@ -123,8 +123,8 @@ def test_the_bound_of_the_worked_examples(lag: int, groups: int, window: int, bo
 
 
 def test_the_bound_of_the_first_worked_example_is_reached() -> None:
-    # S=1, P=3, W=3: group 5 is let in at version 0 (5 // 3 <= 0 + 1), is overtaken by 6 and 7,
-    # and so is trained in step 3, by version 2.
+    # S=1, P=3, W=3: group 5 is admitted at version 0 (5 // 3 <= 0 + 1), groups 6 and 7 overtake
+    # it, and so it is trained in step 3, by version 2.
     run = Run(AlgorithmSettings(groups_per_step=3, max_lag=1, window_groups=3))
     run.admit()
     for number in (0, 1, 2, 3, 4):
@@ -170,7 +170,7 @@ def test_steps_are_finalised_in_order_and_once() -> None:
 
 
 @given(settings_strategy, st.data())
-def test_steps_rolled_back_are_taken_again_as_if_for_the_first_time(
+def test_steps_that_are_rolled_back_are_taken_again_with_the_same_groups(
     settings: AlgorithmSettings, data: st.DataObject
 ) -> None:
     window = AdmissionWindow(settings)
@@ -189,7 +189,7 @@ def test_steps_rolled_back_are_taken_again_as_if_for_the_first_time(
 
 
 @given(settings_strategy, st.data())
-def test_a_restored_window_goes_on_after_the_last_finalised_step(
+def test_a_restored_window_continues_after_the_last_finalised_step(
     settings: AlgorithmSettings, data: st.DataObject
 ) -> None:
     window = AdmissionWindow(settings)

@@ -1,4 +1,4 @@
-"""A publication's broadcast among engines that come, go, die and freeze in the middle of it."""
+"""Tests of the broadcast of weights to engines that join, die or freeze during it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from actors.weights.board import BoardStatus, Publication
 from actors.weights.collective import BLOCKING_WAIT, Sender, raising_timeouts
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
-# Five broadcasts that fail, each after ten seconds and more, take a minute and a half when idle.
+# Five failed broadcasts of more than ten seconds each take a minute and a half when idle.
 LIMIT_S = 300.0
 
 
 class Trainer:
-    """Rank 0's end."""
+    """The sending side of a broadcast, which is rank 0."""
 
     def __init__(self, board: Any) -> None:
         self.board = board
         self.sender = Sender(group_former(board), address="127.0.0.1", device=torch.device("cpu"))
 
     async def publish(self, version: int) -> Any:
-        """Returns: how the model of this version scores."""
+        """Publish a version, and return the scores of its model."""
         model = build_model(seed=version)
         groups = packed(model)
         self.sender.offer(Publication(term=1, version=version, groups=groups))
@@ -85,7 +85,7 @@ async def wait_until_dead(member: Any) -> None:
 
 
 def check_scores(status: BoardStatus, expected: Any) -> None:
-    # One that the board had forgotten when it reported has none until its next load.
+    # An engine that the board had forgotten when it reported has no scores until its next load.
     scored = [each.logprobs for each in status.scores]
     assert scored
     for found in scored:
@@ -93,7 +93,7 @@ def check_scores(status: BoardStatus, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_timeouts_raise_in_the_groups_of_broadcasts_alone(
+def test_timeouts_raise_only_in_the_groups_of_broadcasts(
     monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
@@ -107,14 +107,14 @@ def test_timeouts_raise_in_the_groups_of_broadcasts_alone(
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_a_version_reaches_those_that_are_there_and_one_that_joins_later(
+async def test_a_version_reaches_live_engines_and_one_that_joins_later(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     start(trainer, tmp_path, "a")
     mortal = start(trainer, tmp_path, "b", fault="dies", at="load")
     await wait_until_live(trainer, 2)
     expected = await trainer.publish(1)
-    # It has received all, and is not counted as one that holds the version.
+    # The engine dies after it has received all tensors, and does not count as a holder.
     await wait_until_dead(mortal)
     check_scores(await trainer.wait_until_loaded(1, num_members=1), expected)
     start(trainer, tmp_path, "late")
@@ -126,7 +126,7 @@ async def test_a_version_reaches_those_that_are_there_and_one_that_joins_later(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("at", ["seat", "broadcast", "load"])
-async def test_one_that_dies_on_the_way_is_dropped_and_the_others_get_the_version(
+async def test_an_engine_that_dies_in_a_broadcast_is_dropped_and_others_get_the_version(
     trainer: Trainer, tmp_path: Path, at: str
 ) -> None:
     members = [start(trainer, tmp_path, name) for name in ("a", "b")]
@@ -140,7 +140,7 @@ async def test_one_that_dies_on_the_way_is_dropped_and_the_others_get_the_versio
 
 
 @pytest.mark.chaos
-async def test_one_that_never_comes_to_a_broadcast_ends_alone(
+async def test_an_engine_that_never_joins_a_broadcast_ends_and_the_others_do_not(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     members = [start(trainer, tmp_path, name) for name in ("a", "b")]
@@ -154,10 +154,10 @@ async def test_one_that_never_comes_to_a_broadcast_ends_alone(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("at", ["seat", "broadcast", "load"])
-async def test_one_that_is_frozen_for_twenty_seconds_gets_the_version_when_it_is_back(
+async def test_an_engine_that_is_frozen_for_20_s_gets_the_version_when_it_wakes(
     trainer: Trainer, tmp_path: Path, at: str
 ) -> None:
-    """And so does one that joins while the others stand still in the broadcast."""
+    """Check that an engine that joins during the stalled broadcast gets the version too."""
     for name in ("a", "b"):
         start(trainer, tmp_path, name)
     frozen = start(trainer, tmp_path, "frozen", fault="freezes", at=at)
@@ -170,7 +170,7 @@ async def test_one_that_is_frozen_for_twenty_seconds_gets_the_version_when_it_is
     if at == "broadcast":
         assert not (await trainer.board.status.remote()).is_loaded
     joining.pull.remote()
-    # The others do not wait for it longer than its lease.
+    # The other engines do not wait longer than the lease of the frozen one.
     status = await trainer.wait_until_loaded(1, num_members=3)
     assert {each.replica_id for each in status.replicas} == {"a", "b", "joining"}
     check_scores(status, expected)

@@ -1,4 +1,4 @@
-"""The text of the log-probability check, the rows that the trainer scores, and the comparison."""
+"""Tests of the log-probability check: its text, the trainer's rows, and the comparison."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_the_fixed_text_is_within_the_vocabulary_and_always_the_same(vocab_size:
     assert len(set(text.tolist())) == min(vocab_size, NUM_CHECK_TOKENS)
 
 
-def test_a_text_is_made_of_pieces_of_the_prompts_and_does_not_repeat_itself() -> None:
+def test_a_text_consists_of_pieces_of_the_prompts_without_a_period() -> None:
     text = join_prompts(PROMPTS, num_tokens=2000, vocab_size=100)
     assert text.shape == (2000,) and text.dtype == np.int32
     np.testing.assert_array_equal(text[:30], PROMPTS[0])
     assert set(text.tolist()) == {*range(10, 40), *range(50, 75)}
     follow = np.diff(text)
-    # All but the seams are as in a prompt.
+    # Except at the seams, a token is followed by the same one as in its prompt.
     assert 0.8 < (follow == 1).mean() < 1
     for period in range(1, 200):
         assert not np.array_equal(text[:-period], text[period:])
@@ -79,7 +79,7 @@ def test_a_text_is_made_of_pieces_of_the_prompts_and_does_not_repeat_itself() ->
 
 
 @pytest.mark.parametrize("prompts", [[], [np.array([7, 100], np.int32)], [np.empty(0, np.int32)]])
-def test_without_a_usable_prompt_the_tokens_are_of_the_vocabulary(
+def test_without_a_usable_prompt_the_tokens_are_drawn_from_the_vocabulary(
     prompts: list[np.ndarray],
 ) -> None:
     text = join_prompts(prompts, num_tokens=500, vocab_size=100)
@@ -98,7 +98,7 @@ def test_without_a_usable_prompt_the_tokens_are_of_the_vocabulary(
         (32, None, True, 32),
     ],
 )
-def test_the_text_and_its_continuations_are_as_long_as_context_and_limit_allow(
+def test_text_and_continuations_are_as_long_as_context_and_limit_allow(
     context: int, limit: int | None, is_on_cpu: bool, total: int
 ) -> None:
     text = start_text(
@@ -116,7 +116,7 @@ def test_the_text_and_its_continuations_are_as_long_as_context_and_limit_allow(
     assert later.token_ids.size == min(total, context - 1) and later.num_sampled == 0
 
 
-def test_far_end_and_beginning_of_a_text() -> None:
+def test_far_end_and_short_text() -> None:
     text = CheckText(token_ids=np.arange(3000, dtype=np.int32))
     far = far_end(text)
     assert text_row(far).targets.tolist() == list(range(3000 - FAR_TOKENS, 3000))
@@ -136,25 +136,25 @@ def test_the_rows_score_the_text_alone_and_between_others() -> None:
     assert packed.segment_parents.tolist() == [-1, -1, -1]
 
 
-def test_a_row_scores_each_continuation_behind_the_text_at_its_temperature() -> None:
+def test_a_row_scores_each_continuation_after_the_text_at_its_temperature() -> None:
     row = sampled_row(TEXT, [sample(1, 2, 3), sample(4, 5, temperature=0.7)])
     assert row.token_ids.tolist() == [*range(100, 108), 1, 2, 3, 4, 5]
     assert row.position_ids.tolist() == [*range(8), 8, 9, 10, 8, 9]
     assert row.segment_parents.tolist() == [-1, 0, 0]
     assert row.targets.tolist() == [1, 2, 3, 4, 5]
-    # The first token of each is predicted at the text's last one.
+    # The last token of the text predicts the first one of each continuation.
     assert row.loss_positions.tolist() == [7, 8, 9, 7, 11]
     np.testing.assert_allclose(row.temperatures, [1, 1, 1, 0.7, 0.7])
 
 
-def test_a_comparison_is_told_by_quarter() -> None:
+def test_a_comparison_has_the_mean_of_each_quarter() -> None:
     found = compared(*[0.0] * 4, *[0.5] * 4, *[0.25] * 4, *[1.0] * 4)
     assert found.num_scores == 16 and found.largest == 1.0
     assert found.mean == pytest.approx(1.75 / 4)
     assert found.quarters == pytest.approx((0.0, 0.375, 1.0))
 
 
-def test_a_score_that_is_no_number_is_beyond_every_bound() -> None:
+def test_a_score_that_is_not_finite_is_beyond_every_bound() -> None:
     for value in (math.nan, math.inf, -math.inf):
         check = differing(*[0.0] * 63, value)
         assert check.is_beyond and math.isfinite(check.statistics["logprob_check_max"])
@@ -174,22 +174,24 @@ def test_an_engine_that_scored_another_text_is_refused() -> None:
         (Dtype.BFLOAT16, [0.05] * 400, 0.5),
         (Dtype.BFLOAT16, [0.0] * 399 + [5.0], 0.5),
         (Dtype.BFLOAT16, [0.15] * 400, 1.5),
-        # The mean of all is within the bound, that of the last quarter is not.
+        # The mean of all scores is within the bound, but that of the last quarter is not.
         (Dtype.BFLOAT16, [0.0] * 300 + [0.3] * 100, 3.0),
     ],
 )
-def test_the_bounds_are_the_projects(dtype: Dtype, differences: list[float], ratio: float) -> None:
+def test_the_bounds_depend_on_the_dtype(
+    dtype: Dtype, differences: list[float], ratio: float
+) -> None:
     check = differing(*differences, dtype=dtype)
     assert check.ratio == pytest.approx(ratio, rel=0.02)
     assert check.is_beyond == (ratio > 1)
 
 
-def test_the_coarser_of_trainer_and_engine_gives_the_bound() -> None:
+def test_the_coarser_dtype_of_trainer_and_engine_determines_the_bound() -> None:
     assert bounds_dtype(Dtype.FLOAT32, Dtype.FLOAT32) is Dtype.FLOAT32
     assert bounds_dtype(Dtype.FLOAT32, Dtype.BFLOAT16) is Dtype.BFLOAT16
 
 
-def test_the_fixed_text_is_measured_and_not_judged() -> None:
+def test_the_fixed_text_has_no_bound() -> None:
     check = LogprobCheck(
         num_tokens=NUM_CHECK_TOKENS, dtype=Dtype.BFLOAT16, comparisons=(compared(*[0.5] * 16),)
     )
@@ -206,7 +208,7 @@ def test_the_fixed_text_is_measured_and_not_judged() -> None:
         (differing(*[0.5] * 64, name=sampled_name(0.7)), "different temperatures"),
     ],
 )
-def test_a_check_tells_numbers_bounds_and_a_likely_cause(check: LogprobCheck, cause: str) -> None:
+def test_a_check_reports_numbers_bounds_and_a_likely_cause(check: LogprobCheck, cause: str) -> None:
     text = str(check)
     assert cause in text and "a text of 4096 tokens" in text
     assert "a mean of at most 0.0001 and a largest of at most 0.01" in text
@@ -216,7 +218,7 @@ def test_a_check_tells_numbers_bounds_and_a_likely_cause(check: LogprobCheck, ca
     assert str(rounded).endswith("float32, where it is below 1e-4 nats")
 
 
-def test_a_steps_record_tells_of_the_start_and_of_its_own_publication() -> None:
+def test_the_record_of_a_step_combines_the_start_and_its_own_publication() -> None:
     start = differing(*[2e-5] * 64)
     later = LogprobCheck(
         num_tokens=255, dtype=Dtype.FLOAT32, comparisons=(compared(*[1e-5] * 64),), seconds=0.25

@@ -1,4 +1,4 @@
-"""The weight board's state machine: terms, publications, leases and seats; and its actor."""
+"""Tests of the weight board: terms, publications, leases and seats, and of its actor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANIFEST = WeightManifest(names=(), dtypes=(), shapes=(), offsets=(), num_bytes=
 GROUP = WeightGroup(manifest=MANIFEST, checksum="", buffer=None)
 
 
-def bad_ones(num_replicas: int) -> st.SearchStrategy[set[int]]:
+def bad_replicas(num_replicas: int) -> st.SearchStrategy[set[int]]:
     return st.sets(st.integers(0, num_replicas - 1), max_size=3)
 
 
@@ -62,7 +62,7 @@ def report(board: Board, replica: str, term: int, version: int, *, now: float = 
     board.report(replica, term, version=version, scores=None, now=now)
 
 
-def test_replica_is_given_the_current_publication_until_it_holds_it() -> None:
+def test_a_replica_gets_the_current_publication_until_it_holds_it() -> None:
     board = Board(now=0.0)
     assert poll(board, "a") is None
     board.publish(publication(1, 0), now=0.0)
@@ -73,14 +73,14 @@ def test_replica_is_given_the_current_publication_until_it_holds_it() -> None:
     assert poll(board, "a", (1, 0)) is None
 
 
-def test_replica_that_joins_late_is_given_the_newest_version_alone() -> None:
+def test_a_replica_that_joins_late_gets_only_the_newest_version() -> None:
     board = Board(now=0.0)
     for version in range(3):
         board.publish(publication(1, version), now=0.0)
     assert poll(board, "late") == publication(1, 2)
 
 
-def test_same_version_of_a_newer_term_is_loaded_again() -> None:
+def test_the_same_version_of_a_newer_term_is_loaded_again() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 7), now=0.0)
     assert poll(board, "a", (1, 7)) is None
@@ -88,7 +88,7 @@ def test_same_version_of_a_newer_term_is_loaded_again() -> None:
     assert poll(board, "a", (1, 7)) == publication(2, 7)
 
 
-def test_newer_term_may_go_back_in_versions_and_fences_the_older_one() -> None:
+def test_a_newer_term_may_publish_an_older_version_and_excludes_the_older_term() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 9), now=0.0)
     board.publish(publication(2, 4), now=0.0)
@@ -100,7 +100,7 @@ def test_newer_term_may_go_back_in_versions_and_fences_the_older_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12))
-def test_current_publication_never_goes_back(attempts: list[tuple[int, int]]) -> None:
+def test_the_current_publication_never_goes_back(attempts: list[tuple[int, int]]) -> None:
     board = Board(now=0.0)
     newest = (-1, -1)
     for attempt in attempts:
@@ -114,7 +114,7 @@ def test_current_publication_never_goes_back(attempts: list[tuple[int, int]]) ->
         assert board.current == (None if newest[0] < 0 else publication(*newest))
 
 
-def test_silent_replica_is_forgotten_and_no_longer_waited_for() -> None:
+def test_a_silent_replica_is_forgotten_and_no_longer_waited_for() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 0), now=0.0)
     poll(board, "dead", (1, 0), now=0.0)
@@ -123,13 +123,13 @@ def test_silent_replica_is_forgotten_and_no_longer_waited_for() -> None:
     board.beat("slow", lease_s=5.0, now=5.0 + POLL_GRACE_S)
     assert board.forget_silent(now=5.1 + POLL_GRACE_S) == ("dead",)
     assert board.laggards() == ("slow",)
-    # However long it takes, as long as it gets on.
+    # A beat only extends the lease; without one, a slow replica is forgotten too.
     assert board.forget_silent(now=10.1 + 2 * POLL_GRACE_S) == ("slow",)
     board.beat("slow", lease_s=5.0, now=60.0)
     assert board.status(now=60.0).replicas == ()
 
 
-def test_the_board_is_quiet_from_the_last_live_replica_and_the_last_progress_of_a_start() -> None:
+def test_quiet_time_counts_from_the_last_live_replica_or_progress_of_a_start() -> None:
     board = Board(now=0.0)
     board.starting("a", work=0.0, now=1.0)
     board.starting("a", work=2.5, now=20.0)
@@ -142,7 +142,7 @@ def test_the_board_is_quiet_from_the_last_live_replica_and_the_last_progress_of_
     assert board.status(now=100.0).quiet_s == 50.0
 
 
-def test_a_replica_that_holds_the_version_or_only_lives_is_no_progress_of_the_others() -> None:
+def test_only_progress_of_replicas_that_lack_the_version_ends_the_quiet_time() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 0), now=0.0)
     poll(board, "holds", (1, 0), now=5.0)
@@ -159,7 +159,7 @@ def test_a_replica_that_holds_the_version_or_only_lives_is_no_progress_of_the_ot
     assert board.status(now=48.0).quiet_s == 0.0
 
 
-def test_starts_and_loads_that_crash_at_the_same_place_again_and_again_are_no_progress() -> None:
+def test_starts_and_loads_that_repeatedly_crash_at_one_place_are_not_progress() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 0), now=0.0)
     now = 0.0
@@ -179,7 +179,7 @@ def test_starts_and_loads_that_crash_at_the_same_place_again_and_again_are_no_pr
             board.beat(f"loads-{attempt}", num_loaded=num_loaded, lease_s=5.0, now=now)
         board.leave(f"loads-{attempt}")
     assert board.status(now=now).quiet_s == now - since - 20.0
-    # Once a version was loaded, the next start counts from its beginning.
+    # After a version was loaded, progress of the next start counts from its beginning.
     poll(board, "loads", now=now)
     report(board, "loads", 1, 0, now=now)
     board.leave("loads")
@@ -187,7 +187,7 @@ def test_starts_and_loads_that_crash_at_the_same_place_again_and_again_are_no_pr
     assert board.status(now=now + 50.0).quiet_s == 0.0
 
 
-def test_report_of_a_forgotten_replica_is_ignored_until_it_polls_again() -> None:
+def test_a_report_of_a_forgotten_replica_is_ignored_until_it_polls_again() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 0), now=0.0)
     poll(board, "a")
@@ -198,7 +198,7 @@ def test_report_of_a_forgotten_replica_is_ignored_until_it_polls_again() -> None
     assert [replica.version for replica in board.status(now=0.0).replicas] == [0]
 
 
-def test_a_replica_that_was_asked_to_end_is_known_from_one_that_died() -> None:
+def test_a_retired_replica_is_distinguished_from_one_that_died() -> None:
     board = Board(now=0.0)
     for name in ("a", "b"):
         poll(board, name)
@@ -208,7 +208,7 @@ def test_a_replica_that_was_asked_to_end_is_known_from_one_that_died() -> None:
     assert (status.replicas, status.retired) == ((), {"a"})
 
 
-def test_seats_are_dealt_out_by_the_workers_of_those_that_ask_and_lack_the_version() -> None:
+def test_seats_are_given_per_worker_to_replicas_that_ask_and_lack_the_version() -> None:
     board = Board(now=0.0)
     for name, num_workers in (("a", 2), ("b", 4), ("holds", 1), ("quiet", 1)):
         poll(board, name, num_workers=num_workers)
@@ -225,7 +225,7 @@ def test_seats_are_dealt_out_by_the_workers_of_those_that_ask_and_lack_the_versi
     assert board.waiting() == () and board.seat(["a", "b"], store="host:2") == {}
 
 
-def test_one_that_missed_a_broadcast_sits_in_the_next_and_one_that_left_does_not() -> None:
+def test_a_replica_that_missed_a_broadcast_gets_a_seat_in_the_next_one() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 3), now=0.0)
     for name in ("a", "b"):
@@ -237,11 +237,11 @@ def test_one_that_missed_a_broadcast_sits_in_the_next_and_one_that_left_does_not
     board.ask_for_seat("a")
     [seat] = board.seat(["a", "b"], store="").values()
     assert (seat.size, seat.name) == (2, "t1-v3-g2")
-    assert board.laggards() == ("a",), "the root's broadcast proves nothing; a report does"
+    assert board.laggards() == ("a",), "a replica counts as loaded without a report"
 
 
-@given(st.integers(1, 64).flatmap(lambda num: st.tuples(st.just(num), bad_ones(num))))
-def test_those_that_cannot_take_part_in_a_broadcast_fail_and_end_alone(
+@given(st.integers(1, 64).flatmap(lambda num: st.tuples(st.just(num), bad_replicas(num))))
+def test_only_replicas_that_cannot_take_part_in_broadcasts_end(
     case: tuple[int, set[int]],
 ) -> None:
     num_replicas, bad = case
@@ -266,12 +266,14 @@ def test_those_that_cannot_take_part_in_a_broadcast_fail_and_end_alone(
             for name in members:
                 report(board, name, 1, 0)
         if num_groups <= 2 and bad:
-            assert len(members) == num_replicas, "it may have died, and is dropped by then"
+            assert len(members) == num_replicas, (
+                "a replica is left out after fewer than two failures"
+            )
     ended = {name for name, count in num_failed.items() if count == MAX_FAILED_BROADCASTS}
     assert ended == set(map(str, bad))
 
 
-def test_after_a_load_an_engine_sits_with_all_others_again() -> None:
+def test_after_a_load_a_replica_gets_a_seat_with_all_others_again() -> None:
     board = Board(now=0.0)
     for version in range(2):
         board.publish(publication(1, version), now=0.0)
@@ -287,7 +289,7 @@ def test_after_a_load_an_engine_sits_with_all_others_again() -> None:
                     report(board, name, 1, version)
 
 
-async def test_the_board_waits_for_live_replicas_alone_and_says_who_holds_the_version(
+async def test_the_board_waits_only_for_live_replicas_and_lists_holders_of_the_version(
     cluster: None,
 ) -> None:
     board = start_board()
@@ -305,7 +307,7 @@ async def test_the_board_waits_for_live_replicas_alone_and_says_who_holds_the_ve
         await board.wait_published.remote(5, 1, 0.1)
 
 
-async def test_a_group_is_formed_of_those_that_ask_and_answer(cluster: None) -> None:
+async def test_a_group_is_formed_of_replicas_that_ask_and_are_alive(cluster: None) -> None:
     board = start_board()
     await board.publish.remote(1, 1, [GROUP])
     assert await board.form_group.remote(1, 1, "host:1", 0.1) is None
@@ -320,13 +322,17 @@ async def test_a_group_is_formed_of_those_that_ask_and_answer(cluster: None) -> 
     assert (seat.rank, seat.size) == (0, 2)
     assert (await asking[1]).rank == 1
     await board.publish.remote(1, 2, [GROUP])
-    assert await board.form_group.remote(1, 1, "host:1", 30.0) is None, "of an older version"
+    assert await board.form_group.remote(1, 1, "host:1", 30.0) is None, (
+        "a group was formed for an older version"
+    )
     asking[0].cancel()
 
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_a_runs_board_outlives_its_supervisor_and_ends_without_any(cluster: None) -> None:
+async def test_a_runs_board_outlives_its_supervisor_and_ends_without_a_successor(
+    cluster: None,
+) -> None:
     keeping = Keeping(
         name="run-board",
         namespace="boards",
@@ -345,20 +351,20 @@ async def test_a_runs_board_outlives_its_supervisor_and_ends_without_any(cluster
         await board.status.remote(1)
     with pytest.raises(ActorDiedError):
         async with asyncio.timeout(60.0):
-            # Whoever only looks does not keep it.
+            # A call of `status` without a term does not keep the board alive.
             while await found.status.remote():
                 await asyncio.sleep(0.5)
 
 
 @ray.remote(num_cpus=0)
 class Replica:
-    """A process that is there."""
+    """An actor process that is alive."""
 
     def name(self) -> str:
         return ray.get_runtime_context().get_actor_id()
 
 
-def test_replicas_are_told_to_hold_those_that_join_too_and_load_what_is_published_first() -> None:
+def test_replicas_are_asked_to_hold_and_load_a_new_publication_first() -> None:
     board = Board(now=0.0)
     board.publish(publication(1, 0), now=0.0)
     board.hold(True)
@@ -376,7 +382,7 @@ def test_replicas_are_told_to_hold_those_that_join_too_and_load_what_is_publishe
     assert poll(board, "a", (1, 1)) is None
 
 
-def test_the_stages_of_a_start_are_in_the_report_of_the_replica_that_joins() -> None:
+def test_the_status_of_a_replica_has_the_stages_of_its_start() -> None:
     board = Board(now=0.0)
     stages = (("engine: packages", 8.0), ("engine: warm-up", 1.5))
     board.started("a", stages)

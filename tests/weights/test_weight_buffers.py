@@ -1,4 +1,4 @@
-"""Packing weights into flat buffers and viewing them again."""
+"""Tests of packing weights into flat buffers and of viewing them as tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> torch.Te
 
 
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6))
-def test_unpacking_gives_back_what_was_packed(
+def test_unpacking_restores_the_packed_tensors(
     layout: list[tuple[tuple[int, ...], torch.dtype]],
 ) -> None:
     named = [
@@ -44,7 +44,7 @@ def test_unpacking_gives_back_what_was_packed(
         assert torch.equal(got.float(), expected.float())
 
 
-def test_same_tensors_pack_to_same_checksum_and_one_changed_bit_shows() -> None:
+def test_the_checksum_is_the_same_for_equal_tensors_and_changes_with_each_bit() -> None:
     named = [("a", torch.ones(3)), ("b", torch.ones(5, dtype=torch.bfloat16))]
     first, second = pack_group(named), pack_group(named)
     assert first.checksum == second.checksum
@@ -68,18 +68,18 @@ def test_tensors_that_are_not_contiguous_or_need_gradients_are_packed_by_value()
     assert torch.equal(view, tensor.detach())
 
 
-def test_buffer_of_another_group_is_refused() -> None:
+def test_a_buffer_of_another_group_is_refused() -> None:
     group = pack_group([("a", torch.zeros(4))])
     with pytest.raises(ValueError, match="buffer of 15 bytes, expected 16"):
         unpack_group(group.manifest, torch.from_numpy(np.zeros(15, dtype=np.uint8)))
 
 
-def test_repeated_name_is_refused() -> None:
+def test_a_repeated_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\['a'\]"):
         pack_group([("a", torch.zeros(1)), ("a", torch.zeros(1))])
 
 
-def test_groups_are_what_comes_before_each_layer_and_what_comes_after() -> None:
+def test_groups_are_the_tensors_before_the_layers_each_layer_and_the_rest() -> None:
     names = [
         "model.embed_tokens.weight",
         "model.layers.0.self_attn.q_proj.weight",
