@@ -124,7 +124,7 @@ def test_a_report_adds_dropped_tokens_and_none_is_trained_if_all_updates_are_ski
 
 
 def one_step(queue: QueueState) -> TokenCounts:
-    """Finalise the next step with everything trained, and return what was dropped before."""
+    """Finalise the next step with everything trained; return the tokens dropped before."""
     taken = queue.take_step()
     assert taken is not None
     step, groups = taken

@@ -132,7 +132,7 @@ async def test_a_cancelled_race_ends_all_its_tasks() -> None:
 
     async def wait() -> None:
         async with race(never(ended, "a"), never(ended, "b")):
-            raise AssertionError("none has ended")
+            raise AssertionError("the block began although no task has ended")
 
     waiting = asyncio.create_task(wait())
     await asyncio.sleep(0.01)

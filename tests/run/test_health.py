@@ -11,7 +11,7 @@ from service.run.health import FAULTS_COUNT_S, EngineWatch, FaultCount, readines
 
 
 def board(version: int, *, retired: tuple[str, ...] = (), **versions: int | None) -> BoardStatus:
-    """Return the status of a board at `version`; versions: what each of its replicas holds."""
+    """Return the status of a board at `version`. versions: the version that each replica holds."""
     replicas = tuple(
         ReplicaReport(
             replica_id=name,

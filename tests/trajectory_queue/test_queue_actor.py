@@ -75,7 +75,7 @@ def wait_until_lost(reference: Any) -> None:
         except ObjectLostError:
             return
         time.sleep(0.1)
-    raise AssertionError(f"the object is still there after {LIMIT_S} s")
+    raise AssertionError(f"the object still exists after {LIMIT_S} s")
 
 
 @pytest.mark.parametrize("sampled", [6, 5000], ids=["small blocks", "blocks in shared memory"])
