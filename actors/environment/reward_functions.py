@@ -337,8 +337,8 @@ class RewardFunction:
         """
         if not _is_number(value):
             raise NoScore(
-                f"reward function {self.name} gave {_format(value)}{place}, expected a number, or "
-                f"numbers by their names, none beyond {MAX_REWARD:g}"
+                f"reward function {self.name} gave {_format(value)}{place}, expected a number "
+                f"from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a dict from names to such numbers"
             )
         return float(_plain(value))
 
@@ -454,7 +454,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Load a reward function, and cache it, because each episode calls this function."""
+    """Load a reward function. The result is cached, because each episode calls `_load`."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:

@@ -50,7 +50,7 @@ def _no_floats() -> Float32s:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample with the values of its M trained tokens, in their order."""
+    """A sample, and what the loss needs for its M trained tokens, in the order of the tokens."""
 
     sample: Sample
     advantage: float | NDArray[np.float64] | Float32s

@@ -60,9 +60,10 @@ def _fix(module: Any, kind: str, layer_type: str | None, *, max_context_tokens: 
 
 
 def longrope_table(config: Any, layer_type: str | None, *, max_context_tokens: int) -> torch.Tensor:
-    """Return the inverse frequencies of longrope for all rows of a run: [D / 2] float32.
+    """Return longrope's inverse frequencies, the same for every row of a run: [D / 2] float32.
 
-    Raises: NotImplementedError if cosines and sines are scaled differently in the engine.
+    Raises: NotImplementedError if transformers scales the cosines and sines differently from the
+    engine.
     """
     of_layer = {} if layer_type is None else {"layer_type": layer_type}
     parameters = (

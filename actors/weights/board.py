@@ -314,7 +314,10 @@ class Board:
             self._get_on(0, now=now)
 
     def beat(self, replica_id: str, *, num_loaded: int = 0, lease_s: float, now: float) -> None:
-        """Record that a replica has loaded num_loaded parts; ignore a forgotten replica."""
+        """Record that a replica is alive, and that it has loaded num_loaded parts.
+
+        Do nothing if the board does not know the replica.
+        """
         if replica_id in self._replicas:
             self._extend(replica_id, lease_s=lease_s, now=now)
             self._get_on(num_loaded, now=now)

@@ -1,5 +1,6 @@
-"""The sections of a configuration whose settings no component declares.
+"""The sections of a configuration that do not belong to a single component.
 
+The other settings are declared in the modules of their components.
 Each setting is declared once, with its default, its bounds and its description. This module imports
 nothing slow.
 """

@@ -79,9 +79,9 @@ def tools_key(
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
     """Return a hexadecimal digest of a request, by which a repetition of the request is recognised.
 
-    The digest also depends on the calls' ids and the reasoning in the conversation, on which the
-    conversation's key does not depend. Two conversations may differ only in these, if two replies
-    have the same text.
+    The digest includes the ids of tool calls and the reasoning, which the conversation's key leaves
+    out. Without them, two different requests could look like a repetition, because two replies with
+    the same text may differ only in these.
     Args: key: key of the whole conversation. tools: key of the tools.
     """
     shown = [

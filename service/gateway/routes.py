@@ -198,7 +198,12 @@ def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSett
         caller = caller_of(request)
         given_up = await answer_or_problem(port.close_group(caller.whole(group), caller.sees))
         if given_up is None:
-            raise Problem(404, "unknown-group", f"this run has no group {group!r} of sessions")
+            raise Problem(
+                404,
+                "unknown-group",
+                f"this run has no group {group!r} of sessions: it was never created, or it is over "
+                "and no longer among the newest service.keep_ended_tasks",
+            )
         return CloseAnswer(given_up=given_up)
 
 

@@ -168,7 +168,9 @@ def parts_of(path: str) -> tuple[str, ...]:
     Raises: BadArgument for a path that leads outside.
     """
     if len(path) > MAX_PATH_CHARS or "\0" in path:
-        raise BadArgument("The path is not valid.")
+        raise BadArgument(
+            f"The path is not valid: it may have at most {MAX_PATH_CHARS} characters and no NUL."
+        )
     parts = tuple(part for part in path.split("/") if part not in ("", "."))
     if path.startswith("/") or ".." in parts:
         raise BadArgument("Paths are relative to the repository, without .. or a leading /.")
