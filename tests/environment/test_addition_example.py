@@ -1,4 +1,4 @@
-"""The data and the function of `make demo`."""
+"""Tests of the data set and the reward function of `make demo`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_pair_of_numbers_is_asked_once_and_the_answer_is_their_sum() -> Non
     rows = [json.loads(line) for line in lines]
     numbers = [tuple(map(int, re.findall(r"\d+", row["prompt"]))) for row in rows]
     assert all(int(row["answer"]) == sum(pair) for row, pair in zip(rows, numbers, strict=True))
-    # A sum that is held out is not trained in the other order either.
+    # No pair occurs twice in two orders, so that a held-out sum is not trained as b + a.
     pairs = {tuple(sorted(pair)) for pair in numbers}
     assert len(rows) == len(pairs) == 59 * 60 // 2
     assert {number for pair in pairs for number in pair} == set(range(2, 61))

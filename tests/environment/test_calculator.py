@@ -1,4 +1,4 @@
-"""The calculator environment, its expressions, and the reading of tool calls."""
+"""Tests of the calculator environment, its expressions, and the parser of tool calls."""
 
 import json
 
@@ -46,7 +46,7 @@ async def _start(**options: object) -> tuple[CalculatorEnvironment, str]:
     return environment, question.removeprefix("What is ").removesuffix("?")
 
 
-async def test_a_call_is_answered_by_a_tool_message_and_the_right_number_is_rewarded() -> None:
+async def test_a_tool_message_answers_a_call_and_the_right_number_is_rewarded() -> None:
     environment, expression = await _start(low=10, high=99)
     answered = await environment.step(_action(_call(expression)))
     assert answered.messages[0].role is Role.TOOL
@@ -106,7 +106,7 @@ async def test_only_too_many_malformed_turns_in_a_row_end_the_task() -> None:
     assert last.reward < 0
 
 
-async def test_calls_of_one_turn_are_answered_in_order_and_one_bad_one_makes_it_malformed() -> None:
+async def test_calls_of_a_turn_are_answered_in_order_and_a_bad_call_makes_it_malformed() -> None:
     environment, _ = await _start()
     result = await environment.step(_action(_call("1+1") + _call("1+") + _call("2*3")))
     contents = [message.content for message in result.messages]
@@ -114,13 +114,13 @@ async def test_calls_of_one_turn_are_answered_in_order_and_one_bad_one_makes_it_
     assert result.is_malformed
 
 
-async def test_a_flood_of_calls_is_malformed_and_answered_in_part() -> None:
+async def test_a_turn_with_too_many_calls_is_malformed_and_only_the_first_are_answered() -> None:
     environment, _ = await _start()
     result = await environment.step(_action(_call("1+1") * 500))
     assert result.is_malformed and len(result.messages) == 8
 
 
-async def test_questions_depend_on_the_seed_and_keep_to_the_options() -> None:
+async def test_questions_depend_on_the_seed_and_follow_the_options() -> None:
     environment = CalculatorEnvironment(
         CalculatorOptions(low=3, high=5, num_operands=3, operators="*-")
     )
@@ -139,7 +139,7 @@ async def test_questions_depend_on_the_seed_and_keep_to_the_options() -> None:
     ("expression", "value"),
     [("2*(3+4)", 14), ("-3--4", 1), ("7/2", 3.5), (".5+1.", 1.5), (" 1 + 1 ", 2), ("+--2", 2)],
 )
-def test_expressions_by_hand(expression: str, value: float) -> None:
+def test_expressions_have_values_computed_by_hand(expression: str, value: float) -> None:
     assert evaluate(expression) == value
 
 
@@ -172,14 +172,14 @@ def test_expressions_by_hand(expression: str, value: float) -> None:
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_anything_else_is_refused_without_a_warning(expression: str) -> None:
+def test_invalid_expressions_are_refused_without_a_warning(expression: str) -> None:
     with pytest.raises(BadExpression):
         evaluate(expression)
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="0123456789+-*/(). ", max_size=130) | st.text())
-def test_no_expression_does_more_than_give_a_number_or_be_refused(text: str) -> None:
+def test_any_text_gives_a_bounded_number_or_is_refused(text: str) -> None:
     try:
         value = evaluate(text)
     except BadExpression:
@@ -242,14 +242,14 @@ def _reasons(text: str) -> list[MalformedReason | None]:
         ),
     ],
 )
-def test_calls_are_read_or_their_fault_is_named(
+def test_each_call_is_parsed_or_has_the_reason_why_it_is_malformed(
     text: str, reasons: list[MalformedReason | None]
 ) -> None:
     assert _reasons(text) == reasons
 
 
-def test_true_is_a_schema_of_any_value_and_false_of_none() -> None:
-    """Rust's schemars writes `true` for what may be anything."""
+def test_schema_true_accepts_any_value_and_false_accepts_none() -> None:
+    """Check the schemas `true`, which Rust's schemars writes for any type, `{}` and `false`."""
     schema = {"type": "object", "properties": {"value": True, "never": False, "n": {}}}
     tool = ToolSchema(name="f", description="", parameters=schema)
     assert tool.for_template()["function"]["parameters"] == schema
@@ -266,12 +266,12 @@ def test_true_is_a_schema_of_any_value_and_false_of_none() -> None:
 
 @settings(deadline=None)
 @given(text=st.text() | st.text(alphabet='<>/tool_ca{}":,[]1e').map(lambda s: f"<tool_call>{s}"))
-def test_no_text_breaks_the_reading_of_calls(text: str) -> None:
+def test_parsing_calls_never_raises(text: str) -> None:
     for call in parse_tool_calls(text, (CALCULATOR,)):
         assert isinstance(call, ToolCall | MalformedCall)
 
 
-def test_a_flag_is_not_an_integer() -> None:
+def test_a_boolean_is_not_an_integer() -> None:
     schema = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
     tool = type(CALCULATOR)(name="f", description="", parameters=schema)
     text = '<tool_call>{"name": "f", "arguments": {"n": true}}</tool_call>'
@@ -282,6 +282,6 @@ def test_a_flag_is_not_an_integer() -> None:
 @pytest.mark.parametrize(
     "options", [{"low": 9, "high": 1}, {"operators": "/"}, {"operators": ""}, {"num_operands": 1}]
 )
-def test_impossible_options_are_refused(options: dict[str, object]) -> None:
+def test_invalid_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(BadOptions, match="expected"):
         read(CalculatorOptions, options, where="options")

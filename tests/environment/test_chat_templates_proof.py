@@ -1,7 +1,8 @@
-"""The masks of chats under published templates, with the tokenizers that were published with them.
+"""Tests of the loss masks of chats with published chat templates and their own tokenizers.
 
-A proof, because npm fetches the templates. Only templates with a tokenizer of their own are here:
-how a text is split into tokens decides whether a reply continues its prompt.
+This is a proof, because npm fetches the templates. It covers only templates that are published
+together with a tokenizer: how a text is split into tokens decides whether a reply continues its
+prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
 def spans(
     family: str, messages: list[dict[str, Any]], **options: Any
 ) -> tuple[PreTrainedTokenizerFast, list[tuple[list[int], list[list[int]]]]]:
-    """Return the tokenizer, and for each sample its ids and its runs of trained ids."""
+    """Return the tokenizer, and for each sample its token ids and its runs of trained ids."""
     found = tokenizer(family)
     end = found.convert_tokens_to_ids(FAMILIES[family])
     encoder = ChatEncoder(found, stop_token_ids=[end], template_options=options)
@@ -55,16 +56,16 @@ def spans(
     ]
 
 
-# Qwen 3 writes an empty thought before the last reply, below.
+# Qwen 3 writes an empty thought before the last reply; the next test covers it.
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3"}))
-def test_each_reply_is_trained_with_its_end_and_nothing_else_is(family: str) -> None:
-    """A chat without thoughts is one sample, whose ids are those that transformers renders."""
+def test_only_replies_and_their_end_tokens_are_trained(family: str) -> None:
+    """Check that a chat without thoughts is one sample with the ids that transformers renders."""
     found, [(ids, runs)] = spans(family, CHAT)
     end = FAMILIES[family]
     assert [found.decode(run).strip() for run in runs] == [f"{reply}{end}" for reply in REPLIES]
     rendered = found.apply_chat_template(CHAT, tokenize=False)
     assert ids == found.encode(rendered, add_special_tokens=False)[: len(ids)]
-    # Only a line break may follow the end of the last reply.
+    # After the token that ends the last reply, only a line break may follow.
     assert not rendered.removeprefix(found.decode(ids)).strip()
 
 
@@ -89,7 +90,7 @@ def test_a_template_that_drops_thoughts_trains_each_reply_after_its_own_prompt()
         text = found.decode(run)
         assert text == f"<think>\nI like it.\n</think>\n\n{reply}<|im_end|>"
         assert ids[-len(run) :] == run
-    # The second prompt is as the template renders the first reply later: without its thought.
+    # In the second prompt the first reply is rendered without its thought.
     prompt = found.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     ids, [run] = samples[1]
     assert found.decode(ids[: -len(run)]) == prompt and "<think>" not in prompt

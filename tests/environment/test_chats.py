@@ -1,4 +1,4 @@
-"""The samples of chats: which tokens are trained, and which chats are refused."""
+"""Tests of samples that are made of chats: which tokens are trained, which chats are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerFast) -> ChatEncoder:
 
 
 def shown(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> str:
-    """The text of a sample with its trained tokens in braces."""
+    """Return the text of a sample with its trained tokens in braces."""
     runs: list[tuple[bool, list[int]]] = []
     for token, is_trained in zip(sample.token_ids.tolist(), sample.mask.tolist(), strict=True):
         if not runs or runs[-1][0] != bool(is_trained):
@@ -62,8 +62,8 @@ def test_the_line_break_after_the_end_of_a_reply_is_not_trained() -> None:
     )
 
 
-def test_a_word_of_the_reply_in_the_prompt_is_not_trained() -> None:
-    """A search for the reply's text would find the question's."""
+def test_the_text_of_a_reply_is_not_trained_where_the_prompt_repeats_it() -> None:
+    """Check the mask of a reply whose text also occurs in the question before it."""
     messages = [{"role": "user", "content": "6 6"}, {"role": "assistant", "content": "6"}]
     assert trained(build_tokenizer(), messages) == ["<|user|>6 6<|end|><|assistant|>{6<|end|>}"]
 
@@ -92,7 +92,7 @@ def test_calls_are_trained_and_their_results_are_not() -> None:
         )
 
 
-def test_a_template_that_drops_earlier_thoughts_begins_a_sample_for_each_reply() -> None:
+def test_a_template_that_drops_earlier_thoughts_gives_a_sample_for_each_reply() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning and loop.last %}"
@@ -110,7 +110,7 @@ def test_a_template_that_drops_earlier_thoughts_begins_a_sample_for_each_reply()
     ]
 
 
-def test_a_reply_that_a_token_would_join_to_the_prompt_is_encoded_separately() -> None:
+def test_a_reply_is_encoded_separately_from_its_prompt() -> None:
     tokenizer = chatml_tokenizer()
     double = "\n\n"
     tokenizer.add_tokens([double])
@@ -166,14 +166,14 @@ ASKED = {"role": "user", "content": "higher"}
         ([{"role": "user", "content": "6", "tool_calls": [{"function": {"name": "a"}}]}], "role"),
     ],
 )
-def test_a_chat_that_would_teach_something_else_is_refused(
+def test_a_chat_that_cannot_be_trained_as_written_is_refused(
     messages: list[dict[str, Any]], reason: str
 ) -> None:
     with pytest.raises(BadChat, match=reason):
         trained(build_tokenizer(), messages)
 
 
-def test_a_template_whose_generation_prompt_does_not_begin_its_replies_is_refused() -> None:
+def test_a_generation_prompt_that_rendered_replies_lack_is_refused() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -183,7 +183,7 @@ def test_a_template_whose_generation_prompt_does_not_begin_its_replies_is_refuse
         trained(tokenizer, CHAT)
 
 
-def test_a_template_without_an_end_is_refused() -> None:
+def test_a_template_without_an_end_token_is_refused() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -231,7 +231,7 @@ def test_a_bad_row_is_refused_with_its_number(
     assert "sft.columns" in str(refused.value)
 
 
-def test_long_chats_are_left_out_as_asked_and_never_cut(tmp_path: Path) -> None:
+def test_long_chats_are_left_out_if_the_option_is_set_and_never_cut(tmp_path: Path) -> None:
     warnings: list[str] = []
     chats = read(tmp_path, [GOOD, LONG, GOOD], leaves_out_long=True, tell=warnings.append)
     assert len(chats) == 2

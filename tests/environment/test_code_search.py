@@ -1,4 +1,4 @@
-"""The code search environment: its grading, its malformed turns, and an episode played whole."""
+"""Tests of the code search environment: grading, malformed turns, whole episodes, its tasks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DATA = {"question": "Where is the cart?", "repository": "shop", "files": TRUTH, 
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[object]:
-    """Starts an environment on a task's data, by options."""
+    """Return a function that starts an environment with options on the data of a task."""
     write_repository(tmp_path / "shop")
     made = []
 
@@ -69,20 +69,20 @@ async def step(environment: CodeSearchEnvironment, text: str) -> StepResult:
     return await environment.step(Action(text=text, calls=calls))
 
 
-def test_answers_are_graded_by_hand_computed_values() -> None:
+def test_grades_are_those_computed_by_hand() -> None:
     values: list[tuple[list[str], list[str], tuple[float, float, float]]] = [
         (["a", "b"], ["a", "b"], (1, 1, 1)),
         (["a"], ["a", "b"], (1, 1 / 2, 2 / 3)),
         (["a", "x", "y"], ["a", "b"], (1 / 3, 1 / 2, 2 / 5)),
-        # A file counts once, in whichever spelling.
+        # A file counts once, however its path is spelled.
         (["./a", "a", "a"], ["a"], (1, 1, 1)),
         (["d//e", "d/./e"], ["./d/e"], (1, 1, 1)),
-        # None of these is the file.
+        # Each of these paths names another file than the true one, or no file.
         (["A"], ["a"], (0, 0, 0)),
         (["d", "d/"], ["d/e"], (0, 0, 0)),
         (["/a", "../a", "b/../a", "a/", "a ", ""], ["a"], (0, 0, 0)),
         (["a", "gone"], ["a"], (1 / 2, 1, 2 / 3)),
-        # An empty answer, and an empty truth: 0, never 1.
+        # An empty answer or an empty truth gives 0, never 1.
         ([], ["a"], (0, 0, 0)),
         ([], [], (0, 0, 0)),
         (["a"], [], (0, 0, 0)),
@@ -98,7 +98,7 @@ PATHS = st.lists(st.sampled_from(["a", "b", "./a", "c/d", "c//d", "c", "/a", "..
 
 
 @given(answered=PATHS, truth=st.lists(st.sampled_from(["a", "b", "c/d"]), max_size=3))
-def test_a_grade_is_one_for_the_true_files_alone(answered: list[str], truth: list[str]) -> None:
+def test_only_the_true_files_get_the_grade_1(answered: list[str], truth: list[str]) -> None:
     grade = grade_files(answered, truth)
     same = {canonical_path(path) for path in answered} == set(truth)
     assert (grade["f1"] == 1) == (same and bool(truth))
@@ -126,7 +126,7 @@ async def test_an_empty_truth_is_never_rewarded(start) -> None:  # type: ignore[
         assert done.terminated and done.reward == 0.0 and not done.is_malformed
 
 
-async def test_malformed_turns_are_told_cost_and_end_the_task_in_a_row_alone(start) -> None:  # type: ignore[no-untyped-def]
+async def test_malformed_turns_are_penalised_and_only_several_in_a_row_end_the_task(start) -> None:  # type: ignore[no-untyped-def]
     malformed = {
         "The cart is in shop/cart.py.": NO_CALL,
         '```json\n["shop/cart.py"]\n```': NO_CALL,
@@ -145,10 +145,10 @@ async def test_malformed_turns_are_told_cost_and_end_the_task_in_a_row_alone(sta
         call("grep", pattern="Cart") + "<tool_call>{": "shop/cart.py",
     }
     environment = await start(max_malformed=1, malformed_penalty=0.25)
-    for text, told in malformed.items():
+    for text, shown in malformed.items():
         result = await step(environment, text)
         assert result.is_malformed and not result.terminated, text
-        assert result.messages[0].content.startswith(told), (text, result.messages)
+        assert result.messages[0].content.startswith(shown), (text, result.messages)
         assert result.reward == -0.25 and result.reward_components == {"malformed": -0.25}
         assert not (await step(environment, call("list_files"))).is_malformed
     assert not (await step(environment, "x")).terminated
@@ -156,7 +156,7 @@ async def test_malformed_turns_are_told_cost_and_end_the_task_in_a_row_alone(sta
     assert last.terminated and last.ended_by_malformed and last.messages == () and last.reward < 0
 
 
-async def test_calls_beyond_the_limit_are_not_run_and_say_so(start) -> None:  # type: ignore[no-untyped-def]
+async def test_calls_beyond_the_limit_are_answered_with_an_error(start) -> None:  # type: ignore[no-untyped-def]
     environment = await start(max_calls=2)
     for expected in (False, False, True, True):
         found = await step(environment, call("list_files"))
@@ -174,7 +174,7 @@ async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(start) -> 
     assert result.is_malformed and "2" in result.messages[0].content
 
 
-async def test_a_task_that_is_none_is_refused_with_what_is_wrong(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_task_with_wrong_data_is_refused_with_the_reason(start) -> None:  # type: ignore[no-untyped-def]
     for change, word in (
         ({"question": ""}, "data.question"),
         ({"question": None}, "data.question"),
@@ -189,7 +189,7 @@ async def test_a_task_that_is_none_is_refused_with_what_is_wrong(start) -> None:
             await start({**DATA, **change})
 
 
-def test_options_are_held_to_their_bounds() -> None:
+def test_options_outside_their_bounds_are_refused() -> None:
     make = resolve("code_search", {"root": "."})
     assert isinstance(make(), CodeSearchEnvironment)
     wrong: list[dict[str, object]] = [
@@ -202,14 +202,14 @@ def test_options_are_held_to_their_bounds() -> None:
 
 
 class Generous(CodeSearchEnvironment):
-    """A defect: it rewards what it cannot read."""
+    """A defective environment that gives a reward for malformed turns."""
 
     async def step(self, action: Action) -> StepResult:
         return replace(await super().step(action), reward=1.0)
 
 
 @pytest.mark.parametrize("kind", [CodeSearchEnvironment, Generous])
-async def test_a_malformed_end_is_not_rewarded_and_one_that_were_is_an_alarm(
+async def test_a_reward_for_a_malformed_end_is_reported(
     tmp_path: Path, kind: type[CodeSearchEnvironment]
 ) -> None:
     write_repository(tmp_path / "shop")
@@ -228,7 +228,7 @@ async def test_a_malformed_end_is_not_rewarded_and_one_that_were_is_an_alarm(
     assert _Pool.pids() == []
 
 
-def test_questions_come_from_a_repositorys_commits_and_docstrings(tmp_path: Path) -> None:
+def test_questions_are_made_of_the_commits_and_docstrings_of_a_repository(tmp_path: Path) -> None:
     repository = git_repository(
         tmp_path / "repository",
         ("shop: add a cart", {**FILES, "old.py": "", "CHANGELOG.md": "1\n"}),
@@ -268,7 +268,7 @@ def test_questions_come_from_a_repositorys_commits_and_docstrings(tmp_path: Path
         write_code_search(empty, out, source="commits", count=1, max_files=1)
 
 
-async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
+async def test_a_written_data_set_can_be_played(tmp_path: Path) -> None:
     repository = git_repository(tmp_path / "repository", ("shop: add a cart", FILES))
     out = tmp_path / "own.parquet"
     write_code_search(repository, out, source="commits", count=1, max_files=len(FILES))
@@ -280,7 +280,7 @@ async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
     assert done.reward == 1.0
 
 
-def test_the_schema_of_the_data_takes_what_can_be_played() -> None:
+def test_the_schema_of_the_data_accepts_only_data_that_can_be_played() -> None:
     validator = Draft202012Validator(data_schema_of(CodeSearchEnvironment))
     assert validator.is_valid(DATA) and validator.is_valid({**DATA, "files": []})
     for change in ({"question": ""}, {"files": "shop/cart.py"}, {"files": [1]}, {"repository": 3}):

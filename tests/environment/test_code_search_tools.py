@@ -1,4 +1,4 @@
-"""The tools of code search and what confines them: an attack list, bounds, and what is left."""
+"""Tests of the tools of code search, of their sandbox, their bounds and their cleanup."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ async def test_the_tools_list_search_and_read(root: Path) -> None:
     async with tools(root) as search:
         shop = await search.open("shop")
 
-        async def told(name: str, **arguments: object) -> str:
+        async def answer_of(name: str, **arguments: object) -> str:
             return await search.call(shop, name, arguments)
 
-        assert await told("list_files") == "README.md\ndata.bin\nshop/\ntests/"
-        assert await told("list_files", directory="./shop/") == (
+        assert await answer_of("list_files") == "README.md\ndata.bin\nshop/\ntests/"
+        assert await answer_of("list_files", directory="./shop/") == (
             "shop/__init__.py\nshop/cart.py\nshop/prices.py"
         )
-        assert await told("list_files", glob="*cart*") == "shop/cart.py\ntests/test_cart.py"
-        assert await told("list_files", glob="**/README.md") == "README.md"
-        assert await told("list_files", glob="*.rs") == "No file matches."
-        # Not in a file that is no text.
-        assert await told("grep", pattern=r"class\s+Cart|^TAX") == (
+        assert await answer_of("list_files", glob="*cart*") == "shop/cart.py\ntests/test_cart.py"
+        assert await answer_of("list_files", glob="**/README.md") == "README.md"
+        assert await answer_of("list_files", glob="*.rs") == "No file matches."
+        # data.bin is not a text file and is not searched.
+        assert await answer_of("grep", pattern=r"class\s+Cart|^TAX") == (
             "shop/cart.py:4: class Cart:\nshop/prices.py:1: TAX = 0.2"
         )
-        assert await told("grep", pattern="Cart", directory="tests", glob="*.py") == (
+        assert await answer_of("grep", pattern="Cart", directory="tests", glob="*.py") == (
             "tests/test_cart.py:1: from shop.cart import Cart\ntests/test_cart.py:5: assert Cart()"
         )
-        assert await told("grep", pattern="zebra") == "No line matches."
-        assert await told("read_file", path="README.md") == "# Shop\nSells fruit."
-        assert await told("read_file", path="shop/prices.py", first_line=4) == (
+        assert await answer_of("grep", pattern="zebra") == "No line matches."
+        assert await answer_of("read_file", path="README.md") == "# Shop\nSells fruit."
+        assert await answer_of("read_file", path="shop/prices.py", first_line=4) == (
             "def price(net):\n    return net * (1 + TAX)"
         )
-        assert await told("read_file", path="shop/__init__.py") == "The file is empty."
+        assert await answer_of("read_file", path="shop/__init__.py") == "The file is empty."
 
 
-async def test_no_path_leads_out_of_the_repository_or_into_git(root: Path) -> None:
+async def test_no_path_reaches_git_data_or_a_file_outside_the_repository(root: Path) -> None:
     malformed = ["/etc/passwd", "../shop/README.md", "shop/../../x", "a\0b", "x" * 2_000]
     absent = ["passwords", "all/etc/passwd", "all", ".git/COMMIT_EDITMSG", ".git", "nothing", "~"]
     absent += ["shop/.git", "shop\\cart.py", "README.md/x", "\ud800", "n" * 300]
@@ -93,7 +93,7 @@ async def test_no_path_leads_out_of_the_repository_or_into_git(root: Path) -> No
         assert await search.missing_files(shop, [*FILES, "nothing", "shop"]) == ["nothing", "shop"]
 
 
-async def test_broken_arguments_are_malformed_and_say_why(root: Path) -> None:
+async def test_bad_arguments_are_malformed_and_the_error_has_the_reason(root: Path) -> None:
     wrong = [
         ("grep", {"pattern": "("}, "not a regular expression"),
         ("grep", {"pattern": ""}, "1 to 500"),
@@ -139,7 +139,7 @@ async def test_answers_are_bounded_in_lines_and_characters(root: Path) -> None:
         assert listed == "latin-\\udce9.txt"
 
 
-async def test_a_pattern_without_end_costs_its_process_and_not_the_event_loop(root: Path) -> None:
+async def test_a_slow_pattern_is_ended_and_does_not_block_the_event_loop(root: Path) -> None:
     (root / "shop" / "trap.txt").write_text("a" * 60 + "!\n")
     async with tools(root, call_limit_s=1.0) as search:
         shop = await search.open("shop")
@@ -174,7 +174,7 @@ async def test_a_process_that_ends_or_is_frozen_is_replaced(root: Path) -> None:
             assert await search.call(shop, "list_files", {})
 
 
-async def test_nothing_is_left_after_the_last_close(root: Path) -> None:
+async def test_no_process_is_left_after_the_last_close(root: Path) -> None:
     first, second = tools(root), tools(root)
     shop = await first.open("shop")
     await asyncio.gather(*(first.call(shop, "list_files", {}) for _ in range(4)))
@@ -227,7 +227,10 @@ print(" ".join(walls), "|", " ".join(name for name, attack in attacks.items() if
 
 
 def attack(tmp_path: Path, how: str, port: int) -> tuple[list[str], set[str]]:
-    """What walls stand, and which attacks succeed. A pipe: no file may grow."""
+    """Return the names of the walls of the sandbox and of the attacks that succeed.
+
+    The output is read through a pipe, because the sandbox forbids that a file grows.
+    """
     (tmp_path / "target.there").write_text("x")
     done = subprocess.run(
         [sys.executable, "-c", ATTACKS, str(tmp_path / "target"), how, str(port)],
@@ -239,7 +242,7 @@ def attack(tmp_path: Path, how: str, port: int) -> tuple[list[str], set[str]]:
     return walls.split(), set(succeeded.split())
 
 
-def test_a_confined_process_can_read_and_nothing_else(tmp_path: Path) -> None:
+def test_a_confined_process_can_only_read(tmp_path: Path) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -248,15 +251,19 @@ def test_a_confined_process_can_read_and_nothing_else(tmp_path: Path) -> None:
         if "seccomp" in walls:
             assert succeeded == {"read"}
         assert "connect" not in succeeded
-        # A processor without a filter has the namespace alone; root's processes are then unlimited.
+        # On a processor without a seccomp filter only the namespace protects, and the limits do
+        # not bind processes of root.
         if "namespace" in walls:
             walls, succeeded = attack(tmp_path, "{'processor': 'abacus'}", port)
             assert walls == ["namespace"]
             assert not succeeded & {"connect", "memory", "descriptors"}
 
 
-def test_a_process_of_tools_is_confined_and_dies_with_its_owner(root: Path) -> None:
-    """Killed, not ended: the kernel ends what it started; the next process removes what it left."""
+def test_a_tool_process_ends_with_its_owner(root: Path) -> None:
+    """Check that the kernel ends the tool processes of an owner that gets kill -9.
+
+    The next process that uses the scratch directory removes the directory that the owner left.
+    """
     good_tar_gz(root / "shop.tar.gz")
     program = """
 import asyncio, sys
@@ -301,13 +308,13 @@ async def test_an_archive_is_unpacked_once_without_links_and_git(root: Path, mak
         listed = await search.call(places[0], "list_files", {"glob": "*"})
         assert listed.split("\n") == sorted(FILES)
         assert await search.open(f"./{archive.name}") == places[0]
-        # Another archive under the same name is another repository.
+        # An archive that replaces another one of the same name is another repository.
         time.sleep(0.01)
         good_zip(archive) if make is good_zip else good_tar_gz(archive)
         assert await search.open(archive.name) != places[0]
 
 
-async def test_what_is_unpacked_makes_room_when_nobody_uses_it(root: Path) -> None:
+async def test_unused_unpacked_repositories_are_removed_when_space_is_needed(root: Path) -> None:
     content = tar_entry("zeros", bytes(2**20))
     for number in range(11):
         tar_gz(root / f"{number}.tar.gz", content)
@@ -317,7 +324,7 @@ async def test_what_is_unpacked_makes_room_when_nobody_uses_it(root: Path) -> No
         for number in range(1, 11):
             async with tools(root, max_repository_mib=1) as search:
                 places.append(await search.open(f"{number}.tar.gz"))
-        # Eight times what one may hold: the one in use, and the newest.
+        # Space for eight repositories: the one in use and the seven newest are kept.
         assert [Path(place).is_dir() for place in (first, *places)] == [True] + [False] * 3 + [
             True
         ] * 7
@@ -327,21 +334,21 @@ async def test_what_is_unpacked_makes_room_when_nobody_uses_it(root: Path) -> No
             assert await search.call(again, "list_files", {}) == "zeros"
 
 
-async def test_no_hostile_archive_is_unpacked(root: Path) -> None:
+async def test_hostile_archives_are_refused_and_leave_no_file(root: Path) -> None:
     before = set(os.listdir(tempfile.gettempdir()))
     async with tools(root, **SMALL) as search:
         for archive, word in hostile_archives(root / "hostile"):
             with pytest.raises(BadRepository, match="refused") as refused:
                 await search.open(f"hostile/{archive.name}")
             assert word in str(refused.value), (archive.name, refused.value)
-        # Of those nothing stays, within or without.
+        # A refused archive leaves no file, neither in the scratch directory nor outside it.
         left = [name for name in os.listdir(scratch()) if name != "lock"]
         assert not [name for name in left if "evil" in os.listdir(f"{scratch()}/{name}")]
     found = set(os.listdir(tempfile.gettempdir())) - before
     assert not [name for name in found if "evil" in name]
 
 
-async def test_a_task_names_no_repository_outside_the_root(root: Path) -> None:
+async def test_a_repository_outside_the_root_is_refused(root: Path) -> None:
     (root / "inner").mkdir()
     (root / "inner" / "out").symlink_to("/etc")
     (root / "inner" / "up").symlink_to(root / "shop")

@@ -1,7 +1,7 @@
-"""Each line of docs/coming-from.md on reward functions: forms of TRL's documents, and what differs.
+"""Tests of each row of docs/coming-from.md on reward functions: what works, and what differs.
 
-The functions have the signatures of TRL 1.16's and verifiers' documents, and are loaded as they
-are.
+The functions are loaded unchanged; their signatures are those of the documents of TRL 1.16 and of
+verifiers.
 """
 
 from __future__ import annotations
@@ -127,19 +127,21 @@ CHAT = [{"role": "user", "content": "?"}]
         (["verifiers"], "4", {}, 1.0),
     ],
 )
-async def test_the_forms_of_the_documents_are_taken_as_they_are(
+async def test_reward_functions_of_the_documents_work_unchanged(
     names: list[str], text: str, data: dict[str, Any], reward: float
 ) -> None:
     assert (await scored(*names, text=text, **data)).reward == reward
 
 
 @pytest.mark.parametrize(("step", "reward"), [(3, 0.0), (5, 1.0)])
-async def test_the_trainers_state_says_how_far_the_run_is(step: int, reward: float) -> None:
+async def test_the_trainer_state_has_the_current_step_and_the_number_of_steps(
+    step: int, reward: float
+) -> None:
     trainer_state.set(TrainerState(global_step=step, max_steps=10))
     assert (await scored("later")).reward == reward
 
 
-async def test_what_is_logged_is_not_rewarded_and_comes_back_with_the_score() -> None:
+async def test_logged_metrics_and_columns_are_returned_with_the_score_and_not_rewarded() -> None:
     found = await scored("logs", "logs_in_kwargs")
     assert found.reward == 2.0 and found.reward_components == {"logs": 2.0, "logs_in_kwargs": 0.0}
     assert found.metrics == {"accuracy": 0.5}
@@ -158,7 +160,9 @@ async def test_what_is_logged_is_not_rewarded_and_comes_back_with_the_score() ->
         ("verifiers_chat", "TypeError"),
     ],
 )
-async def test_what_is_not_here_is_a_missing_score_and_no_zero(name: str, words: str) -> None:
+async def test_an_unsupported_function_gives_a_missing_score_and_not_0(
+    name: str, words: str
+) -> None:
     with pytest.raises(RewardError, match=words):
         await scored(name)
 
@@ -170,12 +174,14 @@ async def test_what_is_not_here_is_a_missing_score_and_no_zero(name: str, words:
         ("org/reward-model", r"expected FILE\.py:NAME"),
     ],
 )
-def test_what_cannot_be_taken_is_refused_before_the_start(name: str, words: str) -> None:
+def test_reward_functions_that_cannot_be_called_are_refused_before_the_start(
+    name: str, words: str
+) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("single_turn", {"reward": name})
 
 
-async def test_a_row_and_a_grader_of_verl_give_its_score(
+async def test_a_grader_of_verl_scores_a_row_of_verl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Reward functions, tools and environments in workers: what a call costs its episode and others."""
+"""Tests of reward functions, tools and environments that run in worker processes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def said(environment: ToolsEnvironment, *calls: ToolCall) -> list[str]:
     return [message.content for message in result.messages]
 
 
-async def test_a_score_is_made_in_a_main_thread_and_its_metrics_come_back() -> None:
+async def test_a_reward_function_runs_in_a_main_thread_and_its_metrics_are_returned() -> None:
     environment = scored_by("contained_of_test.py:score")
     await environment.reset(task())
     result = await environment.step(Action(text="four"))
@@ -144,15 +144,15 @@ async def test_a_score_is_made_in_a_main_thread_and_its_metrics_come_back() -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "told", "is_tried_again"),
+    ("text", "words", "is_tried_again"),
     [
         ("hang", "score did not answer within 0.5 s and was ended", False),
         ("die", "score: its process ended itself with status 11", True),
         ("raise", "score raised ValueError: no number in it", True),
     ],
 )
-async def test_a_score_that_cannot_be_had_is_a_reward_error(
-    text: str, told: str, is_tried_again: bool
+async def test_a_reward_function_that_fails_is_a_reward_error(
+    text: str, words: str, is_tried_again: bool
 ) -> None:
     environment = scored_by("contained_of_test.py:score")
     await environment.reset(task())
@@ -160,13 +160,13 @@ async def test_a_score_that_cannot_be_had_is_a_reward_error(
     rollout_settings.set(RolloutSettings(reward_limit_s=0.5))
     with pytest.raises(RewardError) as raised:
         await environment.step(Action(text=text))
-    assert str(raised.value) == told
+    assert str(raised.value) == words
     assert (raised.value.rescore is not None) == is_tried_again
     rollout_settings.set(RolloutSettings())
     assert (await environment.step(Action(text="four"))).reward == 1.0
 
 
-async def test_a_cut_answer_says_so_and_a_tool_that_dies_answers_with_an_error() -> None:
+async def test_a_cut_result_says_that_it_is_cut_and_a_tool_that_dies_gives_an_error() -> None:
     environment = await made(tools="long dies", reward="contained_of_test.py:score")
     environment._max_answer_chars = 20
     assert await said(environment, call("long"), call("dies")) == [
@@ -175,7 +175,7 @@ async def test_a_cut_answer_says_so_and_a_tool_that_dies_answers_with_an_error()
     ]
 
 
-async def test_calls_of_a_turn_run_together_where_the_settings_say_so() -> None:
+async def test_calls_of_a_turn_run_in_parallel_if_the_settings_say_so() -> None:
     environment = await made(tools="slow", reward="contained_of_test.py:score")
     calls = [call("slow", word=each) for each in "abcd"]
     rollout_settings.set(RolloutSettings(max_calls_per_turn=3))
@@ -187,7 +187,7 @@ async def test_calls_of_a_turn_run_together_where_the_settings_say_so() -> None:
     assert asyncio.get_running_loop().time() - started < 8 * 0.3
 
 
-async def test_an_instance_keeps_its_state_in_a_worker_until_that_ends() -> None:
+async def test_an_instance_keeps_its_state_until_its_worker_ends() -> None:
     first, second = [
         await made(tools="Desk", reward="contained_of_test.py:read", call_limit_s=2.0)
         for _ in range(2)
@@ -206,7 +206,7 @@ async def test_an_instance_keeps_its_state_in_a_worker_until_that_ends() -> None
     await second.close()
 
 
-async def test_an_environment_in_a_worker_is_the_environment_itself() -> None:
+async def test_an_environment_in_a_worker_behaves_like_the_environment_itself() -> None:
     environment = WorkerEnvironment("contained_of_test:Game", {"start": 4})
     start = await environment.reset(task())
     assert start.messages[0].content == "from 4"
@@ -229,7 +229,7 @@ async def test_an_environment_in_a_worker_is_the_environment_itself() -> None:
         await environment.close()
 
 
-async def test_an_actor_answers_its_ping_with_the_calls_that_hung(
+async def test_the_ping_of_an_actor_lists_the_calls_that_hung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "_pools", threading.local())

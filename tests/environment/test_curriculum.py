@@ -1,4 +1,4 @@
-"""What is solved, or out of reach, rests; what is between is played."""
+"""Tests of the curriculum: tasks that are solved or hopeless rest, the others are played."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_task_rests_once_its_newest_groups_all_passed_or_all_failed(
     assert is_resting(passed, SETTINGS) is rests
 
 
-def test_the_bounds_are_shares_of_all_that_was_sampled() -> None:
+def test_the_bounds_are_shares_of_the_passed_rollouts() -> None:
     settings = CurriculumSettings(resting_share=0.1, window=1, solved_from=0.9, hopeless_to=0.1)
     found = {share: is_resting([share], settings) for share in (0.0, 0.1, 0.11, 0.89, 0.9, 1.0)}
     assert found == {0.0: True, 0.1: True, 0.11: False, 0.89: False, 0.9: True, 1.0: True}
@@ -44,7 +44,7 @@ def task(name: str) -> Task:
     return Task(task_id=name, environment="x", seed=0)
 
 
-def test_the_first_that_does_not_rest_is_played_and_where_all_rest_the_first() -> None:
+def test_the_first_task_that_does_not_rest_is_chosen_or_the_first_if_all_rest() -> None:
     results = {"a": (1.0, 1.0), "b": (0.0, 0.0), "c": (0.5, 0.5)}
     never = CurriculumSettings(resting_share=0.0, window=2)
     chosen = choose([(task(name), name) for name in "abc"], results, never, slot=7)
@@ -52,7 +52,7 @@ def test_the_first_that_does_not_rest_is_played_and_where_all_rest_the_first() -
     assert choose([(task(name), name) for name in "ab"], results, never, slot=7).task_id == "a"
 
 
-def test_a_resting_one_comes_up_with_its_share_and_a_slot_always_chooses_the_same() -> None:
+def test_a_resting_task_is_played_with_its_share_and_a_slot_repeats_its_choice() -> None:
     choices = [(task("solved"), "solved"), (task("open"), "open")]
     results = {"solved": (1.0, 1.0)}
     chosen = [choose(choices, results, SETTINGS, slot=slot).task_id for slot in range(2000)]
@@ -73,7 +73,7 @@ def played(curriculum: Curriculum, count: int) -> Counter[str]:
     return Counter(curriculum.task(slot).task_id for slot in slots)
 
 
-def test_tasks_of_a_list_rest_one_by_one() -> None:
+def test_each_task_of_a_list_rests_separately() -> None:
     curriculum = Curriculum(SETTINGS, listed(10))
     for _ in range(2):
         curriculum.learn(
@@ -82,12 +82,12 @@ def test_tasks_of_a_list_rest_one_by_one() -> None:
         )
     found = played(curriculum, 4000)
     resting = sum(found[f"t{number}"] for number in range(6))
-    # Of ten draws six rest, of which a tenth is played: 0.6 against 4.
+    # Six of ten tasks rest, with a tenth of the weight of the four others: 0.6 to 4.
     assert 0.08 < resting / 4000 < 0.18
     assert min(found[f"t{number}"] for number in (6, 7, 8, 9)) > 700
 
 
-def test_what_a_seed_makes_rests_with_its_part_of_the_mixture() -> None:
+def test_generated_tasks_rest_together_with_their_source_of_the_mixture() -> None:
     sources = {name: GeneratedTasks("guessing", run_seed=0) for name in ("easy", "hard", "fit")}
     curriculum = Curriculum(SETTINGS, MixedTasks(sources, dict.fromkeys(sources, 1.0)))
     for number in range(2):
@@ -102,11 +102,11 @@ def test_what_a_seed_makes_rests_with_its_part_of_the_mixture() -> None:
     tasks = [curriculum.task(slot) for slot in slots]
     found = Counter(each.environment for each in tasks)
     assert found["fit"] > 850 and min(found["easy"], found["hard"]) > 15
-    # No two slots play the same game.
+    # No two slots play the same task.
     assert len({each.task_id for each in tasks}) == 1000
 
 
-def test_a_run_that_goes_on_chooses_as_the_one_before_would_have() -> None:
+def test_a_resumed_run_chooses_the_same_tasks() -> None:
     one = Curriculum(SETTINGS, listed(20))
     one.learn([returns(f"t{number}", 1.0) for number in range(10)] * 2)
     two = Curriculum(SETTINGS, listed(20), results=one.results)
@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_chooses_as_the_one_before_would_have() -> None:
     assert one.results["t3"] == (1.0, 1.0)
 
 
-def test_what_fails_counts_for_nothing_and_the_pass_mark_is_a_setting() -> None:
+def test_groups_without_returns_are_ignored_and_the_pass_reward_is_a_setting() -> None:
     half = CurriculumSettings(resting_share=0.1, window=1, pass_reward=0.5)
     curriculum = Curriculum(half, listed(4))
     curriculum.learn([returns("t0", 0.5, 0.7), returns("t1", 0.5, 0.4), returns("t2")])
