@@ -1,4 +1,4 @@
-"""Data sets of columns of their own become tasks: files, saved data sets, snapshots of a hub's."""
+"""Tests of reading tasks from data sets: files, directories, saved data sets, hub snapshots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DATA = [
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library keeps what it has read."""
+    """Set the cache directory of the library datasets to one of this test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -66,7 +66,7 @@ def deep(levels: int) -> Any:
 
 
 def saved(directory: Path, **splits: Sequence[Mapping[str, Any]]) -> Path:
-    """As the library saves one data set, or several splits of one."""
+    """Save one split as a data set, or several splits as one data set, as the library does."""
     made = {name: datasets.Dataset.from_list(list(rows)) for name, rows in splits.items()}
     if len(made) == 1:
         made.popitem()[1].save_to_disk(str(directory))
@@ -99,7 +99,7 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
         assert read(form) == expected, form
     assert [task.data for task in read(hub, split="test")] == DATA[:1]
     assert [task.data for task in read(splits, split="test")] == DATA[:1]
-    # The same rows in another order are the same tasks; the same row twice is two.
+    # Rows in another order give the same tasks; a row that is repeated gives several tasks.
     turned = read(jsonl(tmp_path / "turned.jsonl", ROWS[::-1]))
     assert sorted(turned, key=str) == sorted(expected, key=str)
     ids = [task.task_id for task in read(jsonl(tmp_path / "thrice.jsonl", [ROWS[0]] * 3))]
@@ -107,12 +107,12 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["arrow", "numpy", "pandas", "torch"])
-def test_the_format_with_which_a_data_set_was_saved_changes_nothing(
+def test_the_saved_format_of_a_data_set_does_not_change_the_tasks(
     tmp_path: Path, form: str
 ) -> None:
     made = datasets.Dataset.from_list(ROWS)
     made.with_format(form).save_to_disk(str(tmp_path / "one"))
-    # Only some columns have the format, and the others are hidden.
+    # The format applies to some columns only, and reading with it would hide the others.
     made.with_format(form, columns=["n"]).save_to_disk(str(tmp_path / "hidden"))
     datasets.DatasetDict({"train": made.with_format(form)}).save_to_disk(str(tmp_path / "splits"))
     for name in ("one", "hidden", "splits"):
@@ -153,7 +153,7 @@ def test_the_format_with_which_a_data_set_was_saved_changes_nothing(
         ("list.jsonl", b'[{"prompt": "a"}]\n', r"line 1: got a list.*name it \.json"),
     ],
 )
-def test_a_text_file_that_would_be_read_wrongly_is_refused(
+def test_a_text_file_with_ambiguous_content_is_refused(
     tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -178,7 +178,7 @@ def test_a_text_file_that_would_be_read_wrongly_is_refused(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_capitals_a_mark_spaces_and_an_index_change_no_column(
+def test_capitals_bom_spaces_and_an_index_column_do_not_change_the_columns(
     tmp_path: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -187,7 +187,7 @@ def test_capitals_a_mark_spaces_and_an_index_change_no_column(
     assert ("a column without a name is left out" in caplog.text) == name.startswith("index")
 
 
-def test_a_parquet_file_that_pandas_wrote_oddly_is_read_or_refused_with_the_place(
+def test_odd_parquet_files_of_pandas_are_read_or_refused_with_the_place(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "rows.PARQUET"
@@ -217,7 +217,7 @@ def test_a_parquet_file_that_pandas_wrote_oddly_is_read_or_refused_with_the_plac
         read(directory)
 
 
-def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_path: Path) -> None:
+def test_unmapped_columns_keep_their_names(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("query,answer,seed\nWhat?,4,7\nWho?,5,8\n")
     asked = {"columns": {"prompt": "query"}}
     tasks = read(tmp_path / "rows.csv", **asked)
@@ -237,7 +237,7 @@ def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_p
         read(tmp_path / "columns.json", columns={}, check=needs)
 
 
-def test_values_of_json_stay_as_they_are_written_and_those_of_csv_are_texts(tmp_path: Path) -> None:
+def test_values_of_json_are_unchanged_and_values_of_csv_are_texts(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "answer": "007", "more": {"k": 1}, "day": "2026-11-25"},
         {"prompt": "b", "answer": ["3"], "more": {"other": None}},
@@ -288,7 +288,7 @@ def test_the_text_files_of_a_directory_are_read_as_single_files_are(
         (("train.jsonl", "test.jsonl", "notes.txt", ".hidden/x.jsonl"), []),
     ],
 )
-def test_files_of_a_directory_that_are_not_read_are_named(
+def test_unread_files_of_a_directory_are_reported(
     tmp_path: Path, files: Sequence[str], unread: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in files:
@@ -300,12 +300,12 @@ def test_files_of_a_directory_that_are_not_read_are_named(
     assert named == unread
 
 
-def test_times_that_the_library_makes_of_texts_are_reported(
+def test_texts_that_the_library_converts_to_times_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "a", "answer": "2024-01-01"}]
     directory = jsonl(tmp_path / "own" / "rows.jsonl", rows).parent
-    # The library reads a data set that describes its own format.
+    # The README sets options for reading, so that the library reads the file, not Rayloom.
     (directory / "README.md").write_text(
         "---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n  chunksize: 99\n---\n"
     )
@@ -313,7 +313,7 @@ def test_times_that_the_library_makes_of_texts_are_reported(
     assert "has read the texts in answer as times" in caplog.text
 
 
-def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -> None:
+def test_ids_and_seeds_are_read_from_mapped_columns(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl")
     others = dict.fromkeys(("gold", "repo", "meta"))
     asked = {"task_id": "query", "seed": "n", "question": "query", **others}
@@ -325,7 +325,7 @@ def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -
     ]
 
 
-def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
+def test_wrong_settings_and_files_are_refused_with_what_was_found(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl")
     table = parquet(tmp_path / "rows.parquet")
     splits = saved(tmp_path / "splits", train=ROWS, test=ROWS)
@@ -401,7 +401,7 @@ def test_a_split_or_a_subset_of_a_single_file_is_refused(tmp_path: Path, name: s
         open_tasks(parse_config(tree, source="test"))
 
 
-def test_a_set_of_a_single_file_does_not_take_the_split_of_the_tasks(tmp_path: Path) -> None:
+def test_an_evaluation_set_of_a_single_file_ignores_the_split_of_the_tasks(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl", ROWS)
     tasks = {
         "environment": "code_search",
@@ -419,7 +419,7 @@ def test_a_set_of_a_single_file_does_not_take_the_split_of_the_tasks(tmp_path: P
     assert len(found.tasks) == len(ROWS)
 
 
-def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
+def test_another_split_can_be_used_for_evaluation(tmp_path: Path) -> None:
     rows = [{"query": f"q{n}", "gold": [], "repo": "r.zip"} for n in range(6)]
     directory = saved(tmp_path / "splits", train=rows[:4], test=rows[4:])
     tasks = {
@@ -483,7 +483,7 @@ def test_nulls_that_parquet_adds_to_arguments_and_schemas_are_left_out_with_a_no
         call = task.data["prompt"][1]["tool_calls"][0]
         assert call == given["prompt"][1]["tool_calls"][0]
         assert task.data["tools"] == given["tools"]
-        # Only a chat is rendered; other columns stay as they are.
+        # Only a chat is rendered, so nulls of other columns stay.
         assert set(task.data["expected"]["arguments"]) == {"x", "y"}
     assert caplog.text.count("nulls in the arguments of calls") == 1
     caplog.clear()
@@ -493,9 +493,7 @@ def test_nulls_that_parquet_adds_to_arguments_and_schemas_are_left_out_with_a_no
     assert not caplog.text
 
 
-def test_columns_that_are_not_read_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_columns_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     file = jsonl(tmp_path / "rows.jsonl", [{"system": "Be brief.", "messages": chat, "n": 1}])
     check = DataCheck(CHAT_DATA)
@@ -508,7 +506,7 @@ def test_columns_that_are_not_read_are_named(
 
 
 @pytest.mark.parametrize("written", [json.dumps, str])
-def test_a_chat_that_a_csv_file_has_as_text_is_reported_once(
+def test_a_chat_written_as_text_in_a_csv_file_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, written: Any
 ) -> None:
     texts = [written([{"role": "user", "content": word}]) for word in ("hi", "ho")]
@@ -538,7 +536,7 @@ def test_a_chat_that_a_csv_file_has_as_text_is_reported_once(
         ({"prompt": [{"role": "user", "content": "hi"}], "images": [], "tools": None}, ""),
     ],
 )
-def test_parts_of_a_prompt_that_the_model_would_not_read_are_reported_once(
+def test_parts_of_a_prompt_that_the_model_is_not_shown_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, row: dict[str, Any], expected: str
 ) -> None:
     file = jsonl(tmp_path / "rows.jsonl", [row, row])
@@ -551,7 +549,7 @@ def test_parts_of_a_prompt_that_the_model_would_not_read_are_reported_once(
     assert not caplog.messages
 
 
-def test_held_out_tasks_that_are_trained_too_are_reported(
+def test_held_out_tasks_that_are_also_training_tasks_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def held_out_of(rows: Sequence[Mapping[str, Any]], **settings: Any) -> str:
@@ -569,7 +567,7 @@ def test_held_out_tasks_that_are_trained_too_are_reported(
 
     rows = [{"query": f"q{n}", "gold": [], "repo": "r.zip"} for n in range(6)]
     assert not held_out_of(rows)
-    # Some of three held-out tasks have their second row among the other nine.
+    # Each row is there twice: some of the three held-out tasks are also training tasks.
     assert "of the held-out tasks have the same data as training tasks" in held_out_of(rows * 2)
     splits = str(saved(tmp_path / "splits", train=rows, test=rows[:3]))
     found = held_out_of(rows, dataset=splits, evaluation_split="test")

@@ -1,4 +1,4 @@
-"""The environment actor in a real Ray: assignments in, columnar blocks out, none lost."""
+"""Tests of the environment actor in a real Ray: it takes assignments and returns all as blocks."""
 
 import json
 import time
@@ -111,7 +111,7 @@ def _finish(actor: Any, run: Any) -> None:
     ray.kill(actor)
 
 
-def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) -> None:
+def test_every_assignment_ends_once_with_its_tokens(tokenizer_path: Path) -> None:
     queue = _queue(_assignments(100), num_failing_puts=2)
     actor = _start(queue, tokenizer_path)
     run = actor.run.remote()
@@ -144,7 +144,7 @@ def test_stopping_ends_running_episodes_as_cancelled_and_loses_none(tokenizer_pa
     assert {summary.outcome for summary, _ in ended} == {Outcome.CANCELLED}
 
 
-def test_a_drained_stop_lets_running_episodes_end(tokenizer_path: Path) -> None:
+def test_a_stop_with_drain_waits_for_running_episodes(tokenizer_path: Path) -> None:
     queue = _queue(_assignments(8))
     actor = _start(queue, tokenizer_path, delay_s=0.3)
     run = actor.run.remote()
@@ -157,7 +157,9 @@ def test_a_drained_stop_lets_running_episodes_end(tokenizer_path: Path) -> None:
     ray.kill(actor)
 
 
-def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_path: Path) -> None:
+def test_evaluation_returns_results_in_order_and_sends_none_to_the_queue(
+    tokenizer_path: Path,
+) -> None:
     queue = _queue([])
     actor = _start(queue, tokenizer_path)
     tasks = [Task(task_id=f"e{i}", environment="guessing", seed=i) for i in range(50)]
@@ -182,7 +184,7 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
     ray.kill(actor)
 
 
-def test_an_evaluation_keeps_a_line_of_each_rollout_with_its_tokens(tokenizer_path: Path) -> None:
+def test_an_evaluation_writes_a_line_for_each_rollout_with_its_tokens(tokenizer_path: Path) -> None:
     queue, tokenizer = _queue([]), build_tokenizer()
     actor = _start(queue, tokenizer_path)
     plays = plays_of([Task(task_id="e", environment="guessing", seed=3)], 2)
@@ -199,7 +201,7 @@ def test_an_evaluation_keeps_a_line_of_each_rollout_with_its_tokens(tokenizer_pa
     ray.kill(actor)
 
 
-def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> None:
+def test_the_queue_loses_no_rollout_of_a_killed_actor(tokenizer_path: Path) -> None:
     queue = start_queue(queue_settings(groups_per_step=8, window_groups=8, num_steps=1))
     queue.open.remote(0, None)
     groups = [

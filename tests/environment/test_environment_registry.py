@@ -1,4 +1,4 @@
-"""Environments by name, by path and by entry point, with their options checked at once."""
+"""Tests of finding environments by name, path or entry point and of checking their options."""
 
 import functools
 import re
@@ -38,7 +38,7 @@ def test_built_in_environments_are_known_by_name() -> None:
     assert isinstance(resolve("guessing", {"high": 9})(), GuessingEnvironment)
 
 
-def test_each_call_of_what_resolve_gives_makes_a_fresh_environment() -> None:
+def test_the_factory_makes_a_new_environment_at_each_call() -> None:
     make = resolve("guessing", {})
     assert make() is not make()
 
@@ -61,7 +61,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         (":", "Empty module name"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(name: str, message: str) -> None:
+def test_a_path_to_nothing_usable_is_refused(name: str, message: str) -> None:
     with pytest.raises(UnknownEnvironment, match=message):
         resolve(name, {})
 
@@ -105,7 +105,7 @@ class Plain:
 
 
 class Described(Plain):
-    """An environment of a user with a dataclass of options."""
+    """An environment of a user whose options are a dataclass."""
 
     def __init__(self, options: GuessingOptions) -> None:
         super().__init__(size=options.high)
@@ -118,7 +118,7 @@ def test_keyword_arguments_are_options_too() -> None:
         resolve(f"{__name__}:Plain", {"sise": 4})
 
 
-def test_a_users_own_options_are_read_like_those_of_the_built_in_ones() -> None:
+def test_options_of_a_users_environment_are_read_like_built_in_ones() -> None:
     assert isinstance(made := resolve(f"{__name__}:Described", {"high": 4})(), Described)
     assert made.size == 4
     with pytest.raises(BadEnvironmentOptions, match=r"options\.high: got -1, expected 0 or more"):
@@ -127,7 +127,7 @@ def test_a_users_own_options_are_read_like_those_of_the_built_in_ones() -> None:
 
 @dataclass
 class Depth:
-    """Options inside of options, as a user writes them: neither frozen nor strict."""
+    """A dataclass inside of a user's options, neither frozen nor strict."""
 
     levels: int = 1
 
@@ -178,7 +178,7 @@ class Unreadable(Plain):
         super().__init__()
 
 
-def test_a_users_own_dataclass_needs_no_configuration_of_ours() -> None:
+def test_a_users_dataclass_of_options_needs_no_base_class() -> None:
     given = {"low": 2, "sizes": [1], "depth": {"levels": 4}, "by_name": {"a": {"levels": 2}}}
     made = [
         resolve(f"{__name__}:{name}", options)()
@@ -206,7 +206,7 @@ def test_a_users_own_dataclass_needs_no_configuration_of_ours() -> None:
         ("Unreadable", {}, "WithObject has a field whose values cannot be checked"),
     ],
 )
-def test_options_of_a_users_own_dataclass_are_never_dropped(
+def test_wrong_options_of_a_users_dataclass_are_refused(
     name: str, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(BadEnvironmentOptions, match=re.escape(message)):
@@ -471,7 +471,7 @@ class Numbers:
         ({"either": True}, "options.either.int"),
     ],
 )
-def test_no_type_of_numbers_takes_a_truth(options: dict[str, Any], place: str) -> None:
+def test_no_type_of_numbers_accepts_a_boolean(options: dict[str, Any], place: str) -> None:
     with pytest.raises(BadOptions, match=f"^{place}: got True, expected a number"):
         read(Numbers, options, where="options")
     given = {"truth": True, "grade": 1, "other_grade": 1, "model": {"members": ["a"]}}
@@ -480,7 +480,7 @@ def test_no_type_of_numbers_takes_a_truth(options: dict[str, Any], place: str) -
         read(Numbers, {"several": ["x", 1]}, where="options")
 
 
-def test_a_name_is_given_once() -> None:
+def test_a_name_cannot_be_registered_for_two_environments() -> None:
     register("test_registry_game", GuessingEnvironment)
     register("test_registry_game", GuessingEnvironment)
     assert isinstance(resolve("test_registry_game", {})(), GuessingEnvironment)

@@ -1,4 +1,4 @@
-"""Functions over a whole group: how they are called, what they add, and what their failure is."""
+"""Tests of reward functions that score all answers of a group together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def scored(
     make_environment: Any = None,
     **options: Any,
 ) -> list[Trajectory]:
-    """Trajectories that their environment gave a reward of 0.25 before."""
+    """Score texts as a group of trajectories whose environment gave each 0.25 already."""
     played = [
         make_trajectory(linear_turns(2, reward=0.25, seed=n), rollout_id=f"g000003.0-{n}")
         for n in range(len(texts))
@@ -51,8 +51,8 @@ async def scored(
     )
 
 
-async def test_a_function_is_called_once_for_the_answers_in_the_order_of_the_group() -> None:
-    # What the function was called with is looked at here.
+async def test_a_function_is_called_once_with_the_answers_in_group_order() -> None:
+    # The function runs in this process, so that its arguments can be read here.
     rollout_settings.set(RolloutSettings(inline=True))
     group_rewards.calls.clear()
     found = await scored(["a", "b", "c"], group_reward=named("places"))
@@ -65,8 +65,8 @@ async def test_a_function_is_called_once_for_the_answers_in_the_order_of_the_gro
     assert all(each.outcome is Outcome.COMPLETED for each in found)
 
 
-async def test_a_chats_answers_are_messages_as_trl_has_them() -> None:
-    # What the function was called with is looked at here.
+async def test_the_answers_to_a_chat_are_messages_as_in_trl() -> None:
+    # The function runs in this process, so that its arguments can be read here.
     rollout_settings.set(RolloutSettings(inline=True))
     group_rewards.calls.clear()
     about = task(prompt=[{"role": "user", "content": "2 + 2"}])
@@ -74,7 +74,7 @@ async def test_a_chats_answers_are_messages_as_trl_has_them() -> None:
     assert group_rewards.calls[0]["completions"][1] == [{"role": "assistant", "content": "b"}]
 
 
-async def test_several_functions_add_up_by_their_weights_beside_those_of_one_answer() -> None:
+async def test_rewards_of_group_functions_are_weighted_and_added_to_other_rewards() -> None:
     weights = {"worlds.parts.group_rewards:places": 2.0, "worlds.parts.group_rewards:longest": 1.0}
     found = await scored(["a", "bb"], reward=named("of_one")[0], group_reward=weights)
     assert [each.episode_return for each in found] == [0.25 + 0.5, 0.25 + 2.0 + 1.5]
@@ -92,7 +92,7 @@ async def test_several_functions_add_up_by_their_weights_beside_those_of_one_ans
         ("unordered", "gave a set for a list of 2 answers"),
     ],
 )
-async def test_a_failure_is_a_reward_error_of_each_member(name: str, words: str) -> None:
+async def test_a_failing_function_is_a_reward_error_of_each_rollout(name: str, words: str) -> None:
     found = await scored(["a", "b"], group_reward=named(name))
     assert {each.outcome for each in found} == {Outcome.REWARD_ERROR}
     assert all(words in each.detail for each in found)
@@ -113,14 +113,14 @@ async def test_a_failure_is_a_reward_error_of_each_member(name: str, words: str)
         ({}, "got no function"),
     ],
 )
-def test_what_cannot_score_a_group_is_refused_before_the_start(
+def test_functions_that_cannot_score_a_group_are_refused_before_the_start(
     options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("single_turn", options)
 
 
-async def test_a_column_that_a_group_function_needs_is_missed_before_the_start() -> None:
+async def test_a_missing_column_of_a_group_function_is_refused_at_the_reset() -> None:
     environment = resolve("single_turn", {"group_reward": named("longest")})()
     await environment.reset(task())
     with pytest.raises(ValueError, match="longest needs answers"):
@@ -129,11 +129,11 @@ async def test_a_column_that_a_group_function_needs_is_missed_before_the_start()
         )
 
 
-async def test_only_an_answer_that_nothing_scores_is_a_reward_error() -> None:
+async def test_only_an_answer_without_any_score_is_a_reward_error() -> None:
     found = await scored(["a", "bb", "cc"], group_reward=named("only_long"))
     assert [each.outcome for each in found[1:]] == [Outcome.COMPLETED] * 2
     assert found[0].outcome is Outcome.REWARD_ERROR and "for this answer" in found[0].detail
-    # Another function scores the answer: only the group's part of its reward is missing.
+    # With another function that scores the answer, only the group's part is missing.
     found = await scored(["a", "bb"], reward=named("of_one")[0], group_reward=named("only_long"))
     assert [each.episode_return for each in found] == [0.25, 1.25]
 
@@ -160,7 +160,7 @@ async def test_a_function_in_this_process_changes_only_its_own_arguments() -> No
     assert about.data["words"] == ["a"]
 
 
-async def test_a_column_self_does_not_collide_with_that_of_an_instance() -> None:
+async def test_a_column_named_self_does_not_collide_with_the_argument_self() -> None:
     found = await scored(["a"], about=task(self="x"), group_reward=named("scorer"))
     assert found[0].episode_return == 1.25
 
@@ -174,7 +174,7 @@ async def test_a_column_self_does_not_collide_with_that_of_an_instance() -> None
         ([StepResult(), StepResult(reward=float("nan"))], "reward: got nan"),
     ],
 )
-async def test_what_an_environment_gives_for_a_group_is_checked(given: Any, words: str) -> None:
+async def test_wrong_results_of_score_group_are_reward_errors(given: Any, words: str) -> None:
     class Scores:
         async def score_group(self, task: Task, completions: Any) -> Any:
             return given

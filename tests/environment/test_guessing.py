@@ -1,4 +1,4 @@
-"""The guessing game: its rules, its best play, and hostile guesses."""
+"""Tests of the guessing game: its rules, its best strategy, and malformed guesses."""
 
 import asyncio
 from collections import Counter
@@ -53,14 +53,14 @@ async def _binary_search(seed: int, *, low: int, high: int, max_guesses: int) ->
             high = guess - 1
 
 
-async def test_the_invitation_names_the_numbers_and_the_guesses() -> None:
+async def test_the_first_message_names_the_range_and_the_number_of_guesses() -> None:
     start = await GuessingEnvironment(GuessingOptions(low=1, high=7, max_guesses=3)).reset(_task(0))
     assert start.messages[0].content == "Guess my number from 1 to 7. You have 3 guesses."
     assert start.best_return == 1.0
     assert start.tools == ()
 
 
-async def test_a_hit_is_worth_one_and_ends_the_game() -> None:
+async def test_the_right_guess_is_rewarded_with_1_and_ends_the_game() -> None:
     secret = await _secret(5)
     (result,) = await _play(5, f" {secret}\n")
     assert (result.reward, result.terminated, result.truncated) == (1.0, True, False)
@@ -73,10 +73,10 @@ async def test_the_hint_points_from_the_guess_to_the_secret() -> None:
     assert first.messages[0].content == ("higher" if secret > 1 else "lower")
 
 
-async def test_a_number_that_the_hints_have_ruled_out_costs_where_a_cost_is_set() -> None:
+async def test_a_guess_that_the_hints_rule_out_has_the_cost_of_the_option() -> None:
     secret = await _secret(5)
     assert 2 <= secret <= 6
-    # The first guess rules out itself and all below, the third itself and all above.
+    # The first guess rules out itself and all lower numbers, the third itself and all higher.
     below, above = str(secret - 1), str(secret + 1)
     texts = (below, below, above, "7", "what?", "99", str(secret))
     results = await _play(5, *texts, max_guesses=9, ruled_out_cost=0.25)
@@ -88,7 +88,7 @@ async def test_a_number_that_the_hints_have_ruled_out_costs_where_a_cost_is_set(
     assert free[1].reward_components == {"hit": 0.0}
 
 
-async def test_each_game_begins_with_all_numbers_possible() -> None:
+async def test_a_reset_forgets_the_ruled_out_numbers() -> None:
     environment = GuessingEnvironment(GuessingOptions(max_guesses=2, ruled_out_cost=0.5))
     for _ in range(2):
         await environment.reset(_task(5))
@@ -128,7 +128,7 @@ def test_best_win_rate_by_hand(num_numbers: int, max_guesses: int, rate: float) 
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**31 - 1))
-def test_the_secret_derives_from_the_seed_alone(seed: int) -> None:
+def test_the_same_seed_gives_the_same_secret(seed: int) -> None:
     async def both() -> tuple[list[StepResult], list[StepResult]]:
         return await _play(seed, "4", "2", "6"), await _play(seed, "4", "2", "6")
 
@@ -136,7 +136,7 @@ def test_the_secret_derives_from_the_seed_alone(seed: int) -> None:
     assert first == second
 
 
-async def test_every_number_is_about_equally_often_the_secret() -> None:
+async def test_secrets_are_distributed_evenly() -> None:
     counts = Counter([await _secret(seed) for seed in range(700)])
     assert set(counts) == set(range(1, 8))
     assert min(counts.values()) > 60
@@ -183,13 +183,13 @@ async def test_a_malformed_guess_is_answered_and_costs_a_guess(text: str) -> Non
         ("1000000000", None),
     ],
 )
-def test_reading_a_guess(text: str, guess: int | None) -> None:
+def test_a_guess_is_parsed_from_text(text: str, guess: int | None) -> None:
     assert parse_guess(text) == guess
 
 
 @settings(deadline=None)
 @given(text=st.text())
-def test_no_text_breaks_the_reading(text: str) -> None:
+def test_parsing_a_guess_never_raises(text: str) -> None:
     guess = parse_guess(text)
     assert guess is None or abs(guess) < 10**9
 
@@ -204,6 +204,6 @@ def test_no_text_breaks_the_reading(text: str) -> None:
         {"ruled_out_cost": float("nan")},
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadOptions, match="expected"):
         read(GuessingOptions, options, where="options")

@@ -1,4 +1,4 @@
-"""gymnasium's environments, played in text."""
+"""Tests of the adapter that plays environments of gymnasium in text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actors.environment.task_data import DataCheck, data_schema_of
 from actors.types import Task
 
 STILL = {"is_slippery": False}
-# From the start to the goal of the map that FrozenLake has by default.
+# The moves from the start to the goal of the default map of FrozenLake.
 WAY = ["down", "down", "right", "right", "down", "right"]
 
 
@@ -34,7 +34,7 @@ async def _play(environment: GymnasiumEnvironment, *answers: str) -> list[StepRe
     return [await environment.step(Action(text=answer)) for answer in answers]
 
 
-async def test_a_lake_is_shown_as_text_and_crossed() -> None:
+async def test_frozen_lake_is_shown_as_text_and_can_be_won() -> None:
     environment = GymnasiumEnvironment(
         GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL, best_return=1.0)
     )
@@ -54,7 +54,7 @@ async def test_a_lake_is_shown_as_text_and_crossed() -> None:
 @pytest.mark.parametrize(
     "answer", ["down", " Down.\n", "<think>left</think>DOWN", "I go <answer>down</answer> now"]
 )
-async def test_an_action_is_taken_by_its_name(answer: str) -> None:
+async def test_an_action_is_chosen_by_its_name(answer: str) -> None:
     environment = GymnasiumEnvironment(GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL))
     await environment.reset(_task())
     (result,) = await _play(environment, answer)
@@ -62,7 +62,7 @@ async def test_an_action_is_taken_by_its_name(answer: str) -> None:
     await environment.close()
 
 
-async def test_an_answer_that_is_no_action_moves_nothing_and_ends_after_some() -> None:
+async def test_an_answer_without_an_action_is_malformed_and_several_end_the_episode() -> None:
     environment = GymnasiumEnvironment(
         GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL, max_malformed=2)
     )
@@ -76,7 +76,7 @@ async def test_an_answer_that_is_no_action_moves_nothing_and_ends_after_some() -
     await environment.close()
 
 
-async def test_names_and_prompts_may_be_given() -> None:
+async def test_action_names_and_prompts_are_options() -> None:
     environment = GymnasiumEnvironment(
         GymnasiumOptions(
             id="FrozenLake-v1",
@@ -124,7 +124,7 @@ async def test_the_same_seed_is_the_same_game() -> None:
     seeds = [0, 1, 2, 3, 2**31 - 1, 2**31 + 1]
     first, second = [await asyncio.gather(*map(played, seeds)) for _ in range(2)]
     assert first == second and len(set(first)) > 3
-    # Numbers as Python writes them, not as numpy does.
+    # Numbers are written as Python writes them: 1, not np.int64(1).
     assert "(" in first[0][0] and "np" not in first[0][0]
 
 
@@ -168,7 +168,7 @@ async def test_texts_are_observed_and_answered_as_they_are() -> None:
     await environment.close()
 
 
-async def test_numbers_within_each_other_are_told() -> None:
+async def test_nested_observations_of_numbers_are_shown() -> None:
     from gymnasium import spaces
 
     seen = spaces.Dict({"n": spaces.Discrete(5), "v": spaces.Tuple([spaces.MultiDiscrete([9, 9])])})
@@ -180,7 +180,7 @@ async def test_numbers_within_each_other_are_told() -> None:
     await environment.close()
 
 
-async def test_spaces_that_are_no_text_are_refused() -> None:
+async def test_spaces_that_text_cannot_show_are_refused() -> None:
     from gymnasium import spaces
 
     seen, box = spaces.Discrete(2), spaces.Box(0, 1)
@@ -229,7 +229,9 @@ def test_data_are_checked_before_they_are_played() -> None:
     assert check.problem({"options": None}) == "data.options: got null, expected object; correct it"
 
 
-def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ImportError, match=r"pip install 'rayloom\[gymnasium\]'"):
         resolve("gymnasium", {"id": "FrozenLake-v1"})

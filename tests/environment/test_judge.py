@@ -1,4 +1,4 @@
-"""A judge over HTTP: what it is asked, how its reply is read, and what fails is never 0."""
+"""Tests of a judge over HTTP: its requests, how its reply is read, and its errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT = "Is $completion the answer to $prompt? The right one is $answer. From 1
 
 @dataclass
 class Model:
-    """Stands for somebody's service: a chat completion for every request, or what a test wants."""
+    """A fake of the judge's service: it sends the answers of a test, then one fixed completion."""
 
     url: str = ""
     answers: list[Callable[[], tuple[int, dict[str, str], bytes]]] = field(default_factory=list)
@@ -116,7 +116,7 @@ async def ask(judge: Judge, completion: str = "7") -> Any:
 
 @pytest.fixture(autouse=True)
 def without_delay(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the judge wanted to wait."""
+    """Shorten the waits of the judge and return the list of the requested delays."""
     waited: list[float] = []
     real = asyncio.sleep
 
@@ -128,7 +128,7 @@ def without_delay(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-async def test_the_usage_at_the_head_of_the_module_runs(
+async def test_the_example_in_the_module_docstring_runs(
     model: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     indented = [line for line in (judges.__doc__ or "").splitlines() if line.startswith("    ")]
@@ -140,7 +140,7 @@ async def test_the_usage_at_the_head_of_the_module_runs(
     assert (round(float(score), 3), num_tokens, cost) == (0.778, "110", "0.0")
 
 
-async def test_a_judge_is_asked_with_the_columns_and_its_score_is_scaled(
+async def test_a_request_has_the_columns_in_its_prompt_and_the_score_is_scaled(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "a secret")
@@ -167,7 +167,7 @@ async def test_a_judge_is_asked_with_the_columns_and_its_score_is_scaled(
     ]
 
 
-async def test_equal_questions_are_asked_once_and_cost_once(model: Model) -> None:
+async def test_equal_requests_are_sent_once_and_cost_once(model: Model) -> None:
     model.delay_s = 0.05
     judge = judge_of(model)
     first, second = await asyncio.gather(ask(judge), ask(judge))
@@ -178,21 +178,23 @@ async def test_equal_questions_are_asked_once_and_cost_once(model: Model) -> Non
     assert first.score == second.score == third.score and other.num_tokens == 110
 
 
-async def test_a_file_keeps_replies_for_other_processes(model: Model, tmp_path: Path) -> None:
+async def test_the_cache_file_keeps_replies_for_other_processes(
+    model: Model, tmp_path: Path
+) -> None:
     file = str(tmp_path / "judgements.db")
     await ask(judge_of(model, cache=file))
     again = await ask(judge_of(model, cache=file))
     assert len(model.requests) == 1 and again.num_tokens == 0
-    # Another prompt is another question.
+    # With another prompt the judge is asked again.
     await ask(judge_of(model, cache=file, prompt=PROMPT + " Think."))
     assert len(model.requests) == 2
-    # So is the same one of another service, whose model may have the same name.
+    # Another service is asked too, even if its model has the same name.
     elsewhere = options(model)["url"].replace("127.0.0.1", "localhost")
     await ask(judge_of(model, cache=file, url=elsewhere))
     assert len(model.requests) == 3
 
 
-async def test_a_kept_reply_that_has_no_score_any_more_is_asked_for_again(
+async def test_a_cached_reply_without_a_score_is_requested_again(
     model: Model, tmp_path: Path
 ) -> None:
     file = str(tmp_path / "judgements.db")
@@ -204,7 +206,7 @@ async def test_a_kept_reply_that_has_no_score_any_more_is_asked_for_again(
     assert len(model.requests) == 2
 
 
-async def test_a_file_that_another_process_has_is_left_alone_for_a_while(
+async def test_a_cache_file_that_another_process_locks_is_not_used_for_a_while(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.environment.judge.LOCK_LIMIT_S", 0.1)
@@ -214,14 +216,14 @@ async def test_a_file_that_another_process_has_is_left_alone_for_a_while(
     with closing(sqlite3.connect(file)) as other:
         other.execute("BEGIN EXCLUSIVE")
         await ask(judge, "8")
-    # Not touched meanwhile, and so not asked of.
+    # The locked file was not used, so the reply to "8" is not in it.
     assert (await ask(judge_of(model, cache=str(file)), "8")).num_tokens > 0
     await ask(judge, "9")
     with closing(sqlite3.connect(file)) as other:
         assert other.execute("SELECT count(*) FROM replies").fetchone() == (2,)
 
 
-async def test_a_cache_that_cannot_be_read_costs_no_judgement(
+async def test_an_unreadable_cache_does_not_prevent_scores(
     model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache.db").write_bytes(b"SQLite format 3\0 and nothing of it" * 99)
@@ -231,7 +233,7 @@ async def test_a_cache_that_cannot_be_read_costs_no_judgement(
     assert len(model.requests) == 2 and caplog.text.count("cannot be used") == 1
 
 
-async def test_what_may_pass_is_asked_again_as_the_server_says(
+async def test_temporary_errors_are_retried_after_the_delay_that_the_server_asks_for(
     model: Model, without_delay: list[float]
 ) -> None:
     model.answers = [failing(503), failing(429, **{"Retry-After": "7.5"}), lambda: (200, {}, b"[]")]
@@ -254,7 +256,7 @@ async def test_what_may_pass_is_asked_again_as_the_server_says(
         ([], "Score: 11", "its score is 11, expected 1 to 10", 1),
     ],
 )
-async def test_a_judgement_that_cannot_be_had_is_an_error(
+async def test_a_judgement_that_fails_is_a_reward_error(
     model: Model, answers: list[Any], text: str, words: str, num_requests: int
 ) -> None:
     model.answers, model.text = list(answers), text
@@ -263,7 +265,7 @@ async def test_a_judgement_that_cannot_be_had_is_an_error(
     assert len(model.requests) == num_requests
 
 
-async def test_a_failure_is_not_kept(model: Model) -> None:
+async def test_a_failure_is_not_cached(model: Model) -> None:
     judge = judge_of(model, max_retries=0)
     model.answers = [failing(500)]
     with pytest.raises(RewardError):
@@ -271,7 +273,7 @@ async def test_a_failure_is_not_kept(model: Model) -> None:
     assert (await ask(judge)).score > 0
 
 
-async def test_nobody_there_and_a_time_out_are_errors_too(model: Model) -> None:
+async def test_an_unreachable_judge_and_a_timeout_are_reward_errors(model: Model) -> None:
     model.delay_s = 5
     with pytest.raises(RewardError, match="TimeoutError"):
         await ask(judge_of(model, timeout_s=0.02, max_retries=1))
@@ -281,7 +283,7 @@ async def test_nobody_there_and_a_time_out_are_errors_too(model: Model) -> None:
         await ask(judge_of(model, max_retries=0))
 
 
-async def test_a_key_is_sent_without_its_line_and_never_shown(
+async def test_a_key_is_sent_without_its_line_break_and_never_shown(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-abc\n")
@@ -298,7 +300,7 @@ async def test_a_key_is_sent_without_its_line_and_never_shown(
 
 
 @pytest.mark.parametrize("usage", ["abc", [1], {"prompt_tokens": -5}, {"prompt_tokens": 1e400}])
-async def test_a_judgement_with_an_odd_bill_is_one(
+async def test_a_score_with_an_invalid_usage_counts_without_cost(
     model: Model, tmp_path: Path, usage: Any
 ) -> None:
     model.answers = [answering("\ud800 Score: 8", usage)]
@@ -306,14 +308,14 @@ async def test_a_judgement_with_an_odd_bill_is_one(
     assert (found.score, found.num_tokens, found.cost) == (pytest.approx(7 / 9), 0, 0.0)
 
 
-async def test_no_more_are_asked_at_once_than_the_setting_says(model: Model) -> None:
+async def test_concurrent_requests_are_bounded_by_the_option(model: Model) -> None:
     model.delay_s = 0.02
     judge = judge_of(model, concurrency=3)
     await asyncio.gather(*(ask(judge, str(number)) for number in range(12)))
     assert model.most_at_once == 3 and len(model.requests) == 12
 
 
-async def test_the_last_match_counts_and_without_a_scale_the_score_is_the_judges(
+async def test_the_last_match_is_the_score_and_is_unchanged_without_a_scale(
     model: Model,
 ) -> None:
     model.text = "Score: 2? No. Score: -0.5"
@@ -350,14 +352,14 @@ async def test_without_a_pattern_the_only_number_of_a_reply_counts(
         assert (await ask(judge)).score == score
 
 
-async def test_a_pattern_that_tries_for_ever_is_stopped(model: Model) -> None:
+async def test_a_pattern_that_does_not_finish_is_stopped(model: Model) -> None:
     model.text = "1" * 60 + "x"
     judge = judge_of(model, parse=r"^((?:1|11)+)$")
     with pytest.raises(RewardError, match=r"did not finish within 1 s on a text of 61 characters"):
         await ask(judge)
 
 
-async def test_a_request_is_as_the_service_wants_it(model: Model) -> None:
+async def test_the_body_of_a_request_can_be_changed_by_options(model: Model) -> None:
     model.text = '{"score": 10}'
     body = {
         "max_tokens": None,
@@ -416,7 +418,7 @@ async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
     model.answers = [failing(400)]
     with pytest.raises(RewardError, match="status 400") as missing:
         await environment.step(Action(text="8"))
-    # The scoring is tried again, the answer stands.
+    # The same answer can be scored again.
     assert missing.value.rescore is not None
     assert (await missing.value.rescore()).reward > 0
 
@@ -467,7 +469,7 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
         ({"cache": "/no/such/place/cache.db"}, "cache: /no/such/place cannot be written"),
     ],
 )
-def test_what_cannot_judge_is_refused_before_the_start(changes: Any, words: str) -> None:
+def test_invalid_options_are_refused_before_the_start(changes: Any, words: str) -> None:
     given = {"url": "http://j/v1", "model": "m", "prompt": "$completion", **changes}
     with pytest.raises(BadOptions, match=re.escape(f"options.judges.good.{words}")):
         read(SingleTurnOptions, {"judges": {"good": given}}, where="options")
@@ -480,6 +482,6 @@ def test_a_judge_may_have_the_name_of_an_option() -> None:
         single_turn(model={"uri": "http://j/v1", "model": "m", "prompt": "$completion"})
 
 
-def test_neither_a_function_nor_a_judge_is_refused() -> None:
+def test_options_without_a_function_or_judge_are_refused() -> None:
     with pytest.raises(BadEnvironmentOptions, match="got no function"):
         resolve("single_turn", {})

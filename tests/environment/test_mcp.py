@@ -1,4 +1,4 @@
-"""Tools of real MCP servers, each in a process of its own."""
+"""Tests of tools of real MCP servers, each of which runs in its own process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exact(completion: str, answer: str) -> float:
 
 
 def calculator(expression: str) -> int:
-    """Another one."""
+    """Return 0; the MCP server has a tool of the same name."""
     return 0
 
 
@@ -77,11 +77,11 @@ async def check_calls(environment: ToolsEnvironment) -> None:
     assert schemas["calculator"].description == "Evaluate an arithmetic expression."
     assert schemas["calculator"].parameters["required"] == ["expression"]
     assert await said(environment, call("calculator", expression="3+4")) == "7"
-    assert "nothing was found" in await said(environment, call("fail"))
+    assert "nothing was found" in await said(environment, call("fail"))  # english: of a fixture
     assert (await environment.step(Action(text="7"))).reward == 1.0
 
 
-async def test_a_server_over_stdio_is_one_for_all_episodes_and_is_started_again() -> None:
+async def test_episodes_share_a_stdio_server_and_a_lost_one_is_started_again() -> None:
     first, second = made(sums=STDIO), made(sums=STDIO)
     await check_calls(first)
     await second.reset(TASK)
@@ -114,7 +114,7 @@ def url() -> Iterator[str]:
         process.wait()
 
 
-async def test_a_server_over_http_is_called_and_a_dead_one_is_told(url: str) -> None:
+async def test_a_server_over_http_is_called_and_its_loss_is_an_error(url: str) -> None:
     environment = made(sums={"url": url, "headers": {"X-Key": "$SECRET_OF_THE_RUN"}})
     await check_calls(environment)
     with pytest.raises(ServerLost):
@@ -125,7 +125,7 @@ async def test_a_server_over_http_is_called_and_a_dead_one_is_told(url: str) -> 
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_a_server_that_hangs_is_lost_and_a_slow_tool_is_not(
+async def test_a_hanging_server_is_lost_and_a_server_with_a_slow_tool_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mcp_servers, "CHECK_LIMIT_S", 1.0)
@@ -141,7 +141,7 @@ async def test_a_server_that_hangs_is_lost_and_a_slow_tool_is_not(
     assert int((await said(again, call("process"))).split(" ")[0]) != pid
 
 
-async def test_a_server_that_never_answers_is_told_with_its_limit(
+async def test_a_server_that_never_answers_is_an_error_with_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mcp_servers, "OPEN_LIMIT_S", 0.5)
@@ -166,7 +166,7 @@ async def test_the_text_of_an_embedded_resource_is_shown() -> None:
     assert await said(environment, call("read")) == "A note.\n[resource]\n\nThe end."
 
 
-# Lists the tool add twice, which the package's own servers do not do.
+# A server that lists the tool add twice, which servers of the package mcp cannot do.
 TWICE = """
 import json, sys
 tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("add", "add", "halve")]
@@ -196,7 +196,7 @@ async def test_a_server_that_lists_a_tool_twice_is_refused_unless_the_tool_is_le
     assert [tool.name for tool in start.tools] == ["halve"]
 
 
-async def test_what_is_no_server_is_told_at_the_first_task() -> None:
+async def test_a_program_that_is_not_a_server_is_an_error_at_the_first_task() -> None:
     with pytest.raises(ServerLost, match="mcp server none"):
         await made(none={"command": [sys.executable, "-c", "print(1)"]}).reset(TASK)
 
@@ -208,7 +208,7 @@ runpy.run_path({SERVER!r}, run_name="__main__")
 """
 
 
-async def test_a_lost_server_is_told_with_the_end_of_its_standard_error() -> None:
+async def test_the_error_of_a_lost_server_has_the_end_of_its_standard_error() -> None:
     failing = {"command": [sys.executable, "-c", "import no_such_module"]}
     with pytest.raises(
         ServerLost, match=r"cannot be opened: .*: Traceback .* \| Module.*_module'$"
@@ -220,7 +220,7 @@ async def test_a_lost_server_is_told_with_the_end_of_its_standard_error() -> Non
         await environment.step(call("end"))
 
 
-async def test_a_server_may_write_much_to_its_standard_error_and_little_is_shown(
+async def test_only_the_first_part_of_a_long_standard_error_is_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mcp_servers, "SHOWN_BYTES", 100_000)
@@ -251,12 +251,12 @@ async def test_a_server_may_write_much_to_its_standard_error_and_little_is_shown
         ({"url": "http://x", "per": "task"}, r"\.per: got 'task', expected 'actor' or 'episode'"),
     ],
 )
-def test_what_cannot_be_a_server_is_refused(given: Any, words: str) -> None:
+def test_invalid_options_of_a_server_are_refused(given: Any, words: str) -> None:
     with pytest.raises(BadOptions, match=rf"^options\.mcp\.sums{words}"):
         made(sums=given)
 
 
-async def test_an_episode_may_have_a_server_of_its_own_which_ends_with_it() -> None:
+async def test_a_server_for_one_episode_ends_with_the_episode() -> None:
     own = {**STDIO, "per": "episode"}
     first, second = made(sums=own), made(sums=own)
     await check_calls(first)
@@ -271,7 +271,8 @@ async def test_an_episode_may_have_a_server_of_its_own_which_ends_with_it() -> N
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-# Started by something else, as npx, uvx and scripts do, beside a process that outlives its parent.
+# A launcher, like npx, uvx or a script, that starts the server and two other processes; one of
+# them is in a session of its own and survives its parent.
 LAUNCHER = "(setsid sleep 1000 &) ; sleep 1000 & {python} {server}; true"
 LAUNCHED = {"command": ["sh", "-c", LAUNCHER.format(python=sys.executable, server=SERVER)]}
 
@@ -287,12 +288,12 @@ def are_gone(processes: Sequence[psutil.Process]) -> bool:
     return not any(each.is_running() for each in processes)
 
 
-async def test_all_that_a_server_has_started_ends_with_the_episode() -> None:
+async def test_all_processes_that_a_server_started_end_with_the_episode() -> None:
     before = below(os.getpid())
     environment = made(sums={**LAUNCHED, "per": "episode"})
     await check_calls(environment)
     started = [each for each in below(os.getpid()) if each not in before]
-    # The keeper's two, the launcher, the server, and two that sleep.
+    # Two processes of the keeper, the launcher, the server, and two that sleep.
     assert len(started) == 6
     await environment.close()
     assert are_gone(started)
@@ -323,11 +324,11 @@ asyncio.run(main())
         (LAUNCHED, "open", 0.0, False),
         (LAUNCHED, "opening", 0.3, False),
         (LAUNCHED, "opening", 0.5, False),
-        # As Ray ends a worker.
+        # Ray ends a worker together with its children.
         (LAUNCHED, "open", 0.0, True),
     ],
 )
-def test_a_server_ends_with_a_process_that_is_killed(
+def test_a_server_ends_when_its_user_is_killed(
     options: dict[str, Any], state: str, delay_s: float, with_children: bool
 ) -> None:
     line = [sys.executable, "-c", HOLDER, json.dumps(options)]
@@ -346,22 +347,22 @@ def test_a_server_ends_with_a_process_that_is_killed(
     assert are_gone(started)
 
 
-def test_a_server_that_is_told_to_end_is_given_time_and_its_status_is_told() -> None:
+def test_the_keeper_passes_on_a_signal_and_returns_the_status_of_the_server() -> None:
     asked = "trap 'exit 5' TERM; sleep 1000 & echo ready; wait"
-    for script, told, status in ((asked, signal.SIGTERM, 5), ("exit 3", None, 3)):
+    for script, number, status in ((asked, signal.SIGTERM, 5), ("exit 3", None, 3)):
         line = [sys.executable, server_keeper.__file__, str(os.getpid()), "sh", "-c", script]
         keeper = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
         assert keeper.stdout is not None
         with keeper.stdout:
-            if told is not None:
+            if number is not None:
                 assert keeper.stdout.readline() == "ready\n"
                 started = below(keeper.pid)
-                keeper.send_signal(told)
+                keeper.send_signal(number)
                 assert len(started) == 3 and are_gone(started)
             assert keeper.wait(LIMIT_S) == status
 
 
-def test_a_command_that_is_not_there_and_a_user_that_is_gone_start_nothing() -> None:
+def test_the_keeper_starts_nothing_without_the_command_or_its_user() -> None:
     for user, command, status in ((os.getpid(), "/nowhere/server", 127), (2**22, "true", 1)):
         line = [sys.executable, server_keeper.__file__, str(user), command]
         done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -369,7 +370,7 @@ def test_a_command_that_is_not_there_and_a_user_that_is_gone_start_nothing() -> 
         assert ("/nowhere/server: No such file" in done.stderr) == (status == 127)
 
 
-def test_a_trial_before_the_start_leaves_no_server_behind() -> None:
+def test_a_check_before_the_start_leaves_no_server() -> None:
     async def trial() -> int:
         environment = made(sums=STDIO)
         await environment.reset(TASK)

@@ -1,4 +1,4 @@
-"""What a message may hold, and when two are one."""
+"""Tests of messages: which values they accept, and when two are equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_arguments(arguments: Any) -> Message:
     return calling(ToolCall(name="calculator", arguments=arguments))
 
 
-def test_a_role_by_its_text_is_a_role_and_an_unknown_one_is_refused() -> None:
+def test_a_role_may_be_given_as_text_and_an_unknown_one_is_refused() -> None:
     message = Message(role="user", content="x")  # type: ignore[arg-type]
     assert message.role is Role.USER
     with pytest.raises(ValueError, match="role: got 'developer', expected one of system, user"):
@@ -39,7 +39,7 @@ def test_a_role_by_its_text_is_a_role_and_an_unknown_one_is_refused() -> None:
         ({"role": Role.TOOL, "tool_call_id": "\udc80"}, "tool_call_id: got a lone surrogate"),
     ],
 )
-def test_a_field_on_the_wrong_role_or_that_is_no_text_is_refused(
+def test_a_field_of_another_role_or_with_a_lone_surrogate_is_refused(
     fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -78,7 +78,7 @@ def nested(depth: int) -> Any:
         ({"\ud800": 1}, "lone surrogate"),
     ],
 )
-def test_arguments_that_no_json_holds_are_refused(value: Any, words: str) -> None:
+def test_arguments_that_are_not_json_are_refused(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         with_arguments({"expression": value})
 
@@ -88,7 +88,7 @@ def test_arguments_are_a_mapping() -> None:
         with_arguments([1])
 
 
-def test_equal_messages_are_one_key_and_others_are_not() -> None:
+def test_messages_are_equal_only_if_all_their_fields_are() -> None:
     message = calling(CALL)
     assert message == calling(replace(CALL, arguments=dict(CALL.arguments)))
     assert hash(message) == hash(calling(CALL))
@@ -104,14 +104,14 @@ def test_equal_messages_are_one_key_and_others_are_not() -> None:
     assert len({message, *others}) == 7
 
 
-def test_a_message_travels_with_its_calls() -> None:
+def test_a_message_is_pickled_with_its_calls() -> None:
     message = calling(CALL)
     there = pickle.loads(pickle.dumps(message))
     assert there == message
     assert there.tool_calls == (CALL,)
 
 
-def test_a_message_does_not_follow_what_becomes_of_its_arguments() -> None:
+def test_a_message_does_not_change_with_the_dictionary_of_its_arguments() -> None:
     arguments: dict[str, Any] = {"n": 1}
     message = with_arguments(arguments)
     before = hash(message)

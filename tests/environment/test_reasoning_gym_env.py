@@ -1,4 +1,4 @@
-"""The reasoning-gym adapter: every kind of item, every kind of answer."""
+"""Tests of the reasoning-gym adapter with several families of items and kinds of answers."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from actors.environment.protocol import Action, RewardError
 from actors.environment.registry import resolve
 from actors.types import Task
 
-# Families whose metadata survive JSON, hold tuples, or need the item to be made again.
+# Families whose metadata survive JSON, contain tuples, or need the item to be generated again.
 FAMILIES = [
     "chain_sum",
     "basic_arithmetic",
@@ -54,12 +54,12 @@ async def _score(task: Task, text: str, **options: object) -> float:
         ("", ""),
     ],
 )
-def test_the_answer_is_the_last_closed_one_or_the_whole_text(text: str, answer: str) -> None:
+def test_the_answer_is_the_last_closed_element_or_the_whole_text(text: str, answer: str) -> None:
     assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_the_true_answer_scores_one_and_nonsense_does_not(family: str) -> None:
+async def test_the_true_answer_scores_1_and_nonsense_less(family: str) -> None:
     for task in generate_tasks(family, 3, seed=5):
         environment = ReasoningGymEnvironment(ReasoningGymOptions())
         await environment.reset(task)
@@ -68,7 +68,7 @@ async def test_the_true_answer_scores_one_and_nonsense_does_not(family: str) -> 
         assert await _score(task, "nonsense") < 1.0
 
 
-async def test_an_item_made_again_from_its_seed_is_the_stored_one() -> None:
+async def test_an_item_generated_again_from_its_seed_is_the_stored_one() -> None:
     (stored,) = generate_tasks("chain_sum", 1, seed=5)
     data = {"family": "chain_sum", "seed": 5}
     again = Task(task_id="t", environment="reasoning_gym", seed=9, data=data)
@@ -78,23 +78,23 @@ async def test_an_item_made_again_from_its_seed_is_the_stored_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", "<answer> </answer>"])
-async def test_an_empty_answer_scores_nothing_also_where_the_truth_is_empty(text: str) -> None:
+async def test_an_empty_answer_scores_0_even_if_the_truth_is_empty(text: str) -> None:
     assert await _score(_task(), text) == 0.0
     assert await _score(_task(answer=""), text) == 0.0
 
 
-async def test_an_endless_answer_scores_nothing() -> None:
+async def test_a_too_long_answer_scores_0() -> None:
     assert await _score(_task(), "7" + " " * 10 + "7" * 3000) == 0.0
     assert await _score(_task(), "7", max_answer_chars=1) == 1.0
 
 
-async def test_an_answer_that_the_scorer_cannot_read_scores_nothing() -> None:
+async def test_an_answer_that_the_scorer_cannot_read_scores_0() -> None:
     (task,) = generate_tasks("prime_factorization", 1, seed=5)
     for text in ("abc", "[", "1/0", "\x00"):
         assert await _score(task, text) == 0.0
 
 
-async def test_a_scorer_that_fails_on_the_truth_too_is_a_missing_score() -> None:
+async def test_a_scorer_that_fails_also_on_the_truth_gives_no_score() -> None:
     task = _task("prime_factorization", answer="not a factorization")
     environment = ReasoningGymEnvironment(ReasoningGymOptions())
     await environment.reset(task)
@@ -118,7 +118,7 @@ async def test_several_attempts_return_the_best_score() -> None:
     assert third.terminated and first.reward + second.reward + third.reward == pytest.approx(1.0)
 
 
-async def test_a_hit_ends_the_task_before_the_last_attempt() -> None:
+async def test_a_right_answer_ends_the_task_before_the_last_attempt() -> None:
     environment = ReasoningGymEnvironment(ReasoningGymOptions(max_attempts=3))
     await environment.reset(_task())
     assert (await environment.step(Action(text="7"))).terminated
