@@ -1,4 +1,4 @@
-"""Prompts grow by appending, and what cannot be appended to is rendered anew and says why."""
+"""Tests that prompts of later turns are appended to, or rendered again with a stated reason."""
 
 import copy
 from functools import cache
@@ -20,7 +20,7 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen's: neighbouring tool results share one user turn, and old thoughts are left out.
+# Like Qwen's template: consecutive tool results share one user turn, old thoughts are left out.
 GROUPED_TOOLS = (
     "{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
@@ -32,7 +32,7 @@ GROUPED_TOOLS = (
     "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-# As Qwen3's: the last reply gets an empty thought that it loses when another message follows.
+# Like Qwen3's template: a reply is shown with an empty thought only if it is the last message.
 THINKS_LAST = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
@@ -94,19 +94,21 @@ def test_the_first_prompt_ends_with_the_generation_prompt() -> None:
         ("m.content[:8] | tojson", '"short"'),
     ],
 )
-def test_a_template_that_would_print_a_list_of_parts_gets_a_text(content: str, shown: str) -> None:
-    """The template changes the text with which the form of a content is found."""
+def test_a_template_that_would_print_a_list_of_parts_is_given_a_text(
+    content: str, shown: str
+) -> None:
+    """Check templates that change the text by which the renderer detects the form they expect."""
     tokenizer = _tokenizer(PLAIN.replace("m.content", content))
     text = ChatTemplate(tokenizer, options={}).text([_user("short")])
     assert text == f"<|im_start|>user\n{shown}<|im_end|>\n"
 
 
-def test_declared_tools_stand_in_the_first_prompt() -> None:
+def test_the_first_prompt_shows_the_declared_tools() -> None:
     prompt = ChatRenderer(_tokenizer()).first_prompt([_user("hi")], (CALCULATOR,))
     assert '"name": "calculator"' in _tokenizer().decode(prompt.tolist())
 
 
-def test_by_hand_the_next_prompt_is_prompt_reply_newline_and_delta() -> None:
+def test_the_next_prompt_is_the_prompt_the_reply_a_newline_and_the_delta() -> None:
     renderer = ChatRenderer(_tokenizer())
     prompt = renderer.first_prompt([_user("hi")], ())
     sampled = _ids("4<|im_end|>")
@@ -121,7 +123,7 @@ def test_by_hand_the_next_prompt_is_prompt_reply_newline_and_delta() -> None:
     assert extension.break_reason is None
 
 
-def test_a_reply_that_was_cut_off_is_closed_and_the_closing_is_counted() -> None:
+def test_the_end_tokens_added_to_a_cut_off_reply_are_counted_as_inserted() -> None:
     renderer = ChatRenderer(_tokenizer())
     prompt = renderer.first_prompt([_user("hi")], ())
     extension = renderer.extend(
@@ -145,7 +147,7 @@ def test_a_template_that_leaves_the_last_reply_open_gets_no_second_end_token() -
         assert extension.num_inserted == num_inserted
 
 
-def test_a_reply_that_sampled_the_newline_too_needs_nothing_inserted() -> None:
+def test_nothing_is_inserted_after_a_reply_that_includes_the_newline() -> None:
     renderer = ChatRenderer(_tokenizer())
     prompt = renderer.first_prompt([_user("hi")], ())
     extension = renderer.extend(
@@ -154,7 +156,7 @@ def test_a_reply_that_sampled_the_newline_too_needs_nothing_inserted() -> None:
     assert extension.num_inserted == 0
 
 
-def test_no_new_message_gives_a_fresh_generation_prompt() -> None:
+def test_without_new_messages_a_generation_prompt_is_appended() -> None:
     renderer = ChatRenderer(_tokenizer())
     prompt = renderer.first_prompt([_user("hi")], ())
     extension = renderer.extend(prompt, _ids("4<|im_end|>"), history=[], new_messages=[], tools=())
@@ -169,7 +171,7 @@ _TURNS = st.lists(st.tuples(_WORDS, st.lists(st.tuples(st.booleans(), _WORDS), m
 
 @settings(max_examples=100, deadline=None)
 @given(turns=_TURNS, template=st.sampled_from(TEMPLATES), tools=st.booleans())
-def test_appending_gives_what_rendering_the_whole_chat_gives(
+def test_appending_gives_the_same_prompt_as_rendering_the_whole_chat(
     turns: list[tuple[str, list[tuple[bool, str]]]], template: str | None, tools: bool
 ) -> None:
     tokenizer = _tokenizer(template)
@@ -189,12 +191,12 @@ def test_appending_gives_what_rendering_the_whole_chat_gives(
         prompt = extension.prompt_token_ids
         np.testing.assert_array_equal(prompt[: len(previous)], previous)
         history.extend(new)
-    # A template may dress up a reply that nothing follows; appending leaves it as it was sampled.
+    # A template may change the last reply of a chat; an appended prompt has it as it was sampled.
     if history[-1].role is not Role.ASSISTANT:
         np.testing.assert_array_equal(prompt, renderer.first_prompt(history, schemas))
 
 
-def test_history_that_a_template_would_rewrite_is_left_as_it_was_sampled() -> None:
+def test_history_that_a_template_would_rewrite_stays_as_it_was_sampled() -> None:
     tokenizer = _tokenizer(GROUPED_TOOLS)
     renderer = ChatRenderer(tokenizer)
     prompt = renderer.first_prompt([_user("hi")], ())
@@ -216,7 +218,7 @@ def test_history_that_a_template_would_rewrite_is_left_as_it_was_sampled() -> No
         (REFUSES_TOOLS, _tool("5"), BreakReason.TEMPLATE_REFUSED),
     ],
 )
-def test_a_delta_that_depends_on_what_stands_before_is_not_used(
+def test_a_delta_that_depends_on_earlier_messages_is_not_used(
     template: str, message: Message, reason: BreakReason
 ) -> None:
     renderer = ChatRenderer(_tokenizer(template))
@@ -231,7 +233,7 @@ def test_a_delta_that_depends_on_what_stands_before_is_not_used(
     np.testing.assert_array_equal(extension.prompt_token_ids, whole)
 
 
-# As SmolLM3's: a marker in the system text chooses the mode of every reply.
+# Like SmolLM3's template: a marker in the system text chooses the mode of every reply.
 MODE_IN_SYSTEM_TEXT = (
     "{% set quiet = messages[0].role == 'system' and '/no_think' in messages[0].content %}"
     "{% set begun = '<|im_start|>assistant\n' + ('<think>\n\n</think>\n' if quiet else '') %}"
@@ -239,8 +241,8 @@ MODE_IN_SYSTEM_TEXT = (
     "<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ begun }}{% endif %}"
 )
-# As Nemotron Nano v2's: the newest marker of a system's or a user's text chooses the mode of the
-# next reply, and earlier replies are shown without it.
+# Like Nemotron Nano v2's template: the newest marker in a text of system or user chooses the mode
+# of the next reply, and earlier replies are shown without a mode.
 MODE_IN_ANY_TEXT = (
     "{% set ns = namespace(quiet=false) %}"
     "{% for m in messages if m.role in ('system', 'user') %}"
@@ -269,14 +271,14 @@ READS_THE_LENGTH = PLAIN.replace(
 )
 
 
-# As Mistral Nemo's: the system text is shown in the newest user's message.
+# Like Mistral Nemo's template: the newest message of the user shows the system text.
 MOVES_SYSTEM_TEXT = (
     "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'user' and loop.last and messages[0].role == 'system' %}"
     "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The new message has an even place in both dummy chats, and an odd one in the test's chat.
+# The new message has an even index in both dummy chats and an odd one in the chat of the test.
 READS_THE_PARITY = PLAIN.replace(
     "{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.index0 % 2 %} odd{% endif %}"
 )
@@ -296,10 +298,10 @@ READS_THE_PARITY = PLAIN.replace(
         (READS_THE_LENGTH, "Be terse.", [None, None, BreakReason.TEMPLATE_LOOKS_BACK]),
     ],
 )
-def test_a_template_that_reads_earlier_messages_reads_the_real_ones(
+def test_a_template_that_reads_earlier_messages_is_given_the_real_ones(
     template: str, system: str, reasons: list[BreakReason | None]
 ) -> None:
-    """The dummy chats agree on a delta that does not fit the real chat."""
+    """Check templates with which both dummy chats give one delta and the real chat another."""
     tokenizer = _tokenizer(template)
     renderer = ChatRenderer(tokenizer)
     history = [Message(role=Role.SYSTEM, content=system), _user("a")]
@@ -322,7 +324,7 @@ def test_a_template_that_reads_earlier_messages_reads_the_real_ones(
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
-def test_the_mode_stays_after_a_call_too(is_quiet: bool) -> None:
+def test_the_mode_is_kept_after_a_call(is_quiet: bool) -> None:
     calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
     tokenizer = _tokenizer(
         MODE_IN_ANY_TEXT.replace("{{ m.content }}", "{{ m.content }}" + calls + "{% endfor %}")
@@ -346,7 +348,7 @@ def test_the_mode_stays_after_a_call_too(is_quiet: bool) -> None:
 
 
 def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None:
-    """SmolLM3's template removes the marker from the system text, and so does this one."""
+    """Check a template that, like SmolLM3's, removes the marker from the system text."""
     removes = "{{ m.content.replace('/no_think', '').rstrip() }}"
     renderer = ChatRenderer(_tokenizer(PLAIN.replace("{{ m.content }}", removes)))
     system = Message(role=Role.SYSTEM, content="You are a pirate. /no_think")
@@ -364,7 +366,7 @@ def test_a_switch_that_the_template_removes_is_refused_with_the_option() -> None
 
 
 def _second_turn(tokenizer: PreTrainedTokenizerFast, systems: list[str]) -> Extension:
-    """Extend the prompt of a chat with system texts and the question "a" by "1" and "b"."""
+    """Extend a prompt of system texts and the question "a" by the reply "1" and the message "b"."""
     renderer = ChatRenderer(tokenizer)
     history = [*(Message(role=Role.SYSTEM, content=each) for each in systems), _user("a")]
     return renderer.extend(
@@ -426,7 +428,7 @@ def test_a_system_text_that_moves_in_a_wrapper_stays_where_it_was(
 
 
 def test_a_real_chat_that_the_template_refuses_is_continued() -> None:
-    """The policy wrote a reply that the template does not accept; no rendering can show it."""
+    """Check a reply of the policy that the template refuses, so that no rendering contains it."""
     refuses = "{% if 'bad' in m.content %}{{ raise_exception('bad') }}{% endif %}<|im_start|>{{"
     renderer = ChatRenderer(_tokenizer(PLAIN.replace("<|im_start|>{{", refuses, 1)))
     prompt = renderer.first_prompt([_user("a")], ())
@@ -440,7 +442,7 @@ def test_a_real_chat_that_the_template_refuses_is_continued() -> None:
     assert extension.break_reason is None
 
 
-def test_a_closing_that_melts_into_the_reply_is_not_used() -> None:
+def test_an_end_token_that_would_merge_with_the_reply_is_not_used() -> None:
     extension = ChatRenderer(_WholeWords(_tokenizer())).extend(
         _ids("x"), _ids("4"), history=[_user("a"), _reply("4")], new_messages=[], tools=()
     )
@@ -448,7 +450,7 @@ def test_a_closing_that_melts_into_the_reply_is_not_used() -> None:
 
 
 class _WholeWords:
-    """One token a word, so that what stands next to a reply changes its last token."""
+    """A tokenizer with one token for each word: text next to a reply changes its last token."""
 
     eos_token_id = None
     pad_token_id = None
@@ -461,7 +463,7 @@ class _WholeWords:
         return [hash(word) % 2**31 for word in text.split(" ")]
 
 
-def test_a_template_that_refuses_the_chat_is_an_error_of_its_own() -> None:
+def test_a_template_that_refuses_the_chat_is_a_render_error() -> None:
     renderer = ChatRenderer(_tokenizer(REFUSES_ALL))
     with pytest.raises(RenderError, match="never"):
         renderer.first_prompt([_user("hi")], ())
@@ -503,4 +505,5 @@ def test_repeated_answers_are_rendered_once() -> None:
     prompt = renderer.first_prompt([_user("hi")], ())
     for _ in range(50):
         renderer.extend(prompt, _ids("4"), history=[], new_messages=[_user("lower")], tools=())
-    assert calls == 9  # the prompt; each of two dummy chats whole and closed, with its head
+    # The prompt once; each of two dummy chats four times: whole and closed, each with its head.
+    assert calls == 9

@@ -1,4 +1,4 @@
-"""Chats with tool calls, call ids and thoughts grow by appending, whatever family of template."""
+"""Tests of appending to chats with tool calls and thoughts, with templates of several families."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def text(family: Family, token_ids: TokenIds) -> str:
 def extend(
     family: Family, said: str, history: list[Message], *new: Message, renderer: Any = None
 ) -> tuple[Extension, int]:
-    """The prompt behind a reply, and how many ids were there before it."""
+    """Return the prompt after a reply, and the number of ids up to the end of the reply."""
     renderer = renderer or family.renderer
     prompt = renderer.first_prompt(history[:-1], (CALCULATOR,))
     sampled = ids(family, said)
@@ -62,7 +62,7 @@ def extend(
 
 
 def added(family: Family, said: str, history: list[Message], *new: Message) -> str:
-    """What follows a reply; the reply itself stands as it was sampled."""
+    """Return the text that is appended to a reply; the ids of the reply must be unchanged."""
     extension, num_before = extend(family, said, history, *new)
     assert extension.break_reason is None
     sampled = ids(family, said)
@@ -71,7 +71,7 @@ def added(family: Family, said: str, history: list[Message], *new: Message) -> s
     return text(family, extension.prompt_token_ids[num_before:])
 
 
-# Templates trim what begins or ends with white space, which is a rewriting of its own.
+# Templates trim white space at both ends of a text; such texts are not covered here.
 _WORDS = st.text(alphabet="aeilow 0123.<|>{}\"'\n_\u00e9\u4e2d\U0001f642", max_size=12).map(
     lambda words: words.strip() or "x"
 )
@@ -87,7 +87,7 @@ _THOUGHTS = st.none() | _WORDS
 
 @st.composite
 def turns(draw: st.DrawFn, family: Family) -> list[tuple[Message, list[Message]]]:
-    """Replies, each with the messages that follow it."""
+    """Draw replies, each with the messages that follow it."""
     drawn = []
     for turn in range(draw(st.integers(min_value=1, max_value=3))):
         num_calls = draw(st.integers(min_value=0, max_value=family.max_calls))
@@ -110,7 +110,7 @@ def without_thoughts(words: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_appending_gives_what_rendering_the_whole_chat_gives(
+def test_appending_gives_the_same_prompt_as_rendering_the_whole_chat(
     family: Family, data: st.DataObject
 ) -> None:
     renderer = family.renderer
@@ -131,12 +131,14 @@ def test_appending_gives_what_rendering_the_whole_chat_gives(
     appended = text(family, prompt)
     if "<think>" not in appended:
         np.testing.assert_array_equal(prompt, whole)
-    # The template leaves out earlier thoughts, also empty ones; what was sampled stays.
+    # The template leaves out earlier thoughts, also empty ones; appending keeps the sampled ones.
     assert without_thoughts(appended) == without_thoughts(text(family, whole))
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_nothing_is_inserted_behind_a_call_but_what_no_policy_samples(family: Family) -> None:
+def test_only_tokens_that_a_policy_does_not_sample_are_inserted_after_a_call(
+    family: Family,
+) -> None:
     call = CALLS[0]
     said = reply("", call)
     extension, _ = extend(family, family.say(said), [user("hi"), said], result(call, "7"))
@@ -145,7 +147,7 @@ def test_nothing_is_inserted_behind_a_call_but_what_no_policy_samples(family: Fa
     assert extension.num_inserted == int(ends_with_newline)
 
 
-def test_by_hand_what_follows_a_call_in_chatml() -> None:
+def test_the_text_appended_after_a_call_in_chatml() -> None:
     said = reply("", CALLS[0])
     assert added(QWEN3, QWEN3.say(said), [user("hi"), said], result(CALLS[0], "7")) == (
         "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
@@ -153,7 +155,7 @@ def test_by_hand_what_follows_a_call_in_chatml() -> None:
     )
 
 
-def test_consecutive_results_share_the_turn_that_the_template_makes_of_them() -> None:
+def test_consecutive_results_share_one_turn_of_the_template() -> None:
     said = reply("both", *CALLS[:2])
     answers = [result(CALLS[0], "7"), result(CALLS[1], "sun")]
     assert added(QWEN3, QWEN3.say(said), [user("hi"), said], *answers) == (
@@ -163,7 +165,7 @@ def test_consecutive_results_share_the_turn_that_the_template_makes_of_them() ->
 
 
 def test_results_are_shown_in_the_order_of_their_calls() -> None:
-    """The template shows no ids, so that only the order says what a result answers."""
+    """Check a template that shows no ids, so that only the order assigns results to calls."""
     said = reply("both", *CALLS)
     results = [result(call, text) for call, text in zip(CALLS, "789", strict=True)]
     history = [user("hi"), said]
@@ -175,7 +177,7 @@ def test_results_are_shown_in_the_order_of_their_calls() -> None:
 
 
 def test_a_prompt_after_which_the_template_begins_no_turn_is_refused() -> None:
-    """Mistral's template ends a reply and begins none, so that the policy would sample after it."""
+    """Check Mistral's template, which after a last reply begins no turn in which to sample."""
     mistral, said = FAMILIES["mistral"], reply("4")
     for history in ([user("hi"), said], [user("hi"), said, user("and?"), said]):
         with pytest.raises(RenderError, match=f"no turn after message {len(history) - 1}, which"):
@@ -189,14 +191,14 @@ def test_a_prompt_after_which_the_template_begins_no_turn_is_refused() -> None:
         assert extension.break_reason is None
 
 
-def test_a_call_that_was_written_in_other_words_stays_as_it_was_sampled() -> None:
+def test_a_call_that_the_template_writes_differently_stays_as_sampled() -> None:
     said = reply("", CALLS[0])
     spelled = '<tool_call>{"arguments":{"expression":"3+4"},"name":"calculator"}</tool_call>'
     tail = added(QWEN3, spelled + "<|im_end|>", [user("hi"), said], result(CALLS[0], "7"))
     assert tail.startswith("\n<|im_start|>user\n<tool_response>\n7")
 
 
-def test_an_earlier_thought_that_the_template_strips_makes_no_fork() -> None:
+def test_an_earlier_thought_that_the_template_strips_is_kept() -> None:
     said = reply("4", reasoning="well")
     history = [user("hi"), said]
     extension, _ = extend(QWEN3, QWEN3.say(said), history, user("lower"))
@@ -206,7 +208,7 @@ def test_an_earlier_thought_that_the_template_strips_makes_no_fork() -> None:
     assert "well" not in text(QWEN3, whole)
 
 
-def test_history_as_rendered_is_what_the_template_shows() -> None:
+def test_with_history_as_rendered_the_prompt_is_the_rendered_chat() -> None:
     renderer = ChatRenderer(QWEN3.tokenizer, history="as_rendered")
     for said, reason in (
         (reply("4", reasoning="well"), BreakReason.HISTORY_RENDERED),
@@ -235,10 +237,10 @@ def test_reasoning_that_a_client_drops_or_trims_gives_one_prompt(echo: str | Non
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("kept", [0, 1])
-def test_a_reply_that_was_cut_off_inside_a_call_is_ended_and_nothing_else(
+def test_only_an_end_token_is_inserted_after_a_reply_cut_off_inside_a_call(
     family: Family, kept: int
 ) -> None:
-    # What can be read of it is what the calls before the cut were.
+    # Only the calls before the cut can be parsed.
     calls = CALLS[: min(2, family.max_calls)]
     whole = family.say(reply("", *calls))
     cut = ids(family, whole[: whole.rindex("3+4") + 1])
@@ -259,18 +261,18 @@ def test_a_reply_that_was_cut_off_inside_a_call_is_ended_and_nothing_else(
     assert text(family, inserted).rstrip() in ends
 
 
-def test_a_reply_that_was_cut_off_inside_a_thought_is_ended_and_the_end_is_counted() -> None:
+def test_the_end_of_a_reply_cut_off_inside_a_thought_is_counted_as_inserted() -> None:
     said = reply("", reasoning="let me")
     history = [user("hi"), said]
-    extension, num_before = extend(QWEN3, "<think>\nlet me", history, user("go on"))
+    extension, num_before = extend(QWEN3, "<think>\nlet me", history, user("continue"))
     assert extension.break_reason is None
     assert extension.num_inserted == 2
     tail = text(QWEN3, extension.prompt_token_ids[num_before:])
-    assert tail == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert tail == "<|im_end|>\n<|im_start|>user\ncontinue<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 3])
-def test_half_an_emoji_at_the_end_of_a_reply_stays_as_its_bytes(num_ids: int) -> None:
+def test_the_bytes_of_half_an_emoji_at_the_end_of_a_reply_are_kept(num_ids: int) -> None:
     cut = ids(QWEN3, "\U0001f642")[:num_ids]
     assert len(ids(QWEN3, "\U0001f642")) == 4
     broken = text(QWEN3, cut)
@@ -287,7 +289,7 @@ def test_half_an_emoji_at_the_end_of_a_reply_stays_as_its_bytes(num_ids: int) ->
 
 
 @pytest.mark.parametrize("num_chars", [10, 30_000])
-def test_the_length_of_a_prompt_is_known_whatever_the_length_of_a_result(num_chars: int) -> None:
+def test_results_of_any_length_are_appended_whole(num_chars: int) -> None:
     said = reply("", CALLS[0])
     history = [user("hi"), said]
     answer = result(CALLS[0], "7" * num_chars)
@@ -297,7 +299,7 @@ def test_the_length_of_a_prompt_is_known_whatever_the_length_of_a_result(num_cha
     assert len(whole) > num_before + num_chars
 
 
-# The calls that a result could belong to are looked for by their id.
+# Finds the call of a result by its id, to show the name of the tool.
 NAMES_THE_TOOL = (
     "{%- set ns = namespace(name='unknown') %}{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{%- for other in messages %}{%- for call in other.tool_calls or [] %}"
@@ -309,7 +311,7 @@ NAMES_THE_TOOL = (
     "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-# As a template that opens a turn for the results where a reply calls.
+# Opens a turn for the results after a reply that has calls.
 OTHER_GLUE = NAMES_THE_TOOL.replace(
     "{{- '<|im_end|>\n' }}",
     "{{- '<|im_end|>\n\n<tool_response>\n' if m.tool_calls else '<|im_end|>\n' }}",
@@ -349,7 +351,7 @@ def said_in_json(*calls: ToolCall) -> str:
 
 @pytest.mark.parametrize("template", [NAMES_THE_TOOL, OTHER_GLUE])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,)])
-def test_a_template_that_looks_back_at_a_call_finds_the_real_one(
+def test_a_template_that_looks_up_a_call_is_given_the_real_one(
     template: str, order: tuple[int, ...]
 ) -> None:
     renderer = like_qwen3(template)
@@ -363,17 +365,17 @@ def test_a_template_that_looks_back_at_a_call_finds_the_real_one(
     assert f"tool {CALLS[order[-1]].name}\n7" in text(QWEN3, whole)
 
 
-def test_glue_after_a_call_is_not_the_glue_after_a_text() -> None:
+def test_the_text_between_turns_may_differ_after_a_call_and_after_a_text() -> None:
     renderer = like_qwen3(OTHER_GLUE)
     said = reply("", CALLS[0])
-    behind_call, _ = extend(
+    after_call, _ = extend(
         QWEN3, said_in_json(CALLS[0]), [user("hi"), said], user("x"), renderer=renderer
     )
-    behind_text, _ = extend(
+    after_text, _ = extend(
         QWEN3, "4<|im_end|>", [user("hi"), reply("4")], user("x"), renderer=renderer
     )
-    assert "<|im_end|>\n\n<tool_response>\n" in text(QWEN3, behind_call.prompt_token_ids)
-    assert "<tool_response>" not in text(QWEN3, behind_text.prompt_token_ids)
+    assert "<|im_end|>\n\n<tool_response>\n" in text(QWEN3, after_call.prompt_token_ids)
+    assert "<tool_response>" not in text(QWEN3, after_text.prompt_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,9 @@ def test_glue_after_a_call_is_not_the_glue_after_a_text() -> None:
         (GLUE_AFTER_SILENT_CALL, reply("", CALLS[0])),
     ],
 )
-def test_the_dummies_think_and_speak_where_the_reply_does(template: str, said: Message) -> None:
+def test_dummy_chats_have_thoughts_and_texts_if_the_reply_does(
+    template: str, said: Message
+) -> None:
     renderer = like_qwen3(template)
     history = [user("hi"), said]
     extension, _ = extend(
@@ -400,12 +404,12 @@ def test_the_dummies_think_and_speak_where_the_reply_does(template: str, said: M
     np.testing.assert_array_equal(extension.prompt_token_ids, whole)
 
 
-def test_a_template_that_prints_arguments_as_they_come_is_given_json_text() -> None:
+def test_a_template_that_prints_arguments_is_given_json_text() -> None:
     prompt = like_qwen3(PRINTS_ARGUMENTS).first_prompt([user("hi"), reply("", CALLS[0])], ())
     assert '<tool_call>calculator{"expression": "3+4"}</tool_call>' in text(QWEN3, prompt)
 
 
-def test_an_answer_to_a_call_of_an_earlier_turn_is_not_shown_behind_dummies() -> None:
+def test_a_result_of_an_earlier_turn_is_not_rendered_after_dummy_messages() -> None:
     renderer = like_qwen3(NAMES_THE_TOOL)
     history = [user("hi"), reply("", CALLS[0]), user("and?"), reply("wait")]
     late = result(CALLS[0], "7")
@@ -415,13 +419,13 @@ def test_an_answer_to_a_call_of_an_earlier_turn_is_not_shown_behind_dummies() ->
     np.testing.assert_array_equal(extension.prompt_token_ids, whole)
 
 
-def test_an_answer_to_an_earlier_call_is_appended_where_the_template_does_not_look_back() -> None:
+def test_a_result_of_an_earlier_turn_is_appended_if_the_template_ignores_its_call() -> None:
     history = [user("hi"), reply("", CALLS[0]), user("and?"), reply("wait")]
     tail = added(QWEN3, "wait<|im_end|>", history, result(CALLS[0], "7"))
     assert tail.startswith("\n<|im_start|>user\n<tool_response>\n7")
 
 
-def test_a_template_that_refuses_calls_says_so() -> None:
+def test_the_error_of_a_template_that_refuses_calls_is_raised() -> None:
     said = reply("", CALLS[0])
     with pytest.raises(RenderError, match="no calls"):
         extend(
@@ -433,7 +437,7 @@ def test_a_template_that_refuses_calls_says_so() -> None:
         )
 
 
-def test_a_template_that_refuses_an_id_is_asked_for_the_whole_chat() -> None:
+def test_the_error_of_a_template_that_refuses_an_id_is_raised() -> None:
     mistral = FAMILIES["mistral"]
     short = ToolCall(id="short", name="calculator", arguments={})
     history = [user("hi"), reply("", short)]
@@ -441,7 +445,7 @@ def test_a_template_that_refuses_an_id_is_asked_for_the_whole_chat() -> None:
         extend(mistral, "[TOOL_CALLS] []</s>", history, result(short, "7"))
 
 
-def test_a_call_without_its_arguments_is_refused_once_it_must_be_rendered() -> None:
+def test_a_template_that_hides_the_arguments_of_a_call_is_refused() -> None:
     history = [user("hi"), reply("", CALLS[0])]
     with pytest.raises(RenderError, match=r"does not show a call of message 1 .*3\+4"):
         extend(
@@ -453,7 +457,7 @@ def test_a_call_without_its_arguments_is_refused_once_it_must_be_rendered() -> N
         )
 
 
-def test_calls_whose_end_cannot_be_found_are_rendered_anew() -> None:
+def test_a_chat_is_rendered_again_if_the_end_of_its_calls_cannot_be_found() -> None:
     renderer = like_qwen3(OTHER_LAST_CALL)
     said = reply("", CALLS[0])
     answer = result(CALLS[0], "7")
@@ -472,18 +476,18 @@ def test_calls_whose_end_cannot_be_found_are_rendered_anew() -> None:
         ("", BreakReason.TEMPLATE_LOOKS_BACK),
     ],
 )
-def test_where_nothing_known_ends_a_turn_only_an_ended_call_is_followed(
+def test_without_a_known_stop_token_only_a_reply_with_an_end_is_appended_to(
     said: str, reason: BreakReason | None
 ) -> None:
     glm = FAMILIES["glm"]
-    renderer = ChatRenderer(glm.tokenizer)  # told of no stop token
+    renderer = ChatRenderer(glm.tokenizer)  # without stop tokens
     history = [user("hi"), reply("", CALLS[0])]
     extension, _ = extend(glm, said, history, result(CALLS[0], "7"), renderer=renderer)
     assert extension.break_reason is reason
 
 
 class LongTokens:
-    """A token is all that stands between white space and the end tokens."""
+    """A tokenizer whose tokens are separated only by white space and end tokens."""
 
     eos_token_id = 0
     pad_token_id = None
@@ -497,7 +501,7 @@ class LongTokens:
         ]
 
 
-def test_an_argument_may_melt_into_the_end_of_its_call() -> None:
+def test_a_token_may_contain_an_argument_and_the_end_of_its_call() -> None:
     tokenizer = LongTokens()
     said = tokenizer.encode('<tool_call>{"n":1}</tool_call><|im_end|>', add_special_tokens=False)
     renderer = ChatRenderer(tokenizer)
@@ -514,7 +518,7 @@ def test_an_argument_may_melt_into_the_end_of_its_call() -> None:
     assert after[0] == ord("\n")
 
 
-def test_stop_tokens_behind_a_reply_are_no_part_of_its_text() -> None:
+def test_stop_tokens_after_a_reply_are_not_in_its_text() -> None:
     llama = FAMILIES["llama"]
     said = reply("", CALLS[0])
     decoded = llama.renderer.decode(ids(llama, llama.say(said)))
@@ -525,7 +529,7 @@ def test_stop_tokens_behind_a_reply_are_no_part_of_its_text() -> None:
     ("first", "second"),
     [({"n": 1}, {"n": True}), ({"n": 1, "m": 2}, {"m": 2, "n": 1}), ({"n": 1}, {"n": 1.0})],
 )
-def test_arguments_that_python_holds_for_equal_are_rendered_apart(
+def test_arguments_that_python_compares_as_equal_are_rendered_differently(
     first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     renderer = QWEN3.renderer
@@ -545,7 +549,7 @@ def test_arguments_are_rendered_as_they_were_when_the_message_was_made() -> None
 
 
 @pytest.mark.parametrize(("knows_ids", "num_rendered"), [(False, 1), (True, 20)])
-def test_calls_that_repeat_are_rendered_once_where_the_template_knows_no_ids(
+def test_similar_calls_are_rendered_once_if_the_template_ignores_ids(
     knows_ids: bool, num_rendered: int
 ) -> None:
     num_encoded = 0
@@ -573,7 +577,7 @@ def test_calls_that_repeat_are_rendered_once_where_the_template_knows_no_ids(
             new_messages=[Message(role=Role.TOOL, content="7", tool_call_id=f"c{value}")],
             tools=(),
         )
-    # Each of two dummy chats whole and closed, with its head.
+    # Each of two dummy chats four times: whole and closed, each with its head.
     assert num_encoded == 8 * num_rendered
 
 

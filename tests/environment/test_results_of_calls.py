@@ -1,4 +1,4 @@
-"""The results of parallel calls are shown in the order of the calls, and read as theirs."""
+"""Tests that results of parallel calls are shown in the order of the calls or are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def result(call: ToolCall, content: str) -> Message:
     return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
 
 
-def test_what_stands_between_calls_and_results_comes_after_the_results() -> None:
+def test_results_are_put_directly_after_their_calls_in_call_order() -> None:
     said = reply("both", *CALLS)
     results = [result(call, text) for call, text in zip(CALLS, "789", strict=True)]
     first, second, third = results
@@ -54,16 +54,16 @@ def test_what_stands_between_calls_and_results_comes_after_the_results() -> None
         ([nameless, first], [first, nameless]),
     ):
         assert in_call_order(sent, calls) == tuple(shown)
-        # They answer the calls before them, not those of a later reply.
+        # The results answer the given calls, not those of a later reply.
         rest = [said, user("and"), second, first]
         assert in_call_order([*sent, *rest], calls) == (*shown, said, first, second, user("and"))
-    # Two messages of the assistant may make the calls of one answer.
+    # Calls of two consecutive messages of the assistant count as calls of one reply.
     apart = [reply("", CALLS[0]), reply("", CALLS[1])]
     assert in_call_order([*apart, second, first]) == (*apart, first, second)
 
 
 @pytest.mark.parametrize("family", [FAMILIES[name] for name in ("qwen3", "hermes", "mistral")])
-def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: Family) -> None:
+def test_a_result_that_looks_like_that_of_another_call_is_refused(family: Family) -> None:
     first, second = (result(call, "7") for call in CALLS[:2])
     stray = replace(second, tool_call_id="unknown00")
     said, check = reply("", *CALLS[:2]), family.renderer.template.check_results
@@ -77,9 +77,9 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
     ):
         check([user("hi"), said, *kept, user("and?")])
         check(kept, [(call.id, call.name) for call in CALLS[:2]])
-    # A single result of a single call may have an id of the sender's own.
+    # The only result of the only call may have another id.
     check([user("hi"), reply("", CALLS[0]), stray])
-    # What no call precedes is a rest of a history that the client cut.
+    # A result before all calls belongs to a history whose beginning the client removed.
     check([stray, user("hi")])
     for misread, name in (
         ([second], r"no result for call 1 \(calculator\) .* one for call 2 \(weather\)"),
@@ -94,7 +94,7 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
     if family.name == "qwen3":
         with pytest.raises(RenderError, match="so the policy could not see which result answers"):
             check([user("hi"), reply("", CALLS[0]), stray, stray])
-    # A name does not tell two calls of one tool apart; an id does.
+    # A name does not distinguish two calls of one tool; an id does.
     alike = reply("", CALLS[0], replace(CALLS[1], name="calculator"))
     if family.name == "mistral":
         check([user("hi"), alike, second])
@@ -104,9 +104,9 @@ def test_a_result_that_would_be_read_as_that_of_another_call_is_refused(family: 
 
 
 @pytest.mark.parametrize("sent", ["in order", "reversed", "none", "second", "stray", "first chat"])
-async def test_an_environments_results_are_never_read_as_those_of_other_calls(sent: str) -> None:
+async def test_results_of_an_environment_for_the_wrong_calls_are_an_error(sent: str) -> None:
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
-    # The ids that the fake policy gives to the calls of a reply.
+    # The fake policy gives these ids to the calls of a reply.
     calls = [ToolCall(id=f"call-{n}", name="calculator", arguments={}) for n in (0, 1)]
     first, second = (result(*pair) for pair in zip(calls, ("one", "two"), strict=True))
     stray = replace(second, tool_call_id="unknown")
@@ -131,7 +131,7 @@ async def test_an_environments_results_are_never_read_as_those_of_other_calls(se
         assert len(policy.requests) == (method == "step")
 
 
-async def test_a_single_result_of_a_single_call_may_have_an_id_of_the_environments_own() -> None:
+async def test_the_only_result_of_the_only_call_may_have_another_id() -> None:
     own = Message(role=Role.TOOL, content="seven", name="calculator", tool_call_id="calc-1")
     environment = FakeEnvironment(
         StepResult(messages=(own,)),

@@ -1,4 +1,4 @@
-"""Questions that documents answer: how they are scored, searched and asked."""
+"""Tests of the retrieval environment: scoring of answers, search, and whole episodes."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_texts_are_normalised_as_squad_does(text: str, expected: str) -> None:
         ("red red wine", ["red wine wine"], 0.0, 2 * 2 / 6),
         ("Oslo", ["Rome"], 0.0, 0.0),
         ("", ["Rome"], 0.0, 0.0),
-        # Nothing is left of either.
+        # Both are empty after normalisation.
         ("", [""], 0.0, 0.0),
         ("the", ["a"], 0.0, 0.0),
         ("a", ["the", "Rome"], 0.0, 0.0),
         ("Rome", [], 0.0, 0.0),
     ],
 )
-def test_an_answer_is_scored_against_the_truth_that_fits_best(
+def test_an_answer_gets_the_best_score_of_all_truths(
     answer: str, truths: list[str], exact_match: float, f1: float
 ) -> None:
     assert grade_answer(answer, truths) == {
@@ -104,7 +104,7 @@ def test_an_answer_is_scored_against_the_truth_that_fits_best(
     }
 
 
-def test_a_search_finds_what_shares_words_best_first(corpus: str) -> None:
+def test_a_search_returns_documents_with_its_words_best_first(corpus: str) -> None:
     index = index_of(CorpusOptions(corpus=corpus))
 
     def found(query: str, most: int = 10) -> list[str]:
@@ -125,7 +125,7 @@ def test_equal_documents_keep_their_order() -> None:
     ]
 
 
-def test_an_index_is_made_once_and_again_where_the_file_changed(corpus: str) -> None:
+def test_an_index_is_built_once_and_again_after_the_file_changed(corpus: str) -> None:
     settings = CorpusOptions(corpus=corpus)
     first = index_of(settings)
     assert index_of(settings) is first
@@ -133,9 +133,9 @@ def test_an_index_is_made_once_and_again_where_the_file_changed(corpus: str) -> 
     assert [document.id for document in index_of(settings).search("elephants", most=3)] == ["e"]
 
 
-def test_a_corpus_may_be_parquet_with_columns_of_its_own(tmp_path: Path) -> None:
+def test_a_corpus_may_be_parquet_with_other_column_names(tmp_path: Path) -> None:
     path = tmp_path / "corpus.parquet"
-    pq.write_table(pa.Table.from_pylist([{"docid": 4, "contents": "Lima lies in Peru."}]), path)
+    pq.write_table(pa.Table.from_pylist([{"docid": 4, "contents": "Lima is in Peru."}]), path)
     settings = CorpusOptions(corpus=str(path), id_column="docid", text_column="contents")
     assert [document.id for document in index_of(settings).search("peru", most=3)] == ["4"]
 
@@ -160,7 +160,7 @@ def test_a_corpus_that_cannot_be_used_is_refused(
         index_of(CorpusOptions(corpus=_written(tmp_path / "corpus.jsonl", rows)))
 
 
-def test_a_corpus_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_missing_corpus_or_one_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCorpus, match=r"tasks\.options\.corpus: .* cannot be read"):
         index_of(CorpusOptions(corpus=str(tmp_path / "none.jsonl")))
     with pytest.raises(BadCorpus, match=r"got suffix '\.txt'"):
@@ -227,12 +227,12 @@ async def test_an_episode_searches_reads_and_answers(corpus: str) -> None:
     }
 
 
-async def test_the_reward_is_the_part_that_the_option_names(corpus: str) -> None:
+async def test_the_reward_is_the_component_that_the_option_names(corpus: str) -> None:
     assert (await _played(corpus, "city Rome")).reward == pytest.approx(2 / 3)
     assert (await _played(corpus, "city Rome", reward="exact_match")).reward == 0.0
 
 
-async def test_support_counts_where_it_was_shown_and_is_known(corpus: str) -> None:
+async def test_found_support_is_the_share_of_known_documents_that_were_shown(corpus: str) -> None:
     both = {**ASKED, "documents": ["a", 7]}
     search = _call("search", query="Italy", k=1)
     unseen = await _played(corpus, "Rome", data=both)
@@ -243,7 +243,7 @@ async def test_support_counts_where_it_was_shown_and_is_known(corpus: str) -> No
     assert unknown.reward == 1.0 and "found_support" not in unknown.reward_components
 
 
-async def test_calls_that_cannot_be_read_or_are_too_many_are_malformed(corpus: str) -> None:
+async def test_unparsable_or_too_many_calls_are_malformed(corpus: str) -> None:
     environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus, max_malformed=1))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
     broken = MalformedCall(reason="invalid_json", message="no JSON.")
@@ -254,7 +254,7 @@ async def test_calls_that_cannot_be_read_or_are_too_many_are_malformed(corpus: s
     assert result.ended_by_malformed
 
 
-async def test_a_number_of_documents_beyond_all_bounds_is_brought_within(corpus: str) -> None:
+async def test_the_number_of_documents_to_return_is_clamped_to_its_bounds(corpus: str) -> None:
     environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
     calls = tuple(_call("search", query="Norway", k=k) for k in (-5, 0, 10**9))
@@ -292,7 +292,7 @@ async def test_generated_questions_are_answered_by_their_documents() -> None:
         assert result.reward == result.reward_components["found_support"] == 1.0
 
 
-async def test_episodes_search_at_once(corpus: str) -> None:
+async def test_episodes_search_concurrently(corpus: str) -> None:
     results = await asyncio.gather(
         *(_played(corpus, "Rome", _call("search", query="Italy")) for _ in range(40))
     )
@@ -323,7 +323,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         resolve("retrieval_qa", options)
 
 
-def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(ImportError, match=r"pip install 'rayloom\[retrieval\]'"):
         resolve("retrieval_qa", {})

@@ -1,4 +1,4 @@
-"""The benchmark of an environment actor asks vLLM for what was played, with as many at once."""
+"""Tests of the benchmark that sends the requests of played rollouts to vLLM directly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.raw_engine import Asked, some_at_once
 from benchmarks.rollouts import REST, Cost, conversation, cpu_ms_a_turn
 
 
-async def test_the_bare_engine_is_asked_for_each_turn_with_as_many_at_once() -> None:
+async def test_the_engine_gets_a_request_for_each_turn_with_bounded_concurrency() -> None:
     turns = [make_turn([1, 2], [3, 4]), make_turn([1, 9], [7]), make_turn([1, 2, 3, 4, 5], [6, 6])]
     assert conversation(make_trajectory(turns)) == [
         Asked(prompt=[1, 2], num_tokens=2),
@@ -24,7 +24,7 @@ async def test_the_bare_engine_is_asked_for_each_turn_with_as_many_at_once() -> 
         nonlocal most
         under_way.add(number)
         most = max(most, len(under_way))
-        # The first takes as long as all others together: nobody waits for it.
+        # The first takes as long as all others together, and none of them waits for it.
         for _ in range(20 if number == 0 else 2):
             await asyncio.sleep(0)
         under_way.remove(number)

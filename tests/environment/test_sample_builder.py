@@ -1,4 +1,4 @@
-"""The builder gives the samples of the rule, `merge_turns`, whichever way turns come in."""
+"""Tests that the sample builder gives the same samples as the reference, `merge_turns`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def turns_of(seed: int, *, max_turns: int = 8) -> list[Turn]:
-    """Random turns, some of them with rewards by token, routing records and two versions."""
+    """Return random turns; some have rewards by token, routing records or two versions."""
     rng = np.random.default_rng(seed)
     turns = random_turns(rng, max_turns=max_turns)
     for index, turn in enumerate(turns):
@@ -45,19 +45,19 @@ def turns_of(seed: int, *, max_turns: int = 8) -> list[Turn]:
     return turns
 
 
-def assert_as_the_rule(turns: list[Turn]) -> tuple[Sample, ...]:
+def build_and_compare(turns: list[Turn]) -> tuple[Sample, ...]:
     samples = build_samples(turns, trajectory_id="t")
     assert_same_samples(samples, merge_turns(turns, trajectory_id="t"))
     return samples
 
 
 @given(seeds)
-def test_comparing_whole_prompts_gives_what_the_rule_gives(seed: int) -> None:
-    assert_as_the_rule(turns_of(seed, max_turns=12))
+def test_adding_turns_by_whole_prompts_gives_the_samples_of_merge_turns(seed: int) -> None:
+    build_and_compare(turns_of(seed, max_turns=12))
 
 
 @given(seeds)
-def test_appending_what_goes_on_gives_what_comparing_gives(seed: int) -> None:
+def test_appending_continued_turns_gives_the_samples_of_merge_turns(seed: int) -> None:
     turns = turns_of(seed)
     expected = merge_turns(turns, trajectory_id="t")
     follows = {
@@ -67,7 +67,7 @@ def test_appending_what_goes_on_gives_what_comparing_gives(seed: int) -> None:
     }
     builder = SampleBuilder("t")
     for index, turn in enumerate(turns):
-        # A turn loop knows that a turn goes on from the last one, and nothing else.
+        # A turn loop only knows that a turn continues the one before it.
         if follows.get(index) == index - 1:
             builder.append(turn)
         else:
@@ -76,7 +76,7 @@ def test_appending_what_goes_on_gives_what_comparing_gives(seed: int) -> None:
 
 
 @given(seeds)
-def test_the_turns_of_samples_give_these_samples_again(seed: int) -> None:
+def test_the_turns_of_samples_give_the_same_samples(seed: int) -> None:
     trajectory = make_trajectory(turns_of(seed))
     again = merge_turns(whole_turns(trajectory), trajectory_id=trajectory.trajectory_id)
     assert_same_samples(again, trajectory.samples)
@@ -84,61 +84,65 @@ def test_the_turns_of_samples_give_these_samples_again(seed: int) -> None:
 
 @given(seeds)
 @settings(max_examples=200)
-def test_branches_off_a_comb_and_combs_that_take_turns_are_placed(seed: int) -> None:
-    # Few distinct ids: samples that are equal, or begin others, are common.
+def test_turns_of_interleaved_branching_conversations_give_the_samples_of_merge_turns(
+    seed: int,
+) -> None:
+    # With few distinct ids, many samples are equal or are prefixes of others.
     rng = np.random.default_rng(seed)
     turns: list[Turn] = []
     histories = [[7, number] for number in range(rng.integers(1, 4))]
     for _ in range(rng.integers(1, 25)):
         number = int(rng.integers(len(histories)))
         history = histories[number]
-        # A thought that the next prompt does not have, at times the one that an older turn had.
+        # Samples a thought that the next prompt leaves out; an older turn may have the same one.
         turns.append(make_turn(history, [int(rng.integers(3, 5)), 5][: rng.integers(0, 3)]))
         if rng.random() < 0.8:
             histories[number] = [*history, *rng.integers(0, 3, rng.integers(1, 3)).tolist()]
         else:
             histories[number] = history[: rng.integers(1, len(history) + 1)]
-    assert_as_the_rule(turns)
+    build_and_compare(turns)
 
 
 @given(st.lists(st.integers(1, 1999), min_size=1, max_size=6), st.booleans())
 @example([1000], False)
 @example([999], True)
 @settings(max_examples=30)
-def test_where_long_samples_part_is_found_to_the_token(places: list[int], goes_on: bool) -> None:
+def test_the_exact_token_at_which_long_samples_differ_is_found(
+    places: list[int], continues: bool
+) -> None:
     line = list(range(1, 2001))
     turns = [make_turn(line[:1000], line[1000:])]
     for place in places:
-        more = [5] if goes_on else []
+        more = [5] if continues else []
         turns += [make_turn([*line[:place], 0, *line[place + 1 :]], more)]
         turns += [make_turn(line[:place], more)]
-    assert_as_the_rule(turns)
+    build_and_compare(turns)
 
 
 @pytest.mark.parametrize("num_common", [0, 3])
-def test_a_sample_that_another_begins_with_is_extended_until_it_grows(num_common: int) -> None:
+def test_a_sample_that_is_a_prefix_of_another_is_extended_until_it_grows(num_common: int) -> None:
     head = [7] * num_common
     first = [make_turn([*head, 1, 2, 3], [4]), make_turn([*head, 1], [2])]
-    extended = assert_as_the_rule([*first, make_turn([*head, 1, 2, 3], [9])])
+    extended = build_and_compare([*first, make_turn([*head, 1, 2, 3], [9])])
     assert [[turn.index for turn in sample.turns] for sample in extended] == [[0], [1, 2]]
     grown = make_turn([*head, 1, 2, 5], [])
-    branched = assert_as_the_rule([*first, grown, make_turn([*head, 1, 2, 3], [9])])
+    branched = build_and_compare([*first, grown, make_turn([*head, 1, 2, 3], [9])])
     assert (branched[2].parent, branched[2].num_shared) == (0, num_common + 3)
 
 
-def test_the_newest_of_the_samples_that_share_most_is_the_parent() -> None:
+def test_the_parent_is_the_newest_of_the_samples_with_the_longest_common_prefix() -> None:
     turns = [
         make_turn([1, 2, 3, 4, 5, 6], [8]),
         make_turn([1, 2, 3], [8]),
         make_turn([1, 2], [3, 4, 5, 9]),
         make_turn([1, 2, 3, 4, 7], [8]),
     ]
-    assert (assert_as_the_rule(turns)[3].parent, assert_as_the_rule(turns)[3].num_shared) == (2, 4)
+    assert (build_and_compare(turns)[3].parent, build_and_compare(turns)[3].num_shared) == (2, 4)
 
 
-def test_rewards_by_token_and_routing_follow_their_tokens() -> None:
+def test_token_rewards_and_routing_records_stay_at_their_tokens() -> None:
     experts = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
-    (sample,) = assert_as_the_rule(
+    (sample,) = build_and_compare(
         [
             make_turn([1, 2], [3, 4], reward=1.0),
             make_turn(
@@ -152,17 +156,17 @@ def test_rewards_by_token_and_routing_follow_their_tokens() -> None:
     )
     assert sample.token_rewards is not None and sample.experts is not None
     assert sample.token_rewards.tolist() == [0, 0, 0, 1, 0, 0, 0.25, 0.5]
-    # The last sampled token was never read by the engine: it has no record.
+    # The engine never gets the last sampled token as input, so it has no routing record.
     assert sample.experts.positions.tolist() == [5, 6]
     np.testing.assert_array_equal(sample.experts.indices, experts)
 
 
-def test_what_nobody_recorded_is_absent() -> None:
-    (sample,) = assert_as_the_rule(linear_turns(2))
+def test_unrecorded_token_rewards_and_experts_are_none() -> None:
+    (sample,) = build_and_compare(linear_turns(2))
     assert sample.token_rewards is None and sample.experts is None
 
 
-def test_a_break_at_the_source_keeps_the_reason_that_the_source_gives() -> None:
+def test_a_branch_keeps_the_reason_given_with_its_turn() -> None:
     builder = SampleBuilder("t")
     builder.append(make_turn([1, 2], [3]))
     builder.append(make_turn([1, 2, 3, 4], [5]))
@@ -174,13 +178,13 @@ def test_a_break_at_the_source_keeps_the_reason_that_the_source_gives() -> None:
     assert second.branch_reason is BranchReason.TEMPLATE
 
 
-def test_a_conversation_of_its_own_has_no_parent_and_a_reason() -> None:
-    _, second = assert_as_the_rule([make_turn([1, 2], [3]), make_turn([7, 8], [9])])
+def test_a_separate_conversation_has_no_parent_but_a_branch_reason() -> None:
+    _, second = build_and_compare([make_turn([1, 2], [3]), make_turn([7, 8], [9])])
     assert (second.parent, second.num_shared) == (None, 0)
     assert second.branch_reason is BranchReason.HISTORY_REWRITTEN
 
 
-def test_a_score_belongs_to_the_last_turn() -> None:
+def test_a_score_is_that_of_the_last_turn() -> None:
     builder = SampleBuilder("t")
     builder.append(make_turn([1, 2], [3]))
     builder.score(reward=0.5, components={"hit": 1.0}, is_malformed=False)
@@ -192,10 +196,10 @@ def test_a_score_belongs_to_the_last_turn() -> None:
 
 
 def test_no_turns_give_no_samples() -> None:
-    assert assert_as_the_rule([]) == ()
+    assert build_and_compare([]) == ()
 
 
-def test_an_observation_behind_the_last_turn_is_the_samples_end() -> None:
+def test_an_observation_after_the_last_turn_is_the_end_of_the_sample() -> None:
     builder = SampleBuilder("t")
     rewards = np.array([0.5], np.float32)
     builder.add(replace(make_turn([1, 2], [3], reward=0.5), token_rewards=rewards))

@@ -1,4 +1,4 @@
-"""Reward functions of both signatures, by the environment that calls them."""
+"""Tests of single-turn environments and of reward functions with both kinds of signature."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def play(
     assert (start.messages[0].role is Role.SYSTEM) == (system is not None)
     result = await environment.step(Action(text=text))
     assert result.terminated
-    # Its last thought is no part of it.
+    # The answer is the text after the last thought.
     assert result.answer == text.rpartition("</think>")[2].strip()
     return result.reward, dict(result.reward_components)
 
@@ -182,7 +182,7 @@ def named(reward: Any) -> Any:
 
 
 async def test_a_function_gets_the_answer_and_the_columns_that_it_names(module: Any) -> None:
-    # What the functions have seen is looked at here.
+    # The functions run in this process, so that their arguments can be read here.
     rollout_settings.set(RolloutSettings(inline=True))
     module.seen.clear()
     asked: dict[str, Any] = {"prompt": "2 + 2", "answer": "4", "level": 3}
@@ -193,8 +193,8 @@ async def test_a_function_gets_the_answer_and_the_columns_that_it_names(module: 
     assert await play("parts", "5", **asked) == (0.75, {"short": 0.5, "polite": 0.25})
 
 
-async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
-    # What the functions have seen is looked at here.
+async def test_a_function_with_trls_signature_works_unchanged(module: Any) -> None:
+    # The functions run in this process, so that their arguments can be read here.
     rollout_settings.set(RolloutSettings(inline=True))
     module.seen.clear()
     assert await play("trl", "4", prompt="2 + 2", answer="4", level=3) == (1.0, {})
@@ -209,7 +209,7 @@ async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
     assert (await environment.step(Action(text="four"))).reward == 4.0
 
 
-async def test_a_column_of_any_name_leaves_the_answer_alone() -> None:
+async def test_a_column_of_any_name_does_not_replace_the_answer() -> None:
     chat = [{"role": "user", "content": "2 + 2"}]
     messages = [{"role": "assistant", "content": "4"}]
     asked: dict[str, Any] = {"prompt": chat, "answer": "4", "messages": messages}
@@ -218,7 +218,7 @@ async def test_a_column_of_any_name_leaves_the_answer_alone() -> None:
     assert (await play("whole_row", "blue", prompt="A colour", completion="red"))[0] == 1.0
 
 
-async def test_what_trl_iterates_over_is_a_list() -> None:
+async def test_a_function_may_return_an_array_or_a_generator() -> None:
     assert (await play("array", "abc", prompt="?"))[0] == 1.0
     assert (await play("generated", "abc", prompt="?"))[0] == 1.0
 
@@ -246,7 +246,7 @@ async def test_a_chat_keeps_its_calls_names_and_roles_and_one_system_message() -
     assert said.reasoning == "It says so."
 
 
-# As docs/evaluation.md has it.
+# The pattern that docs/evaluation.md shows.
 PATTERN = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
 
 
@@ -259,7 +259,9 @@ PATTERN = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
         ("Seven.", None),
     ],
 )
-async def test_what_is_the_answer_may_be_said(text: str, answer: str | None) -> None:
+async def test_an_option_says_which_part_of_the_text_is_the_answer(
+    text: str, answer: str | None
+) -> None:
     options = {"reward": named("parts"), "answer_pattern": PATTERN}
     environment = resolve("single_turn", options)()
     await environment.reset(
@@ -268,7 +270,7 @@ async def test_what_is_the_answer_may_be_said(text: str, answer: str | None) -> 
     assert (await environment.step(Action(text=text))).answer == answer
 
 
-async def test_a_pattern_that_tries_for_ever_leaves_the_answer_unscored() -> None:
+async def test_a_pattern_that_does_not_finish_is_a_reward_error() -> None:
     options = {"reward": named("parts"), "answer_pattern": r"^((?:a|aa)+)$"}
     environment = resolve("single_turn", options)()
     await environment.reset(
@@ -279,7 +281,7 @@ async def test_a_pattern_that_tries_for_ever_leaves_the_answer_unscored() -> Non
 
 
 @pytest.mark.parametrize("pattern", ["(", "[0-9]+", "(a)(b)", 5, ["(a)"]])
-def test_a_pattern_that_finds_no_answer_is_refused(pattern: Any) -> None:
+def test_a_pattern_without_exactly_one_group_is_refused(pattern: Any) -> None:
     with pytest.raises(BadEnvironmentOptions, match="answer_pattern: "):
         resolve("single_turn", {"reward": named("parts"), "answer_pattern": pattern})
 
@@ -291,7 +293,7 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
         2.0 - 0.75,
         {"exact": 1.0, "parts": 0.75, "parts.short": 0.5, "parts.polite": 0.25},
     )
-    # One that has nothing to say changes nothing.
+    # A function that returns None changes nothing.
     assert await play(["exact", "silent"], "4", **asked) == (1.0, {"exact": 1.0})
 
 
@@ -315,7 +317,7 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
         ("quiet", "none of the reward functions"),
     ],
 )
-async def test_a_score_that_cannot_be_had_is_never_zero(reward: str, words: str) -> None:
+async def test_a_function_without_a_valid_score_is_a_reward_error(reward: str, words: str) -> None:
     with pytest.raises(RewardError, match=words) as raised:
         await play(reward, "4", prompt="2 + 2")
     assert raised.value.rescore is not None
@@ -323,17 +325,17 @@ async def test_a_score_that_cannot_be_had_is_never_zero(reward: str, words: str)
         await raised.value.rescore()
 
 
-async def test_what_a_function_needs_is_a_column() -> None:
+async def test_a_missing_column_that_a_function_needs_is_refused() -> None:
     with pytest.raises(ValueError, match="exact needs answer, got the columns prompt, result"):
         await play("exact", "4", prompt="2 + 2", result="4")
     words = "needs prompts, .*; in a function of one answer the argument is prompt; rename prompts"
     with pytest.raises(ValueError, match=words):
         await play("one_and_prompts", "4", prompt="2 + 2")
-    # The data may have a column of this name.
+    # A column of the data may have this name.
     assert (await play("one_and_prompts", "4", prompt="2 + 2", prompts="two"))[0] == 1.0
 
 
-def test_a_method_with_lists_that_needs_the_prompt_of_one_answer_is_refused(module: Any) -> None:
+def test_a_method_that_takes_lists_and_one_prompt_is_refused(module: Any) -> None:
     method = method_as_reward("get_reward", module.Game().get_reward)
     with pytest.raises(ValueError, match="with lists the argument is prompts; rename prompt"):
         method.check({"prompt": "2 + 2"})
@@ -366,7 +368,7 @@ def test_a_method_with_lists_that_needs_the_prompt_of_one_answer_is_refused(modu
         ({"exact": True}, "got True, expected a number"),
     ],
 )
-def test_what_is_no_reward_function_is_refused_before_the_start(reward: Any, words: str) -> None:
+def test_invalid_reward_functions_are_refused_before_the_start(reward: Any, words: str) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("single_turn", {"reward": named(reward)})
 
@@ -382,7 +384,7 @@ def test_a_module_that_changes_the_working_directory_is_refused(
     assert Path.cwd() == tmp_path
 
 
-def test_a_file_is_the_module_of_its_path() -> None:
+def test_a_file_is_loaded_as_the_module_of_its_path() -> None:
     assert module_of("my.py:score", what="reward") == "my"
     assert module_of("./rewards/my.py:score", what="reward") == "rewards.my"
     assert module_of("rewards//my.py:score", what="reward") == "rewards.my"
@@ -426,7 +428,7 @@ def test_a_wrong_name_is_refused_with_the_right_ones(
         load_functions(name)
 
 
-def test_a_wrong_name_loads_nothing_of_a_package_that_loads_on_demand(
+def test_a_wrong_name_does_not_load_lazy_attributes_of_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -443,7 +445,7 @@ def test_a_wrong_name_loads_nothing_of_a_package_that_loads_on_demand(
         load_functions("lazy_of_test.py:heavy")
 
 
-def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
+def test_a_file_with_the_name_of_another_module_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -483,7 +485,7 @@ def test_a_module_that_cannot_be_imported_is_named(
         ("", r"imports helpers_of_test, which is not found, although .*start it in .*/mine"),
     ],
 )
-def test_a_sibling_that_is_not_found_is_named_with_its_importer(
+def test_a_sibling_module_that_is_not_found_is_named_with_its_importer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sibling: str | None, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -500,7 +502,7 @@ def test_a_sibling_that_is_not_found_is_named_with_its_importer(
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_a_sibling_that_is_broken_is_named_with_its_importer(
+def test_a_broken_sibling_module_is_named_with_its_importer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -526,7 +528,7 @@ def test_a_sibling_that_is_broken_is_named_with_its_importer(
         ({"role": "tool", "reasoning_content": "Hm."}, "role tool has reasoning_content"),
     ],
 )
-async def test_parts_of_a_message_of_another_role_are_refused(
+async def test_fields_of_a_message_that_belong_to_another_role_are_refused(
     message: dict[str, Any], words: str
 ) -> None:
     prompt = [{**message, "content": "hi"}, {"role": "user", "content": "4", "tool_call_id": None}]
@@ -534,7 +536,7 @@ async def test_parts_of_a_message_of_another_role_are_refused(
         await play("parts", "4", prompt=prompt)
 
 
-def test_who_speaks_is_kept_and_calls_of_a_user_are_refused() -> None:
+def test_the_name_of_a_speaker_is_kept_and_calls_of_a_user_are_refused() -> None:
     for role in ("user", "assistant", "system"):
         assert chat_message({"role": role, "content": "hi", "name": "Ada"}).name == "Ada"
     call = {"function": {"name": "lookup", "arguments": {}}}
@@ -543,7 +545,7 @@ def test_who_speaks_is_kept_and_calls_of_a_user_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["refusal", "images", "audio"])
-def test_a_part_of_a_message_that_is_no_text_is_refused(name: str) -> None:
+def test_a_field_of_a_message_that_is_not_text_is_refused(name: str) -> None:
     environment: Any = resolve("single_turn", {"reward": named("exact")})()
     chat: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
@@ -555,12 +557,12 @@ def test_a_part_of_a_message_that_is_no_text_is_refused(name: str) -> None:
     environment.check_data({"prompt": chat, "answer": "4"})
 
 
-def test_a_thought_is_read_by_each_of_its_names() -> None:
+def test_a_thought_is_read_from_each_of_its_field_names() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert chat_message({"role": "assistant", "content": "4", name: "2+2"}).reasoning == "2+2"
 
 
-def test_a_call_in_an_earlier_form_is_refused_and_does_not_vanish() -> None:
+def test_a_call_in_the_deprecated_form_is_refused() -> None:
     call = {"name": "lookup", "arguments": "{}"}
     with pytest.raises(ValueError, match="tool_calls"):
         chat_message({"role": "assistant", "content": "", "function_call": call})

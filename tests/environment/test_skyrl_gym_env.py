@@ -1,4 +1,4 @@
-"""skyrl-gym's environments, its own and registered ones."""
+"""Tests of the adapter for environments of skyrl-gym, built-in ones and a user's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _task(**data: Any) -> Task:
 
 
 def counting(env_config: Any, extras: dict[str, Any]) -> Any:
-    """An environment of one's own."""
+    """Return a user's environment that counts its turns."""
     from skyrl_gym.envs.base_text_env import BaseTextEnv
 
     class Counting(BaseTextEnv):  # type: ignore[misc]
@@ -82,7 +82,7 @@ async def test_several_turns_are_played() -> None:
     await environment.close()
 
 
-async def test_an_environment_of_ones_own_is_found_and_configured() -> None:
+async def test_a_users_environment_is_found_and_configured() -> None:
     environment = resolve("skyrl_gym", COUNTING)()
     prompt = [{"role": "user", "content": "Go."}]
     start = await environment.reset(_task(prompt=prompt, start=3))
@@ -94,7 +94,7 @@ async def test_an_environment_of_ones_own_is_found_and_configured() -> None:
     assert [(each.role, each.content) for each in first.messages] == [(Role.TOOL, "one!")]
     last = await environment.step(Action(text="two"))
     assert last.terminated and last.messages == ()
-    # Metrics that are no numbers are left out.
+    # Metrics that are not numbers are left out.
     assert last.reward_components == {"score": 0.5, "turns": 2.0}
     await environment.close()
 
@@ -107,7 +107,7 @@ async def test_a_message_of_the_assistant_is_refused() -> None:
     await environment.close()
 
 
-async def test_data_that_the_environment_lacks_end_the_reset() -> None:
+async def test_missing_task_data_are_an_error_of_the_reset() -> None:
     with pytest.raises(AssertionError, match="reward_spec"):
         await SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k")).reset(_task(prompt="What is 3+4?"))
 
@@ -131,7 +131,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         resolve("skyrl_gym", options)
 
 
-def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "skyrl_gym", None)
     with pytest.raises(ImportError, match=r"pip install 'rayloom\[skyrl-gym\]'"):
         resolve("skyrl_gym", {"id": "gsm8k"})

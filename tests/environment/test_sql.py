@@ -1,4 +1,4 @@
-"""Text-to-SQL: what is equal, what a query may do, and how an episode goes."""
+"""Tests of the SQL environment: comparing results, confining queries, and whole episodes."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ async def execution() -> AsyncIterator[Execution]:
         ([[{"blob": "00ff"}]], [[{"blob": "00ff"}]], False, True),
         ([[{"blob": "61"}]], [["a"]], False, False),
         ([[float("inf")]], [[float("inf")]], False, True),
-        # An empty truth tells nothing.
+        # With an empty truth no result is correct.
         ([], [], False, False),
         ([[None]], [[None]], False, False),
         ([[0]], [[0]], False, True),
     ],
 )
-def test_results_are_equal_as_stated(
+def test_results_are_compared_as_documented(
     found: list[list[Any]], truth: list[list[Any]], is_ordered: bool, expected: bool
 ) -> None:
     assert is_correct(found, truth, is_ordered=is_ordered) is expected
@@ -95,7 +95,7 @@ def test_results_are_equal_as_stated(
         ("SELECT reorder FROM bypass", False),
     ],
 )
-def test_a_query_orders_its_rows_at_its_top_level_alone(query: str, expected: bool) -> None:
+def test_only_an_order_by_at_the_top_level_orders_the_rows(query: str, expected: bool) -> None:
     assert orders_rows(query) is expected
 
 
@@ -117,7 +117,7 @@ def test_the_query_is_the_last_fenced_block_or_the_whole_answer(text: str, query
     assert query_of(text) == query
 
 
-def test_answers_are_told_alike_where_they_are_equal() -> None:
+def test_equal_results_are_shown_in_the_same_way() -> None:
     assert shown_result([[2.0], [1]], is_ordered=False) == shown_result(
         [[1], [2]], is_ordered=False
     )
@@ -161,7 +161,7 @@ ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) "
     [
         ENDLESS + "SELECT count(*) FROM r",
         ENDLESS + "SELECT a.x FROM r a, r b WHERE a.x < 0",
-        # Its rows are a MiB each, and are kept to be sorted.
+        # Each row has a MiB, and sorting keeps all rows in memory.
         ENDLESS + "SELECT x, randomblob(1000000) FROM r ORDER BY 2",
         "WITH a0 AS (SELECT 1)"
         + "".join(
@@ -172,7 +172,7 @@ ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) "
     ],
     ids=["recursion", "product", "memory", "planning"],
 )
-async def test_a_query_without_end_ends_and_the_next_one_is_answered(
+async def test_an_endless_query_is_stopped_and_the_next_one_is_answered(
     execution: Execution, query: str
 ) -> None:
     began = time.monotonic()
@@ -183,7 +183,7 @@ async def test_a_query_without_end_ends_and_the_next_one_is_answered(
     assert found.rows == [[3]]
 
 
-async def test_more_rows_or_bytes_than_asked_for_are_cut(execution: Execution) -> None:
+async def test_rows_and_bytes_beyond_the_limits_are_cut(execution: Execution) -> None:
     found = await execution.query(DATABASE, "SELECT a FROM t", max_rows=2, limit_s=5.0)
     assert (found.columns, found.rows, found.is_cut) == (["a"], [[1], [2]], True)
     large = ENDLESS + "SELECT hex(zeroblob(200000)) FROM r"
@@ -231,7 +231,7 @@ async def _final(task: Task, answer: str, **options: Any) -> StepResult:
         ("", 0.0, 0.0),
     ],
 )
-async def test_an_answer_is_scored_by_what_it_finds(
+async def test_an_answer_is_scored_by_the_rows_of_its_query(
     answer: str, correct: float, executable: float
 ) -> None:
     result = await _final(_task(**GIVEN), answer, executable_bonus=0.25)
@@ -243,7 +243,7 @@ async def test_an_answer_is_scored_by_what_it_finds(
     }
 
 
-async def test_true_rows_may_be_given_and_an_empty_truth_is_never_found() -> None:
+async def test_the_truth_may_be_given_as_rows_and_no_answer_matches_an_empty_truth() -> None:
     given = {"question": "?", "schema": SCRIPT}
     query = "SELECT a, b FROM t WHERE a < 3"
     rows = [[2, "y"], [1, "x"]]
@@ -256,7 +256,7 @@ async def test_true_rows_may_be_given_and_an_empty_truth_is_never_found() -> Non
     await environment.close()
 
 
-async def test_a_tasks_script_reads_no_other_database(tmp_path: Path) -> None:
+async def test_the_script_of_a_task_cannot_read_another_database(tmp_path: Path) -> None:
     other = tmp_path / "other.sqlite"
     with closing(sqlite3.connect(other)) as connection, connection:
         connection.execute("CREATE TABLE s AS SELECT 'a secret' AS v")
@@ -267,13 +267,13 @@ async def test_a_tasks_script_reads_no_other_database(tmp_path: Path) -> None:
     await environment.close()
 
 
-async def test_the_order_counts_where_the_true_query_orders() -> None:
+async def test_the_order_of_rows_counts_if_the_true_query_has_an_order() -> None:
     task = _task(**{**GIVEN, "query": "SELECT a FROM t ORDER BY a DESC"})
     assert (await _final(task, "SELECT a FROM t ORDER BY a DESC")).reward == 1.0
     assert (await _final(task, "SELECT a FROM t")).reward == 0.0
 
 
-async def test_an_episode_looks_and_answers() -> None:
+async def test_an_episode_runs_queries_and_answers() -> None:
     environment = SqlEnvironment(SqlOptions(max_queries=2, max_rows=2, sample_rows=1))
     start = await environment.reset(_task(**GIVEN))
     assert start.messages[0].content == (
@@ -306,7 +306,7 @@ async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed() -> None:
     await environment.close()
 
 
-async def test_calls_that_cannot_be_read_cost_and_end_the_task() -> None:
+async def test_malformed_calls_are_penalised_and_end_the_task() -> None:
     environment = SqlEnvironment(SqlOptions(max_malformed=1))
     await environment.reset(_task(**GIVEN))
     broken = MalformedCall(reason="invalid_json", message="no JSON.")
@@ -318,12 +318,12 @@ async def test_calls_that_cannot_be_read_cost_and_end_the_task() -> None:
     await environment.close()
 
 
-async def test_a_file_below_the_root_is_read_and_none_outside(tmp_path: Path) -> None:
+async def test_only_database_files_below_the_root_are_read(tmp_path: Path) -> None:
     directory = tmp_path / "root" / "shop"
     directory.mkdir(parents=True)
     for place in (directory / "shop.sqlite", tmp_path / "out.sqlite"):
         connection = sqlite3.connect(place)
-        # Its journal is another file, which a reader without the right to write does not have.
+        # The journal is another file, which a read-only connection cannot create.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(SCRIPT)
         connection.close()
@@ -348,13 +348,15 @@ async def test_a_file_below_the_root_is_read_and_none_outside(tmp_path: Path) ->
         ({"query": ENDLESS + "SELECT x FROM r"}, "more than 1000 rows"),
     ],
 )
-async def test_a_task_whose_own_data_fail_is_refused(change: dict[str, Any], error: str) -> None:
+async def test_a_task_whose_query_or_schema_fails_is_refused(
+    change: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ValueError, match=f"sql: task t: .*{error}.*correct its data"):
         await _final(_task(**{**GIVEN, **change}), "SELECT 1", limit_s=0.5)
 
 
 @pytest.mark.parametrize("level", range(1, LEVELS + 1))
-async def test_generated_questions_are_answered_by_their_queries_alone(
+async def test_only_the_true_query_answers_a_generated_question(
     execution: Execution, level: int
 ) -> None:
     texts = set()

@@ -1,4 +1,4 @@
-"""Stop strings: what is sampled is trained whole, what is shown ends before them."""
+"""Tests of stop strings: all sampled tokens are trained, shown text ends before a stop string."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ TOOLS = (ToolSchema(name="look_up", description="Look up.", parameters={"type": 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        # The stop string in the middle of a token, over several, at the beginning, and not there.
+        # The stop string is inside a token, spans several, is at the beginning, or is absent.
         ("higher correctly", "higher "),
         ("7\nQ: lower", "7"),
         ("correct", ""),
         ("7\nQ", "7\nQ"),
         ("7 correct\nQ:", "7 "),
-        # Its own end of sequence behind it changes nothing.
+        # An end-of-sequence token after the stop string changes nothing.
         ("7\nQ:<|im_end|>", "7"),
     ],
 )
-async def test_the_environment_is_shown_what_comes_before_and_all_is_trained(
+async def test_the_environment_gets_the_text_before_the_stop_string_and_all_is_trained(
     text: str, shown: str
 ) -> None:
     environment, policy = FakeEnvironment(DONE), FakePolicy(reply(text))
@@ -67,7 +67,7 @@ async def test_the_environment_is_shown_what_comes_before_and_all_is_trained(
 async def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template() -> None:
     policy = FakePolicy(reply("7\nQ:"), reply())
     trajectory = await play(FakeEnvironment(GO_ON, DONE), policy, settings=STOPPING)
-    # ChatML's end of the reply, and the line break behind it.
+    # ChatML's end of the reply and the line break after it are inserted.
     assert trajectory.num_inserted_tokens > 0 and len(trajectory.samples) == 1
     first, second = (request.prompt_token_ids.tolist() for request in policy.requests)
     sampled = tokenizer().encode("7\nQ:", add_special_tokens=False)
@@ -75,7 +75,7 @@ async def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template() -> No
     assert "7\nQ:<|im_end|>" in tokenizer().decode(second)
 
 
-async def test_a_raw_conversation_goes_on_behind_the_stop_string() -> None:
+async def test_a_raw_conversation_is_continued_after_the_stop_string() -> None:
     raw = ChatRenderer(with_template(build_tokenizer(), RAW))
     words = build_tokenizer()
 
@@ -94,7 +94,7 @@ async def test_a_raw_conversation_goes_on_behind_the_stop_string() -> None:
     assert trajectory.num_inserted_tokens == 0
 
 
-async def test_the_calls_before_a_stop_string_count() -> None:
+async def test_calls_before_a_stop_string_are_made() -> None:
     call = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
 
     async def begin() -> Observation:
@@ -107,7 +107,7 @@ async def test_the_calls_before_a_stop_string_count() -> None:
     assert [call.name for call in environment.actions[0].calls] == ["look_up"]
 
 
-async def test_a_turn_that_was_cut_off_is_scored_without_what_follows_a_stop_string() -> None:
+async def test_a_cut_off_turn_is_scored_without_the_text_after_a_stop_string() -> None:
     rule = OutcomeRule(disposition=Disposition.SCORE)
     settings = replace(STOPPING, outcomes={Outcome.TRUNCATED_TOKENS: rule})
     environment = FakeEnvironment(DONE)
@@ -117,13 +117,13 @@ async def test_a_turn_that_was_cut_off_is_scored_without_what_follows_a_stop_str
     assert [action.text for action in environment.actions] == ["7 "]
 
 
-def test_the_first_of_several_counts() -> None:
+def test_text_ends_before_the_first_of_several_stop_strings() -> None:
     assert before_stop("a b c", ("c", "b")) == ("a ", "b")
     assert before_stop("a\n\nb", ("\n\n", "\n")) == ("a", "\n\n")
     assert before_stop("abc", ()) == ("abc", "")
 
 
-async def test_what_is_kept_in_an_evaluation_reaches_the_engine() -> None:
+async def test_the_choice_of_tokens_of_an_evaluation_reaches_the_engine() -> None:
     kept = KeptTokens(top_p=0.9, structured_outputs=StructuredOutputs(choice=("a", "b")))
     policy = FakePolicy(reply())
     for given in (kept, None):
@@ -144,7 +144,7 @@ def config_with(**sections: Any) -> Config:
     return parse_config(tree, source="test")
 
 
-def test_an_engine_reads_text_only_when_something_asks_for_it() -> None:
+def test_an_engine_reads_text_only_if_a_setting_needs_it() -> None:
     assert not config_with().engine_reads_text
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
     assert config_with(rollouts={"stop": ["\n"]}).engine_reads_text
@@ -166,7 +166,7 @@ def test_an_evaluation_has_its_own_choice_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "structured_outputs"])
-def test_training_samples_among_all_tokens_and_says_why(name: str) -> None:
+def test_settings_that_restrict_the_sampling_of_training_are_refused(name: str) -> None:
     said = rf"rollouts\.{name}: training samples among all tokens, because the trainer's"
     with pytest.raises(ConfigError, match=said):
         config_with(rollouts={name: 0.9})
@@ -200,6 +200,6 @@ def test_training_samples_among_all_tokens_and_says_why(name: str) -> None:
         ({"rollouts": {"stop": "\n"}}, r"rollouts.stop: got"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(sections: dict[str, Any], said: str) -> None:
+def test_settings_without_a_meaning_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config_with(**sections)

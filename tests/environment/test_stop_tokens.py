@@ -1,4 +1,4 @@
-"""Which tokens end a turn, as the model's own files say."""
+"""Tests of reading from the files of a model which tokens end a turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actors.environment.rendering import load_renderer
 from actors.environment.tokenizer import stop_token_ids
 from actors.trainer.tiny.tokenizer import build_tokenizer
 
-# The tiny tokenizer's own.
+# The end token of the tiny tokenizer.
 OWN = 1
 
 
@@ -35,18 +35,18 @@ def model(tokenizer_files: Path, tmp_path: Path) -> Path:
     ("added", "expected"),
     [(None, (OWN,)), (OWN, (OWN,)), (7, (OWN, 7)), ([9, OWN, 4], (OWN, 4, 9))],
 )
-def test_the_generation_settings_add_to_the_tokenizers_own(
+def test_generation_settings_add_stop_tokens_to_that_of_the_tokenizer(
     model: Path, added: int | list[int] | None, expected: tuple[int, ...]
 ) -> None:
     GenerationConfig(eos_token_id=added).save_pretrained(model)
     assert stop_token_ids(str(model)) == expected
 
 
-def test_a_model_without_generation_settings_ends_with_its_tokenizers_own(model: Path) -> None:
+def test_without_generation_settings_the_stop_token_is_that_of_the_tokenizer(model: Path) -> None:
     assert stop_token_ids(str(model)) == (OWN,)
 
 
-def test_a_model_that_names_none_is_refused(model: Path) -> None:
+def test_a_model_without_a_stop_token_is_refused(model: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(model, save_jinja_files=False)
@@ -54,7 +54,7 @@ def test_a_model_that_names_none_is_refused(model: Path) -> None:
         stop_token_ids(str(model))
 
 
-def test_a_models_renderer_knows_all_that_ends_a_turn(model: Path) -> None:
+def test_the_renderer_of_a_model_knows_all_its_stop_tokens(model: Path) -> None:
     GenerationConfig(eos_token_id=[OWN, 7]).save_pretrained(model)
     renderer = load_renderer(str(model), template_options={}, history="appended")
     word = build_tokenizer().encode("higher")

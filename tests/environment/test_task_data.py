@@ -1,4 +1,4 @@
-"""The quick check of task data accepts nothing that jsonschema refuses."""
+"""Tests of checking task data: the quick check accepts nothing that jsonschema refuses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ DATA = st.fixed_dictionaries(
 
 
 @given(DATA)
-def test_what_is_accepted_is_what_the_schema_accepts(data: dict[str, Any]) -> None:
+def test_the_check_accepts_the_data_that_the_schema_accepts(data: dict[str, Any]) -> None:
     for schema in (PROMPT_DATA, CLOSED):
         check = DataCheck(schema)
         is_valid = Draft202012Validator(dict(schema)).is_valid(data)
@@ -75,14 +75,14 @@ def test_what_is_accepted_is_what_the_schema_accepts(data: dict[str, Any]) -> No
         assert check._accepts is not None and (not check._accepts(data) or is_valid)
 
 
-def test_a_chat_needs_no_second_look() -> None:
+def test_the_quick_check_accepts_a_valid_chat() -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     accepts = DataCheck(PROMPT_DATA)._accepts
     assert accepts is not None and accepts({"prompt": chat, "answer": 3})
     assert not accepts({"prompt": [{"role": "user"}]}) and not accepts({"prompt": []})
 
 
-def test_a_keyword_that_it_does_not_know_is_left_to_jsonschema() -> None:
+def test_jsonschema_checks_keywords_that_the_quick_check_does_not_know() -> None:
     check = DataCheck({"type": "object", "properties": {"n": {"minimum": 3}}})
     assert check._accepts is None
     assert "minimum" in check.problem({"n": 2}) and not check.problem({"n": 3})
@@ -109,7 +109,7 @@ def test_the_schema_of_a_dataclass_checks_the_data() -> None:
     )
 
 
-def test_the_schema_of_a_class_that_contains_itself_names_its_fields() -> None:
+def test_the_schema_of_a_recursive_class_has_its_fields() -> None:
     check = DataCheck(schema_of(Part))
     assert check.problem({"text": "3", "parts": [{"text": "4"}], "other": 1}) == ""
     assert check.problem({}) == "data: text missing; give it"
@@ -124,7 +124,7 @@ def test_the_schema_of_a_class_that_contains_itself_names_its_fields() -> None:
         (["text"], "data_schema: got a list, expected a dataclass of the task data, or their"),
     ],
 )
-def test_what_describes_no_data_is_refused(declared: object, words: str) -> None:
+def test_a_declaration_that_is_not_a_schema_is_refused(declared: object, words: str) -> None:
     with pytest.raises(BadDataSchema, match=words):
         schema_of(declared)
 
@@ -143,7 +143,7 @@ def test_a_message_with_other_keys_is_refused_with_those_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize("depth", [100, 101, 500])
-def test_data_of_too_many_levels_are_refused_with_the_entry(depth: int) -> None:
+def test_data_nested_too_deeply_are_refused_with_the_entry(depth: int) -> None:
     value: Any = 1
     for level in range(depth):
         value = [value] if level % 2 else {"k": value}
