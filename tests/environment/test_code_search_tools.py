@@ -262,7 +262,7 @@ def test_a_confined_process_can_only_read(tmp_path: Path) -> None:
 def test_a_tool_process_ends_with_its_owner(root: Path) -> None:
     """Check that the kernel ends the tool processes of an owner that gets kill -9.
 
-    The next process that uses the scratch directory removes the directory that the owner left.
+    The next process removes the scratch directory that the owner left.
     """
     good_tar_gz(root / "shop.tar.gz")
     program = """

@@ -1,4 +1,4 @@
-"""Task sources and task files: deterministic, disjoint, checked row by row."""
+"""Tests of task sources and task files: order, held-out tasks, and the check of each row."""
 
 import gc
 import json
@@ -36,7 +36,7 @@ def _row(**changes: object) -> str:
 
 @settings(deadline=None)
 @given(run_seed=st.integers(0, 2**40), index=st.integers(0, 10**9))
-def test_a_generated_task_depends_on_run_seed_and_index_alone(run_seed: int, index: int) -> None:
+def test_a_generated_task_depends_only_on_run_seed_and_index(run_seed: int, index: int) -> None:
     first = GeneratedTasks("guessing", run_seed=run_seed).task(index)
     assert GeneratedTasks("guessing", run_seed=run_seed).task(index) == first
     assert 0 <= first.seed < 2**30
@@ -72,7 +72,7 @@ def test_each_epoch_plays_every_training_task_once(
         assert set(ids) | held_out == {f"t{i}" for i in range(count)}
 
 
-def test_epochs_differ_in_order_and_any_index_can_be_asked_first() -> None:
+def test_epochs_differ_in_order_and_indices_can_be_read_in_any_order() -> None:
     source = FileTasks(_tasks(20), run_seed=3)
     order = [source.task(i).task_id for i in range(60)]
     assert order[:20] != order[20:40]
@@ -87,7 +87,7 @@ def test_first_choices_and_replacements_in_turn_shuffle_each_epoch_once() -> Non
     for number in range(40, 60):
         for replacement in range(4):
             source.task(number + replacement * 2**32)
-    # Each of the four runs through two epochs at most.
+    # Each of the four series of indices is in two epochs at most.
     assert source._order.cache_info().misses <= 8
 
 
@@ -96,7 +96,7 @@ def test_the_held_out_tasks_depend_neither_on_the_run_nor_on_the_order_of_the_fi
     assert FileTasks(_tasks(20)[::-1], run_seed=2, num_held_out=5).held_out(5) == first
 
 
-def test_impossible_requests_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one task left"):
         FileTasks(_tasks(5), run_seed=0, num_held_out=5)
     with pytest.raises(ValueError, match="at most 1"):
@@ -117,7 +117,7 @@ _JSON = st.recursive(
 @given(
     data=st.lists(st.dictionaries(st.text(max_size=6), _JSON, max_size=3), min_size=1, max_size=5)
 )
-def test_what_is_written_is_read_back(
+def test_written_tasks_are_read_back(
     suffix: str, data: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tasks = [
@@ -164,7 +164,7 @@ def test_a_wrong_row_is_refused_with_its_line(content: str, message: str, tmp_pa
         read_tasks(path)
 
 
-def test_files_that_are_not_what_their_suffix_says_are_refused(tmp_path: Path) -> None:
+def test_files_whose_content_does_not_fit_their_suffix_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_text("no parquet")
     (tmp_path / "t.jsonl").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "t.parquet", tmp_path / "t.jsonl", tmp_path / "gone.jsonl"):
@@ -182,7 +182,7 @@ def test_a_value_of_parquet_that_is_not_json_is_refused(tmp_path: Path, value: A
         read_tasks(tmp_path / "tasks.parquet")
 
 
-def test_a_byte_order_mark_and_blank_lines_are_no_fault(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_blank_lines_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + _row().encode() + b"\r\n\r\n")
     assert [task.task_id for task in read_tasks(path)] == ["a"]
@@ -200,7 +200,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
         write_tasks(path, _tasks(1) * 2)
 
 
-def test_tasks_replace_the_file_behind_a_link_and_nothing_but_a_file(tmp_path: Path) -> None:
+def test_writing_replaces_the_target_of_a_link_and_only_regular_files(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link.jsonl", tmp_path / "pipe.jsonl"
     link.symlink_to("target")
     write_tasks(link, _tasks(2))
@@ -211,7 +211,7 @@ def test_tasks_replace_the_file_behind_a_link_and_nothing_but_a_file(tmp_path: P
     assert pipe.is_fifo()
 
 
-def test_generated_reasoning_gym_tasks_are_the_same_each_time_and_survive_a_file(
+def test_generated_reasoning_gym_tasks_are_reproducible_and_can_be_stored(
     tmp_path: Path,
 ) -> None:
     tasks = generate_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
@@ -232,7 +232,7 @@ def test_wrong_families_and_options_are_refused() -> None:
         generate_tasks("chain_sum", 0, seed=0)
 
 
-def test_packed_tasks_are_the_tasks_and_no_objects_of_their_own() -> None:
+def test_packed_tasks_equal_the_tasks_and_are_made_at_each_read() -> None:
     deep = Task(
         task_id="ü\ud800", environment="b", seed=2**63 - 1, data={"a": [1, None, {"x": 0.1}]}
     )
@@ -246,11 +246,11 @@ def test_packed_tasks_are_the_tasks_and_no_objects_of_their_own() -> None:
     chosen = packed.selected([3, 0])[1:].selected([0])
     assert list(chosen) == [tasks[0]]
     assert [packed.selected([4, 3]).task_id(n) for n in (0, 1)] == ["empty", "ü\ud800"]
-    # Made again at each read: nobody changes a task that another rollout plays.
+    # Each read makes a new task, so that no rollout changes the task of another one.
     assert packed[0].data is not packed[0].data
 
 
-def test_a_large_list_of_packed_tasks_is_few_objects() -> None:
+def test_a_large_list_of_packed_tasks_has_few_objects() -> None:
     gc.collect()
     before = sys.getallocatedblocks()
     packed = PackedTasks(

@@ -1,4 +1,4 @@
-"""Options of the chat template: from the configuration to the ids that the engine is sent."""
+"""Tests of options of the chat template, from the configuration to the ids sent to the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.config.file import ConfigError, dump_config, parse_config
 from service.config.tasks import check_prompt, first_observation
 from service.config.tree import Config
 
-# As Qwen3's: an answer without thinking begins behind an empty thought.
+# Like Qwen3's template: a reply without thinking follows an empty thought.
 THINKING = TEMPLATE.replace(
     "<|im_start|>assistant\n{% endif %}",
     "<|im_start|>assistant\n"
@@ -32,7 +32,7 @@ THINKING = TEMPLATE.replace(
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer's directory, whose template knows enable_thinking."""
+    """Return the directory of a tokenizer whose template reads the option enable_thinking."""
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = THINKING
     directory = tmp_path_factory.mktemp("thinker")
@@ -50,7 +50,7 @@ def config_with(model: str, options: dict[str, Any]) -> Config:
 
 
 class Watched(GuessFour):
-    """Keeps the prompts that it is sent."""
+    """A policy that records the prompts of its requests."""
 
     def __init__(self) -> None:
         super().__init__(build_tokenizer().encode("4"), delay_s=0.0)
@@ -62,7 +62,7 @@ class Watched(GuessFour):
 
 
 async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
-    """The prompts of one episode that is played under a configuration."""
+    """Play one episode with template options and return its prompts."""
     policy = Watched()
     actor = EnvironmentActor(
         EnvironmentActorSettings(
@@ -90,7 +90,7 @@ async def test_an_option_reaches_every_prompt_of_an_episode(thinker: str) -> Non
     assert without[0] == plain[0] + thought
     assert not any(prompt[-len(thought) :] == thought for prompt in plain)
     assert all(prompt[-len(thought) :] == thought for prompt in without)
-    # Appended to, not rendered anew: what was sampled stays where it was.
+    # The next prompt extends the first one and is not rendered again.
     assert np.array_equal(without[1][: len(without[0])], without[0])
 
 
@@ -98,7 +98,7 @@ def check(config: Config, model: str) -> None:
     check_prompt(config, model, first_observation(config))
 
 
-def test_options_that_the_template_looks_at_pass_and_are_written_down(thinker: str) -> None:
+def test_options_that_the_template_reads_are_accepted_and_stored(thinker: str) -> None:
     config = config_with(thinker, {"enable_thinking": False})
     check(config, thinker)
     assert "enable_thinking: false" in dump_config(config)
@@ -122,13 +122,13 @@ def test_options_without_effect_are_refused(
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}])
-def test_values_that_are_not_plain_are_refused(value: object) -> None:
+def test_values_that_are_lists_or_maps_are_refused(value: object) -> None:
     words = r"template_options\.depth: got a (list|dict), expected true, false, a number"
     with pytest.raises(ConfigError, match=words):
         config_with("/models/x", {"depth": value})
 
 
-def test_what_cannot_be_told_of_a_template_is_not_guessed() -> None:
+def test_variables_of_a_template_are_unknown_if_it_cannot_be_parsed() -> None:
     assert template_variables("{% if a %}{{ b }}{% endif %}{% set c = 1 %}{{ c }}") == {"a", "b"}
     assert template_variables("{% generation %}{{ a }}{% endgeneration %}") is None
     assert template_variables({"default": "{{ a }}"}) is None
@@ -149,14 +149,14 @@ def broken_environment(directory: Path, reset: str) -> None:
         ("return {'text': 'hello'}", "reset of .* returned a dict, expected an Observation"),
     ],
 )
-def test_an_environment_that_cannot_begin_is_refused_with_the_place(
+def test_an_environment_whose_reset_fails_is_refused_with_the_place(
     thinker: str,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     reset: str,
     words: str,
 ) -> None:
-    # A directory's name is new each time, and so is the module's.
+    # The module has the name of the directory, which is new each time.
     directory = tmp_path_factory.mktemp("game")
     broken_environment(directory, reset)
     monkeypatch.syspath_prepend(directory)

@@ -1,7 +1,7 @@
-"""Chats over published templates: nothing vanishes, and what was accepted before still is.
+"""Tests that published templates lose no message and still accept the chats of the baseline.
 
-`templates.toml` names the packages, `template_baseline.json` what became of each chat before
-prompts were searched for their messages (`tests/template_baseline.py`).
+`templates.toml` lists the packages. `template_baseline.json` has the result of each chat from the
+time before prompts were searched for their messages (`tests/template_baseline.py` wrote it).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BASELINE: dict[str, dict[str, str]] = json.loads(
 )
 
 
-def test_the_table_has_each_published_template_and_each_chat() -> None:
+def test_the_baseline_has_each_published_template_and_each_chat() -> None:
     assert {template.name for template in published()} == set(BASELINE)
     assert len(BASELINE) >= 50
     for row in BASELINE.values():
@@ -47,7 +47,10 @@ async def test_every_message_is_in_the_prompt_or_refused(name: str, tmp_path: Pa
 
 
 def _problems(chat: Chat, seen: Seen, before: str) -> list[str]:
-    """What is wrong with what became of a chat. before: what became of it at the base."""
+    """Return the faults of a played chat.
+
+    before: the result of the chat in the baseline.
+    """
     found = [
         f"turn {number}: lost {turn.lost}" for number, turn in enumerate(seen.turns) if turn.lost
     ]
@@ -62,7 +65,7 @@ def _problems(chat: Chat, seen: Seen, before: str) -> list[str]:
         before.startswith("refused") and len(seen.turns) >= int(before[8:])
     ):
         found.append(f"refused ({last.error}), before: {before}")
-    # Some templates number results, or mark the first one; those were appended wrongly before.
+    # The baseline appended wrongly to chats whose template numbers results or marks the first one.
     is_plain = not chat.has_tools and not seen.is_refused
     if is_plain and before.isdecimal() and seen.num_samples > int(before):
         found.append(

@@ -1,4 +1,4 @@
-"""What a template does with a chat is found by rendering, and read in a table."""
+"""Tests of the table of a template's traits, which are found by rendering chats."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ PLAIN = {
         ("strips thoughts", {"parser of reasoning": "deepseek_r1"}),
     ],
 )
-def test_a_template_of_one_trait_shows_it(trait: str, differs: dict[str, str]) -> None:
+def test_the_table_of_a_template_differs_by_its_trait(trait: str, differs: dict[str, str]) -> None:
     table = template_traits(renderer(trait))
     if MIDDLE in differs and "front" not in differs[MIDDLE]:
         differs = {**differs, "second system message": differs[MIDDLE]}
     assert table == {**PLAIN, **differs}
 
 
-def test_the_table_says_what_families_of_models_do() -> None:
+def test_the_tables_of_known_families_of_models() -> None:
     qwen = template_traits(FAMILIES["qwen3"].renderer)
     deepseek = template_traits(FAMILIES["deepseek"].renderer)
     assert (qwen[NEWEST], qwen[EARLIER]) == ("shown", "not shown")
@@ -95,7 +95,7 @@ def test_the_table_says_what_families_of_models_do() -> None:
         ("NAME(ARGUMENTS)", None),
     ],
 )
-def test_the_parser_of_calls_is_found_by_what_is_rendered(call: str, parser: str | None) -> None:
+def test_the_parser_of_calls_is_found_by_rendering_a_call(call: str, parser: str | None) -> None:
     made = call.replace("NAME", "{{ c.function.name }}").replace(
         "ARGUMENTS", "{{ c.function.arguments | tojson }}"
     )

@@ -1,4 +1,4 @@
-"""textarena's games, alone and against a scripted opponent."""
+"""Tests of the adapter for games of textarena, for one player and against an opponent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _task(seed: int) -> Task:
 
 
 def first_free(shown: str) -> str:
-    """The opponent of these tests: the first square that the board says is free."""
+    """Return the move of the opponent: the first square that the board shows as free."""
     free: list[str] = re.findall(r"'(\[\d\])'", shown.rpartition("Available Moves:")[2])
     return free[0]
 
@@ -70,18 +70,18 @@ async def test_a_game_for_one_is_played_to_its_end() -> None:
     await environment.close()
 
 
-async def test_a_refused_move_is_told_and_a_second_in_a_row_ends_the_game() -> None:
+async def test_a_refused_move_is_answered_and_a_second_in_a_row_ends_the_game() -> None:
     environment = TextArenaEnvironment(TextArenaOptions(**GUESS))
     await environment.reset(_task(0))
     results = [await environment.step(Action(text=text)) for text in ("4", "[2]", "[9]", "")]
     assert "invalid move" in results[0].messages[0].content
     assert [result.is_malformed for result in results] == [True, False, True, True]
     assert [result.ended_by_malformed for result in results] == [False, False, False, True]
-    # The game itself pays for how near the last guess came.
+    # After malformed moves, the game's own reward for a near guess does not count.
     assert results[-1].reward == 0.0 and results[-1].reward_components == {"score": 0.0}
 
 
-async def test_the_seed_decides_also_where_games_are_played_at_once() -> None:
+async def test_concurrent_games_depend_only_on_their_seeds() -> None:
     async def length(seed: int) -> int:
         return len(await _guessed(TextArenaEnvironment(TextArenaOptions(**GUESS)), seed))
 
@@ -102,7 +102,7 @@ async def _against(opponent: str, seed: int, *moves: str) -> tuple[Observation, 
     return start, results
 
 
-async def test_games_that_draw_from_numpy_follow_the_seed_too() -> None:
+async def test_games_that_draw_from_numpy_depend_on_the_seed() -> None:
     boards = [
         [
             (
@@ -115,22 +115,22 @@ async def test_games_that_draw_from_numpy_follow_the_seed_too() -> None:
     assert boards[0] == boards[1] and boards[0][0] != boards[0][1]
 
 
-async def test_an_opponent_moves_in_between() -> None:
+async def test_an_opponent_moves_after_each_move_of_the_policy() -> None:
     start, results = await _against("first_free", 0, "[3]", "[4]", "[5]")
     assert start.messages[0].content.startswith("You are Player 0 in Tic Tac Toe.")
-    told = results[0].messages[0].content
-    assert "Player 1: [0]" in told and "[3]" not in told.partition("Player 1")[0].split("\n")
+    shown = results[0].messages[0].content
+    assert "Player 1: [0]" in shown and "[3]" not in shown.partition("Player 1")[0].split("\n")
     assert results[-1].terminated and results[-1].reward == 1.0
 
 
-async def test_an_odd_seed_has_the_second_seat() -> None:
+async def test_the_policy_is_the_second_player_if_the_seed_is_odd() -> None:
     start, results = await _against("first_free", 1, "[4]", "[3]", "[5]")
     assert "Player 0: [0]" in start.messages[0].content
-    # The opponent filled the first row.
+    # The opponent won by filling the first row.
     assert results[-1].terminated and results[-1].reward == -1.0
 
 
-async def test_an_opponent_by_dice_follows_the_seed() -> None:
+async def test_a_random_opponent_depends_on_the_seed() -> None:
     first, second = [
         [(await _against("any_free", seed, "[0]"))[1][0] for seed in (2, 4, 6, 8)] for _ in range(2)
     ]
@@ -163,7 +163,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         resolve("textarena", options)
 
 
-def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
     with pytest.raises(ImportError, match=r"pip install 'rayloom\[textarena\]'"):
         resolve("textarena", {"game": "GuessTheNumber-v0"})

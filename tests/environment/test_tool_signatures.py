@@ -1,4 +1,4 @@
-"""Signatures of a user's tools that need care: defaults, decorators and kinds of methods."""
+"""Tests of signatures of a user's tools: defaults, nested types, decorators, kinds of methods."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ search_cellar = searcher_of("the cellar")
 
 
 class Archive(dict[str, str]):
-    """Has each kind of method; those of the built-in class are no tools."""
+    """A class with each kind of method; methods of its built-in base class are not tools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ async def test_a_field_that_a_nested_type_does_not_have_is_refused(
 @pytest.mark.parametrize(
     "arguments", [{}, {"loose": {"aa": 2}}, {"jar": {"inner": [{"default": 2}]}, "lid": {}}]
 )
-async def test_a_nested_type_takes_its_own_fields_and_those_that_it_allows(
+async def test_a_nested_type_accepts_its_fields_and_the_extra_ones_that_it_allows(
     arguments: dict[str, Any],
 ) -> None:
     assert await loaded("store").call(arguments, limit_s=5) == "stored"
@@ -324,7 +324,7 @@ async def test_each_kind_of_public_method_is_a_tool_by_its_name_in_the_class() -
     }
 
 
-async def test_a_function_that_another_one_made_has_the_name_that_the_user_gave_it() -> None:
+async def test_a_function_made_by_another_has_the_name_given_in_the_options() -> None:
     tools = [loaded("search_attic"), loaded("search_cellar")]
     assert [tool.schema.name for tool in tools] == ["search_attic", "search_cellar"]
     assert await tools[1].call({"query": "x"}, limit_s=5) == "x in the cellar"

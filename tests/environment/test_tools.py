@@ -1,4 +1,4 @@
-"""Tools that are functions and classes of a user's: what the policy is shown, and what it gets."""
+"""Tests of tools that are a user's functions and classes: their schemas, calls and rewards."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def long(count: int) -> str:
 
 
 class Counter:
-    """TRL's form of an environment."""
+    """An environment in the form of TRL."""
 
     closed: ClassVar[list[int]] = []
 
@@ -121,7 +121,7 @@ class Counter:
 
 
 class Vault:
-    """TRL's form of an environment that has its own reward."""
+    """An environment in the form of TRL that has its own reward."""
 
     def reset(self, secret: str, name: str, **columns: Any) -> None:
         self.secret, self.is_open = secret, False
@@ -208,7 +208,7 @@ def yielding(query: str) -> Any:
 
 
 def own_names(copy: str, model_dump: int, _private: bool, self: str = "") -> str:
-    """Take names that libraries keep for themselves."""
+    """Take arguments with names that libraries reserve."""
     return f"{copy} {model_dump} {_private} {self}"
 
 
@@ -287,11 +287,11 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
         "type": "integer", "default": 5, "description": "How many\ncome back.",
     }  # fmt: skip
     assert schema.parameters["required"] == ["query"]
-    # vLLM's parsers of Qwen's models read no references.
+    # vLLM's parsers for Qwen's models do not follow references.
     assert "$defs" not in schema.parameters and "$ref" not in str(schema.parameters)
     assert properties["order"]["enum"] == ["newest", "oldest"]
     assert "'title'" not in str(schema.for_template())
-    # As transformers writes it, so that the policy is shown what it is shown in TRL.
+    # The order of transformers, so that the policy sees the same text as in TRL.
     assert list(properties["query"]) == ["type", "description"]
 
 
@@ -313,7 +313,7 @@ def visit(city: City, days: int = 1) -> str:
     ],
     ids=["Google", "NumPy", "Sphinx"],
 )
-async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_such(
+async def test_docstrings_of_three_styles_are_read_and_models_are_passed_as_models(
     docstring: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(visit, "__doc__", docstring)
@@ -338,7 +338,9 @@ async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_su
         ("nowhere", "has no attribute 'nowhere'"),
     ],
 )
-def test_what_is_no_tool_is_refused_before_the_start(name: str, words: str) -> None:
+def test_functions_and_classes_that_cannot_be_tools_are_refused_before_the_start(
+    name: str, words: str
+) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("tools", {"reward": named("exact"), "tools": named(name)})
 
@@ -357,7 +359,7 @@ def test_what_is_no_tool_is_refused_before_the_start(name: str, words: str) -> N
         ({}, "tools: got none"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("tools", {"reward": named("exact"), **options})
 
@@ -410,7 +412,7 @@ async def test_calls_are_converted_answered_in_order_and_the_answer_is_scored() 
         ),
     ],
 )
-async def test_what_goes_wrong_is_told_to_the_policy_and_ends_nothing(
+async def test_the_policy_is_shown_errors_of_calls_and_the_episode_continues(
     action: Action, content: str, is_malformed: bool
 ) -> None:
     tools = ("search", "failing", "slow", "blocking", "long")
@@ -424,7 +426,7 @@ async def test_what_goes_wrong_is_told_to_the_policy_and_ends_nothing(
     assert not result.terminated and result.reward == 0
 
 
-async def test_blocking_calls_do_not_wait_for_each_other_and_a_wait_is_none_of_the_tools() -> None:
+async def test_blocking_calls_run_concurrently_and_waiting_does_not_count_to_their_limit() -> None:
     environments = [made("blocking", call_limit_s=1.0) for _ in range(40)]
     for environment in environments:
         await environment.reset(task())
@@ -433,13 +435,11 @@ async def test_blocking_calls_do_not_wait_for_each_other_and_a_wait_is_none_of_t
         *(each.step(call("blocking", seconds=0.2)) for each in environments)
     )
     assert {each.messages[0].content for each in found} == {"done"}
-    # Behind each other in Python's own few threads they would take seconds.
+    # In the few threads of Python's default executor the calls would take seconds.
     assert time.monotonic() - begun < 40 * 0.2 / 2
 
 
-async def test_malformed_turns_in_a_row_end_the_episode_and_a_good_one_begins_the_count_anew() -> (
-    None
-):
+async def test_malformed_turns_in_a_row_end_the_episode_and_a_good_turn_resets_the_count() -> None:
     environment = made("search", max_malformed=1)
     await environment.reset(task())
     bad, good = call("search"), call("search", query="x")
@@ -459,7 +459,9 @@ async def test_a_turn_of_too_many_calls_is_malformed_and_the_first_are_answered(
 @pytest.mark.parametrize(
     ("reward", "expected"), [("by_environments", 1.0), ("by_environment", 7.0)]
 )
-async def test_a_class_is_made_for_each_episode_as_trl_has_it(reward: str, expected: float) -> None:
+async def test_each_episode_has_its_own_instance_of_a_class_as_in_trl(
+    reward: str, expected: float
+) -> None:
     Counter.closed.clear()
     environment = made("Counter", reward=reward)
     other = made("Counter", reward=reward)
@@ -488,7 +490,7 @@ async def test_each_instance_in_this_process_has_its_own_copy_of_the_data() -> N
     assert played.data["deck"] == [1, 2, 3]
 
 
-async def test_any_name_of_an_argument_and_any_error_will_do() -> None:
+async def test_arguments_of_any_name_and_errors_of_any_kind_work() -> None:
     environment = made("own_names", "odd_error", "Static")
     await environment.reset(task())
     names = {"copy": "a", "model_dump": 3, "_private": True, "self": "b"}
@@ -501,7 +503,7 @@ async def test_any_name_of_an_argument_and_any_error_will_do() -> None:
         assert message.content == content
 
 
-async def test_reward_functions_may_see_the_conversation() -> None:
+async def test_reward_functions_can_read_the_conversation() -> None:
     environment = made("long", reward="by_messages")
     await environment.reset(task())
     await environment.step(call("long", count=3))
@@ -509,7 +511,7 @@ async def test_reward_functions_may_see_the_conversation() -> None:
     assert result.reward_components == {"calls": 1.0, "all": 3.0}
 
 
-async def test_a_score_that_cannot_be_had_is_no_zero() -> None:
+async def test_a_failing_reward_function_is_a_reward_error() -> None:
     environment = made("long", reward="by_environments")
     await environment.reset(task())
     with pytest.raises(RewardError, match="by_environments raised AttributeError"):
@@ -517,7 +519,7 @@ async def test_a_score_that_cannot_be_had_is_no_zero() -> None:
 
 
 @pytest.mark.parametrize("tools", ["Vault", "make_vault"])
-async def test_the_reward_of_a_class_is_no_tool_and_counts(tools: str) -> None:
+async def test_get_reward_of_a_class_is_its_reward_and_not_a_tool(tools: str) -> None:
     environment = ToolsEnvironment(read(ToolsOptions, {"tools": named(tools)}, where="options"))
     start = await environment.reset(task(secret="3", name="the column of this name"))
     assert [tool.name for tool in start.tools] == ["try_digit"]
@@ -530,12 +532,12 @@ async def test_the_reward_of_a_class_is_no_tool_and_counts(tools: str) -> None:
     assert found.reward == 1.0 and found.reward_components == {"exact": 1.0, "get_reward": 0.0}
 
 
-def test_a_function_that_may_be_a_tool_or_a_factory_has_to_say_which() -> None:
+def test_a_function_that_may_be_a_tool_or_a_factory_is_refused() -> None:
     with pytest.raises(BadTool, match="takes no argument and has no return annotation"):
         load_tools(named("make_something"))
 
 
-def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
+def test_descriptions_defaults_and_recursive_types_are_in_the_schema() -> None:
     schema = read_function(draw, where="tool draw").schema.parameters
     assert schema["properties"]["stars"]["description"] == "From 1 to 5."
     assert schema["properties"]["pens"]["description"] == "Numbers of pens."
@@ -544,7 +546,7 @@ def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
     assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
 
 
-async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
+async def test_an_object_given_as_json_text_is_parsed() -> None:
     [tool] = load_tools(named("visit"))
     assert isinstance(tool, FunctionTool)
     given = {"city": '{"name": "Bern"}', "days": 2}
@@ -571,7 +573,7 @@ async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
         ),
         ({"b", "a"}, '["a", "b"]'),
         (["a.txt", "\ud800.txt"], '["a.txt", "\ufffd.txt"]'),
-        # What JSON does not have.
+        # Values that JSON does not have.
         ({"a": math.nan, "b": -math.inf}, '{"a": NaN, "b": -Infinity}'),
         (Share(part=math.nan), '{"part":null}'),
         ({(1, 2): 3}, "{(1, 2): 3}"),
@@ -581,5 +583,5 @@ async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
         ([b"\xff"], "[b'\\xff']"),
     ],
 )
-def test_an_answer_that_is_no_text_is_shown_as_json(found: object, text: str) -> None:
+def test_a_result_that_is_not_text_is_shown_as_json_if_possible(found: object, text: str) -> None:
     assert as_text(found) == text

@@ -1,4 +1,4 @@
-"""One episode from reset to outcome: exact tokens, rewards, limits; its turns are always kept."""
+"""Tests of playing an episode: exact tokens, rewards, limits, and turns that are always kept."""
 
 from __future__ import annotations
 
@@ -56,35 +56,35 @@ async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> 
     ]
     whole = np.concatenate((first.prompt_token_ids, first.sampled_token_ids))
     np.testing.assert_array_equal(second.prompt_token_ids[: len(whole)], whole)
-    assert trajectory.num_inserted_tokens == 1  # the template's newline
+    assert trajectory.num_inserted_tokens == 1  # the newline of the template
     phases = trajectory.timings.by_phase()
     assert phases.keys() == {"reset", "generate", "step"}
     assert 0 < sum(phases.values()) <= trajectory.timings.wall_s
     assert [action.text for action in environment.actions] == ["4", "4"]
 
 
-async def test_an_environment_may_ask_which_rollout_it_plays() -> None:
+async def test_an_environment_can_read_the_id_of_its_rollout() -> None:
     environment = FakeEnvironment(DONE)
     await play(environment)
     assert environment.rollout_id == ASSIGNMENT.rollout_id
 
 
-async def test_the_salt_of_the_first_reply_goes_with_every_later_turn() -> None:
+async def test_every_later_turn_is_sent_with_the_cache_salt_of_the_first_reply() -> None:
     policy = FakePolicy(
         reply(cache_salt="v3", replica="a"), reply(cache_salt="v4", replica="b"), reply()
     )
     await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
     assert [request.cache_salt for request in policy.requests] == [None, "v3", "v3"]
-    # Where the replica of the turn before is lost, another one answers, and goes on with it.
+    # If the replica of the turn before is lost, another one answers this turn and the later ones.
     assert [request.replica for request in policy.requests] == ["", "a", "b"]
 
 
-async def test_the_experts_that_an_engine_recorded_stand_in_the_turn() -> None:
+async def test_a_turn_has_the_experts_that_the_engine_recorded() -> None:
     sound = reply()
     records = np.zeros((len(sound.token_ids) - 1, 2, 2), np.uint8)
     policy = FakePolicy(reply(expert_indices=records), sound)
     (sample,) = (await play(FakeEnvironment(GO_ON, DONE), policy)).samples
-    # The first turn's alone: the second one has none.
+    # Only the first turn has records.
     assert sample.experts is not None
     first = sample.turns[0]
     assert sample.experts.positions.tolist() == list(range(first.start, first.end - 1))
@@ -108,13 +108,13 @@ async def test_each_turn_has_the_state_key_that_came_with_its_observation() -> N
     found = await play(FakeEnvironment(*answers, on_reset=at_reset))
     first, second, third = (turn.state_key for turn in whole_turns(found))
     assert (first, third) == ("start", None)
-    # A long key is shortened to its beginning and a digest, so that equal ones stay equal.
+    # A long key is shortened to its beginning and a digest, so that equal keys stay equal.
     assert second is not None and second.startswith("board ")
     assert len(second) == MAX_ANSWER_CHARS and second == short_answer(long)
 
 
 @pytest.mark.parametrize("key", [b"s", 3, ("a",)])
-def test_a_state_key_that_is_no_text_is_refused_with_a_remedy(key: Any) -> None:
+def test_a_state_key_that_is_not_text_is_refused_with_a_remedy(key: Any) -> None:
     for make in (lambda: replace(HELLO, state_key=key), lambda: StepResult(state_key=key)):
         with pytest.raises(TypeError, match=r"state_key: got an? \w+, expected text.*json\.dumps"):
             make()
@@ -126,7 +126,7 @@ async def test_a_game_without_an_end_stops_at_max_turns_and_keeps_its_rewards() 
     assert (len(trajectory.turns), trajectory.episode_return) == (4, 1.0)
 
 
-async def test_the_environments_own_limit_is_not_an_end_of_the_task() -> None:
+async def test_a_truncation_by_the_environment_ends_the_episode_as_max_turns() -> None:
     trajectory = await play(FakeEnvironment(StepResult(reward=0.5, truncated=True)))
     assert trajectory.outcome is Outcome.MAX_TURNS
     assert trajectory.episode_return == 0.5
@@ -159,7 +159,7 @@ def length_of_the_first_prompt() -> int:
     return renderer().first_prompt(HELLO.messages, ()).shape[0]
 
 
-async def test_a_prompt_that_leaves_no_room_ends_as_truncated_by_context() -> None:
+async def test_a_prompt_that_fills_the_context_ends_the_episode_as_truncated() -> None:
     policy = FakePolicy()
     full = length_of_the_first_prompt()
     trajectory = await play(FakeEnvironment(DONE), policy, max_context_tokens=full)
@@ -167,7 +167,7 @@ async def test_a_prompt_that_leaves_no_room_ends_as_truncated_by_context() -> No
     assert trajectory.turns == () and policy.requests == []
 
 
-async def test_a_later_prompt_that_leaves_no_room_keeps_the_turns_before() -> None:
+async def test_the_turns_before_a_prompt_that_exceeds_the_context_are_kept() -> None:
     long = StepResult(messages=(Message(role=Role.USER, content="lower " * 400),))
     trajectory = await play(FakeEnvironment(long))
     assert trajectory.outcome is Outcome.TRUNCATED_CONTEXT
@@ -183,7 +183,7 @@ async def test_a_later_prompt_that_leaves_no_room_keeps_the_turns_before() -> No
         (False, 0, 0),
     ],
 )
-async def test_a_sample_keeps_what_the_context_holds_of_the_observation_behind_its_end(
+async def test_a_sample_keeps_the_part_of_the_last_observation_that_fits_the_context(
     keeps: bool, num_missing: int, num_kept: int
 ) -> None:
     whole = await play(FakeEnvironment(GO_ON, DONE))
@@ -206,7 +206,7 @@ async def test_a_sample_keeps_what_the_context_holds_of_the_observation_behind_i
     assert (sample.versions[end:] == NO_VERSION).all()
 
 
-async def test_no_other_end_keeps_an_observation() -> None:
+async def test_the_last_observation_is_kept_only_if_the_context_is_full() -> None:
     for environment in (FakeEnvironment(GO_ON), FakeEnvironment(DONE)):
         trajectory = await play(environment, keeps_last_observation=True)
         (sample,) = trajectory.samples
@@ -219,7 +219,7 @@ async def test_no_other_end_keeps_an_observation() -> None:
     assert unplayed.samples == ()
 
 
-async def test_the_room_that_is_left_bounds_the_turn_and_names_its_end() -> None:
+async def test_the_free_context_bounds_a_turn_that_then_ends_as_truncated_context() -> None:
     policy = FakePolicy(reply("4 4", finish_reason=FinishReason.LENGTH))
     tight = length_of_the_first_prompt() + 4
     trajectory = await play(FakeEnvironment(DONE), policy, max_context_tokens=tight)
@@ -228,21 +228,21 @@ async def test_the_room_that_is_left_bounds_the_turn_and_names_its_end() -> None
     assert len(trajectory.turns) == 1
 
 
-async def test_an_episode_that_malformed_calls_ended_says_so() -> None:
+async def test_an_episode_ended_by_malformed_calls_has_their_outcome() -> None:
     end = StepResult(reward=-0.1, terminated=True, is_malformed=True, ended_by_malformed=True)
     trajectory = await play(FakeEnvironment(end))
     assert trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
     assert trajectory.num_malformed_turns == 1 and trajectory.episode_return == -0.1
 
 
-async def test_a_malformed_turn_that_ends_nothing_is_only_flagged() -> None:
+async def test_a_malformed_turn_that_does_not_end_the_episode_is_only_flagged() -> None:
     bad = StepResult(messages=GO_ON.messages, is_malformed=True)
     trajectory = await play(FakeEnvironment(bad, DONE))
     assert trajectory.outcome is Outcome.COMPLETED
     assert [turn.is_malformed for turn in trajectory.turns] == [True, False]
 
 
-async def test_the_episode_deadline_holds_over_many_short_turns() -> None:
+async def test_the_episode_deadline_ends_an_episode_of_many_short_turns() -> None:
     trajectory = await play(
         FakeEnvironment(GO_ON),
         FakePolicy(delay_s=0.01),
@@ -261,7 +261,7 @@ async def test_the_episode_deadline_holds_over_many_short_turns() -> None:
         ("close", Outcome.COMPLETED, 1),
     ],
 )
-async def test_cancelling_the_task_gives_a_trajectory_all_the_same(
+async def test_a_cancelled_episode_still_returns_a_trajectory(
     where: str, outcome: Outcome, num_turns: int
 ) -> None:
     reached = asyncio.Event()
@@ -306,9 +306,9 @@ async def test_the_calculator_is_played_through_its_tool() -> None:
     assert "error: <tool_call> without </tool_call>." in last
 
 
-async def test_calls_are_those_that_the_engine_read_whatever_their_form() -> None:
+async def test_an_action_has_the_calls_that_the_engine_parsed() -> None:
     class Mistral(FakePolicy):
-        """Its calls look like nothing that could be read here."""
+        """A policy whose calls have a form that only its engine parses."""
 
         async def generate(self, request: GenerateRequest) -> GenerateReply:
             assert request.tools == (CALCULATOR,)
@@ -328,7 +328,7 @@ async def test_calls_are_those_that_the_engine_read_whatever_their_form() -> Non
     )
 
 
-async def test_a_reply_stands_in_the_chat_as_it_was_read_and_a_broken_one_as_it_was_said() -> None:
+async def test_the_history_has_the_parsed_reply_or_the_text_of_one_with_a_malformed_call() -> None:
     class Remembering(ChatRenderer):
         def extend(self, *args: Any, history: Sequence[Message], **fields: Any) -> Extension:
             replies.append(history[-1])
@@ -353,13 +353,13 @@ async def test_a_reply_stands_in_the_chat_as_it_was_read_and_a_broken_one_as_it_
     ]
 
 
-async def test_a_reply_is_not_parsed_where_there_are_no_tools() -> None:
+async def test_a_reply_is_not_parsed_without_tools() -> None:
     policy = FakePolicy()
     await play(FakeEnvironment(DONE), policy)
     assert [request.tools for request in policy.requests] == [None]
 
 
-async def test_a_client_that_does_not_parse_is_found_out() -> None:
+async def test_a_reply_that_was_not_parsed_is_an_infrastructure_error() -> None:
     class Careless(FakePolicy):
         async def generate(self, request: GenerateRequest) -> GenerateReply:
             return replace(await super().generate(request), parsed=None)
@@ -369,7 +369,7 @@ async def test_a_client_that_does_not_parse_is_found_out() -> None:
     assert "the reply is not parsed" in trajectory.detail and not trajectory.turns
 
 
-async def test_many_episodes_at_once_do_not_disturb_each_other() -> None:
+async def test_concurrent_episodes_do_not_disturb_each_other() -> None:
     replies: Sequence[GenerateReply] = [reply(f"{n}<|im_end|>") for n in range(1, 8)]
     plays = [
         play_episode(

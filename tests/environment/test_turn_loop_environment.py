@@ -1,4 +1,4 @@
-"""Whatever an environment does, raises or returns: one outcome, and the turns so far."""
+"""Tests that an episode keeps its turns and has one outcome whatever its environment does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)
 
 
 class Deals(FakeEnvironment):
-    """Takes the last card out of the task's own list."""
+    """An environment that removes the last card from the list of the task."""
 
     async def reset(self, task: Task) -> Observation:
         self.card = task.data["deck"].pop()
@@ -104,16 +104,16 @@ def with_schema(**schema: Any) -> Behaviour:
         (with_schema(properties={"x": {"type": 5}}), "the type of x: got 5"),
     ],
 )
-async def test_tools_that_are_none_are_the_environments_error_and_it_is_closed(
+async def test_invalid_tools_are_an_environment_error_and_the_environment_is_closed(
     on_reset: Behaviour, words: str
 ) -> None:
-    # `play` sees that it was closed.
+    # `play` checks that the environment was closed.
     trajectory = await play(FakeEnvironment(DONE, on_reset=on_reset))
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
     assert words in trajectory.detail
 
 
-async def test_results_that_are_none_are_the_environments_error() -> None:
+async def test_invalid_results_are_an_environment_error() -> None:
     async def odd(**fields: Any) -> StepResult:
         return StepResult(**fields)
 
@@ -126,7 +126,7 @@ async def test_results_that_are_none_are_the_environments_error() -> None:
         assert words in trajectory.detail
 
 
-async def test_a_defect_of_the_turn_loop_leaves_no_environment_open() -> None:
+async def test_the_environment_is_closed_after_a_defect_of_the_turn_loop() -> None:
     class Defect(ChatRenderer):
         def decode(self, sampled: TokenIds) -> str:
             raise AssertionError("a defect")
@@ -149,13 +149,13 @@ async def test_a_defect_of_the_turn_loop_leaves_no_environment_open() -> None:
         RecursionError(),
     ],
 )
-async def test_whatever_a_step_raises_is_an_environment_error(error: BaseException) -> None:
+async def test_any_exception_of_a_step_is_an_environment_error(error: BaseException) -> None:
     trajectory = await play(FakeEnvironment(GO_ON, raising(error)))
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
     assert len(trajectory.turns) == 2 and trajectory.turns[1].reward == 0.0
 
 
-async def test_an_error_that_cannot_be_written_is_an_environment_error_too() -> None:
+async def test_an_exception_without_a_printable_text_is_an_environment_error() -> None:
     class Silent(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -168,7 +168,7 @@ async def test_an_error_that_cannot_be_written_is_an_environment_error_too() -> 
 
 
 @pytest.mark.parametrize("is_at_reset", [True, False])
-async def test_half_a_character_is_an_environment_error(is_at_reset: bool) -> None:
+async def test_a_lone_surrogate_in_a_message_is_an_environment_error(is_at_reset: bool) -> None:
     async def answer() -> object:
         kind = Observation if is_at_reset else StepResult
         return kind(messages=(Message(role=Role.USER, content="a\ud800"),))
@@ -179,7 +179,7 @@ async def test_half_a_character_is_an_environment_error(is_at_reset: bool) -> No
     assert "lone surrogate '\\ud800' at character 1" in trajectory.detail
 
 
-async def test_an_environment_that_exits_the_process_does_not() -> None:
+async def test_an_environment_cannot_exit_the_process() -> None:
     async def leave() -> StepResult:
         sys.exit(1)
 
@@ -241,23 +241,23 @@ async def test_an_environment_that_cannot_be_made_is_an_environment_error() -> N
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
 
 
-async def test_a_hanging_reset_is_given_up() -> None:
+async def test_a_hanging_reset_is_abandoned() -> None:
     trajectory = await play(FakeEnvironment(DONE, on_reset=hang), settings=IMPATIENT)
     assert (trajectory.outcome, trajectory.turns) == (Outcome.WALL_TIMEOUT, ())
 
 
-async def test_a_hanging_step_is_given_up_and_its_turn_kept() -> None:
+async def test_a_hanging_step_is_abandoned_and_its_turn_is_kept() -> None:
     trajectory = await play(FakeEnvironment(GO_ON, hang), settings=IMPATIENT)
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.WALL_TIMEOUT, 2)
 
 
 @pytest.mark.parametrize("on_close", [raising(OSError()), hang])
-async def test_what_goes_wrong_in_close_changes_nothing(on_close: Behaviour) -> None:
+async def test_a_failing_close_does_not_change_the_outcome(on_close: Behaviour) -> None:
     trajectory = await play(FakeEnvironment(DONE, on_close=on_close))
     assert trajectory.outcome is Outcome.COMPLETED
 
 
-async def test_an_environment_that_ignores_cancellation_holds_nobody_up() -> None:
+async def test_an_environment_that_ignores_cancellation_is_abandoned() -> None:
     released = asyncio.Event()
 
     async def refuse_to_stop() -> StepResult:
@@ -278,7 +278,7 @@ async def test_an_environment_that_ignores_cancellation_holds_nobody_up() -> Non
 
 
 class Judge:
-    """Has no score at first; asked again, it answers, or fails, as often as it was told."""
+    """An environment without a score at first; scoring again fails num_failures times at first."""
 
     def __init__(self, *, num_failures: int) -> None:
         self.num_failures = num_failures
@@ -294,7 +294,7 @@ class Judge:
         return DONE
 
 
-async def test_a_missing_score_is_asked_for_again_and_the_action_is_not_repeated() -> None:
+async def test_a_missing_score_is_computed_again_without_repeating_the_action() -> None:
     judge = Judge(num_failures=1)
     environment = FakeEnvironment(judge.grade)
     trajectory = await play(environment)
@@ -302,20 +302,20 @@ async def test_a_missing_score_is_asked_for_again_and_the_action_is_not_repeated
     assert (len(environment.actions), judge.num_asked) == (1, 2)
 
 
-async def test_a_score_that_cannot_be_had_is_a_reward_error_and_never_zero() -> None:
+async def test_a_score_that_fails_twice_is_a_reward_error() -> None:
     judge = Judge(num_failures=99)
     trajectory = await play(FakeEnvironment(GO_ON, judge.grade))
     assert trajectory.outcome is Outcome.REWARD_ERROR
     assert (len(trajectory.turns), judge.num_asked) == (2, 2)
 
 
-async def test_a_score_that_cannot_be_asked_for_again_is_a_reward_error() -> None:
+async def test_a_missing_score_without_a_second_attempt_is_a_reward_error() -> None:
     trajectory = await play(FakeEnvironment(raising(RewardError("gone"))))
     assert trajectory.outcome is Outcome.REWARD_ERROR
 
 
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("reward", "shown"),
     [
         (math.nan, "nan"),
         (math.inf, "inf"),
@@ -325,18 +325,20 @@ async def test_a_score_that_cannot_be_asked_for_again_is_a_reward_error() -> Non
         ((1.0,), "a tuple"),
     ],
 )
-async def test_a_reward_that_is_no_number_is_a_reward_error(reward: Any, told: str) -> None:
+async def test_a_reward_that_is_not_a_finite_number_is_a_reward_error(
+    reward: Any, shown: str
+) -> None:
     whole = await play(FakeEnvironment(StepResult(reward=reward, terminated=True)))
     assert whole.outcome is Outcome.REWARD_ERROR
-    assert whole.detail == f"reward: got {told}, expected a finite number"
+    assert whole.detail == f"reward: got {shown}, expected a finite number"
     parts = StepResult(reward=1.0, reward_components={"x": reward}, terminated=True)
     part = await play(FakeEnvironment(parts))
     assert part.outcome is Outcome.REWARD_ERROR
-    assert part.detail == f"reward component x: got {told}, expected a finite number"
+    assert part.detail == f"reward component x: got {shown}, expected a finite number"
 
 
 @pytest.mark.parametrize("name", ["terminated", "truncated", "is_malformed", "ended_by_malformed"])
-def test_a_flag_that_is_none_is_refused(name: str) -> None:
+def test_a_flag_that_is_not_a_boolean_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}: got a str, expected True or False"):
         StepResult(**{name: "no"})
     assert StepResult(terminated=np.bool_(True)).terminated  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whatever the policy answers and the template renders: one outcome, and the turns before."""
+"""Tests that an episode keeps its turns and has one outcome whatever policy or template does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from actors.types import BranchReason, FinishReason, Outcome, VersionSpan
         (PolicyDeadlineExceeded("late"), Outcome.WALL_TIMEOUT),
     ],
 )
-async def test_a_policy_that_fails_keeps_the_turns_before(
+async def test_the_turns_before_a_failure_of_the_policy_are_kept(
     error: Exception, outcome: Outcome
 ) -> None:
     trajectory = await play(FakeEnvironment(GO_ON), FakePolicy(reply(), error))
@@ -50,14 +50,14 @@ async def test_an_aborted_turn_is_an_infrastructure_error() -> None:
     assert len(trajectory.turns) == 1
 
 
-async def test_a_policy_that_ignores_its_deadline_is_given_up() -> None:
+async def test_a_policy_that_ignores_its_deadline_is_abandoned() -> None:
     settings = replace(SETTINGS, turn_deadline_s=0.05)
     trajectory = await play(FakeEnvironment(DONE), FakePolicy(delay_s=3600), settings=settings)
     assert trajectory.outcome is Outcome.WALL_TIMEOUT
     assert trajectory.timings.generate_s > 0
 
 
-async def test_no_sampled_token_is_empty_and_keeps_the_turns_before() -> None:
+async def test_an_empty_reply_ends_the_episode_and_earlier_turns_are_kept() -> None:
     trajectory = await play(FakeEnvironment(GO_ON), FakePolicy(reply(), reply("")))
     assert trajectory.outcome is Outcome.EMPTY
     assert len(trajectory.turns) == 1
@@ -87,7 +87,7 @@ def spans(*bounds: tuple[int, int]) -> tuple[VersionSpan, ...]:
         {"version_spans": spans((0, 0), (0, 2))},
     ],
 )
-async def test_tokens_that_do_not_fit_together_are_misaligned_and_not_kept(
+async def test_a_reply_whose_arrays_do_not_fit_together_is_not_kept(
     changes: dict[str, object],
 ) -> None:
     assert reply().token_ids.shape == (2,)
@@ -102,12 +102,12 @@ def renderer_with(template: str) -> ChatRenderer:
     return ChatRenderer(tokenizer)
 
 
-async def test_a_template_that_refuses_is_an_agent_error() -> None:
+async def test_a_template_that_refuses_the_chat_is_an_agent_error() -> None:
     refuses = renderer_with("{{ raise_exception('never') }}")
     assert (await play(FakeEnvironment(DONE), chat=refuses)).outcome is Outcome.AGENT_ERROR
 
 
-async def test_a_template_that_looks_back_breaks_the_prompt_and_is_counted() -> None:
+async def test_a_template_that_reads_earlier_messages_begins_new_samples() -> None:
     counts_turns = renderer_with(
         "{% for m in messages %}{{ loop.index }} {{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -120,8 +120,8 @@ async def test_a_template_that_looks_back_breaks_the_prompt_and_is_counted() -> 
     assert [[turn.index for turn in sample.turns] for sample in compared] == [[0], [1], [2]]
 
 
-async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample() -> None:
-    # Rendered anew, every prompt is the one before it and more: nothing was broken after all.
+async def test_a_rendered_prompt_that_extends_the_last_one_stays_in_its_sample() -> None:
+    # Each prompt is rendered again, but still begins with the whole prompt before it.
     numbers_questions = renderer_with(
         "{% for m in messages %}{% if m.role != 'assistant' %}{{ loop.index0 // 4 }}{% endif %}"
         "{{ m.content }}<|im_end|>{% endfor %}"
@@ -131,9 +131,9 @@ async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample()
     assert len(trajectory.turns) == 3 and len(trajectory.samples) == 1
 
 
-async def test_history_as_rendered_begins_a_sample_for_each_turn_whose_history_changes() -> None:
+async def test_with_history_as_rendered_each_changed_history_begins_a_sample() -> None:
     tokenizer = chatml_tokenizer()
-    # A reply is shown without its first word, if it has two.
+    # A reply of two words is shown without the first.
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content.split(' ')[-1] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -147,7 +147,7 @@ async def test_history_as_rendered_begins_a_sample_for_each_turn_whose_history_c
     assert [[turn.index for turn in sample.turns] for sample in compared] == [[0, 1], [2]]
 
 
-async def test_an_episode_keeps_each_token_once_and_sends_each_prompt_whole() -> None:
+async def test_an_episode_stores_each_token_once_and_sends_whole_prompts() -> None:
     policy = FakePolicy(reply())
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
     (sample,) = trajectory.samples

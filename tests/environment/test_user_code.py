@@ -1,4 +1,4 @@
-"""Tracebacks of a user's environment: once for each location, never a flood."""
+"""Tests of logging errors of user code: one traceback for each location, up to a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's functions in processes of their own: what one call does costs that call alone."""
+"""Tests of a pool of processes for a user's functions: a bad call does not harm the others."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_call_answers_from_the_main_thread_of_another_process(
+async def test_a_call_runs_in_the_main_thread_of_another_process(
     functions: str, made: Callable[..., Pool]
 ) -> None:
     pool = made(size=2)
@@ -122,7 +122,7 @@ async def test_a_call_answers_from_the_main_thread_of_another_process(
     assert pool.num_workers <= 2 and all(each > 2**20 for each in pool.resident_bytes)
 
 
-async def test_a_thread_that_a_module_starts_is_there_in_a_worker(
+async def test_a_thread_that_a_module_starts_runs_in_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[..., Pool]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,12 +138,12 @@ async def test_a_thread_that_a_module_starts_is_there_in_a_worker(
     assert await made(size=1).call("threads_of_test.py:call", {}, limit_s=LIMIT_S) == 42
 
 
-async def test_what_a_call_raises_comes_back_as_text_and_its_worker_stays(
+async def test_an_exception_of_a_call_is_returned_as_text_and_its_worker_stays(
     functions: str, made: Callable[..., Pool]
 ) -> None:
     pool = made(size=1)
     workers_seen = set()
-    for name, told in (
+    for name, words in (
         ("breaks", "KeyError: 'a key'"),
         ("leaves", "SystemExit: enough"),
         ("no_pickle", "pickle"),
@@ -152,7 +152,7 @@ async def test_what_a_call_raises_comes_back_as_text_and_its_worker_stays(
         with pytest.raises(CallFailed) as raised:
             await pool.call(functions + name, {}, limit_s=LIMIT_S)
         assert isinstance(raised.value.error, RaisedInWorker)
-        assert told in describe(raised.value.error)
+        assert words in describe(raised.value.error)
         workers_seen.add(tuple(await pool.call(functions + "parent_and_self", {}, limit_s=LIMIT_S)))
     with pytest.raises(CallFailed, match="pickle"):
         await pool.call(functions + "double", {"number": lambda: None}, limit_s=LIMIT_S)
@@ -160,7 +160,7 @@ async def test_what_a_call_raises_comes_back_as_text_and_its_worker_stays(
 
 
 @pytest.mark.parametrize("name", ["hangs", "spins"])
-async def test_a_call_at_its_limit_is_ended_and_others_wait_for_another_worker(
+async def test_a_call_at_its_limit_is_ended_and_other_calls_succeed(
     functions: str, made: Callable[..., Pool], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = made(size=2)
@@ -179,7 +179,7 @@ async def test_a_call_at_its_limit_is_ended_and_others_wait_for_another_worker(
 @pytest.mark.parametrize(
     ("name", "how"), [("crashes", "ended by SIGSEGV"), ("exits", "ended itself with status 11")]
 )
-async def test_a_call_that_ends_its_process_fails_alone(
+async def test_only_the_call_that_ends_its_process_fails(
     functions: str, made: Callable[..., Pool], name: str, how: str
 ) -> None:
     pool = made(size=2)
@@ -230,7 +230,7 @@ async def test_memory_is_bounded_for_each_worker(functions: str, made: Callable[
     assert await pool.call(functions + "takes", {"mib": 8}, limit_s=LIMIT_S) == 8 * 2**20
 
 
-async def test_what_a_call_has_started_ends_with_its_worker(
+async def test_processes_that_a_call_started_end_with_its_worker(
     functions: str, made: Callable[..., Pool], tmp_path: Path
 ) -> None:
     pool = made(size=1)
@@ -249,8 +249,8 @@ async def test_instances_of_several_episodes_share_a_worker_and_end_with_it(
     desks = [await each.call(functions + "Desk", {}, limit_s=LIMIT_S, keeps=True) for each in homes]
 
     async def put(number: int, item: str) -> Any:
-        told = {"instance": desks[number], "method": "put", "arguments": {"item": item}}
-        return await homes[number].call("worker:call_method", told, limit_s=LIMIT_S)
+        call = {"instance": desks[number], "method": "put", "arguments": {"item": item}}
+        return await homes[number].call("worker:call_method", call, limit_s=LIMIT_S)
 
     assert [await put(0, "a"), await put(0, "b"), await put(1, "c")] == [1, 2, 1]
     found = await homes[0].call(functions + "number_of", {"desk": desks[0]}, limit_s=LIMIT_S)
@@ -259,9 +259,9 @@ async def test_instances_of_several_episodes_share_a_worker_and_end_with_it(
     await asyncio.sleep(0)
     with pytest.raises(CallFailed, match="KeyError"):
         await put(1, "d")
-    told = {"instance": desks[0], "method": "hang", "arguments": {}}
+    hang = {"instance": desks[0], "method": "hang", "arguments": {}}
     with pytest.raises(CallTimedOut):
-        await homes[0].call("worker:call_method", told, limit_s=0.3, about=functions + "Desk.hang")
+        await homes[0].call("worker:call_method", hang, limit_s=0.3, about=functions + "Desk.hang")
     with pytest.raises(WorkerLost, match=r"Desk\.hang"):
         await put(2, "e")
     homes[0].close()
@@ -269,7 +269,7 @@ async def test_instances_of_several_episodes_share_a_worker_and_end_with_it(
     assert await fresh.call(functions + "double", {"number": 2}, limit_s=LIMIT_S) == 4
 
 
-async def test_coroutines_of_several_episodes_run_beside_each_other_and_are_cancelled(
+async def test_coroutines_of_several_episodes_run_concurrently_and_are_cancelled(
     functions: str, made: Callable[..., Pool]
 ) -> None:
     pool = made(size=1)
@@ -299,7 +299,7 @@ async def test_coroutines_of_several_episodes_run_beside_each_other_and_are_canc
 
 
 @pytest.mark.parametrize("is_loop", [False, True])
-async def test_a_shared_worker_that_dies_is_counted_once_and_one_that_is_killed_as_that(
+async def test_the_end_of_a_shared_worker_is_counted_once_with_its_kind(
     functions: str, made: Callable[..., Pool], is_loop: bool
 ) -> None:
     pool = made(size=1)
@@ -320,7 +320,7 @@ async def test_a_shared_worker_that_dies_is_counted_once_and_one_that_is_killed_
     assert ends == {"cancelled" if is_loop else "killed"}
 
 
-async def test_what_a_pool_counted_is_reported_and_outlives_it(
+async def test_the_counts_of_a_pool_are_reported_after_its_end(
     functions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "_pools", threading.local())
@@ -338,7 +338,7 @@ async def test_what_a_pool_counted_is_reported_and_outlives_it(
     assert workers.report() == ((before,), 0)
 
 
-async def test_a_module_that_ends_or_breaks_its_import_costs_only_its_calls(
+async def test_only_calls_of_a_module_fail_if_importing_it_fails(
     functions: str, made: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ends_of_test.py").write_text("import os\nos._exit(3)\n")
@@ -353,7 +353,7 @@ async def test_a_module_that_ends_or_breaks_its_import_costs_only_its_calls(
         await pool.call("breaks_of_test.py:f", {}, limit_s=LIMIT_S)
 
 
-def test_a_pool_serves_one_event_loop_after_the_other(
+def test_a_pool_serves_several_event_loops_in_turn(
     functions: str, made: Callable[..., Pool]
 ) -> None:
     pool = made(size=2)
@@ -388,7 +388,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_no_process_is_left_of_a_process_that_was_killed(
+async def test_a_killed_process_leaves_no_child_process(
     functions: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     repository = str(Path(__file__).parents[2])
@@ -414,7 +414,7 @@ async def test_no_process_is_left_of_a_process_that_was_killed(
     await until(lambda: all(map(is_gone, below)))
 
 
-async def test_a_worker_is_there_again_soon(functions: str, made: Callable[..., Pool]) -> None:
+async def test_a_lost_worker_is_replaced_quickly(functions: str, made: Callable[..., Pool]) -> None:
     pool = made(size=1)
     double = functions + "double"
     await pool.call(double, {"number": 1}, limit_s=LIMIT_S)

@@ -1,4 +1,4 @@
-"""Ten thousand calls that hang, spin and crash in a pool of four, and nothing is left of them."""
+"""Test that ten thousand calls that hang, spin or crash in a pool of four leave nothing open."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WITHIN_S = 1200.0
 
 
 def left() -> tuple[Counter[str], list[int], set[str]]:
-    """Return what is open here, the processes below this one, and the temporary files."""
+    """Return the kinds of open files of this process, its child processes and temporary files."""
     own = psutil.Process()
     kinds = Counter(
         os.readlink(f"/proc/self/fd/{number}").partition(":")[0]
@@ -78,14 +78,14 @@ async def test_ten_thousand_calls_that_never_answer_leave_nothing(
         await asyncio.gather(*(call(name) for _ in range(count)))
     seconds = time.monotonic() - started
     print(f"{sum(CALLS.values())} calls in {seconds:.0f} s, {dict(ends)}")
-    # On a busy machine a call may be killed before it has crashed.
+    # On a busy machine a call may be killed before it crashes, so the ends of crashes vary.
     assert sum(ends.values()) == sum(CALLS.values())
     assert ends["hangs killed"] == 4000 and ends["spins killed"] == 3000
     assert seconds < WITHIN_S
     assert sum(pool.lost.counts.values()) == sum(CALLS.values())
     await usual_s()
     after = sorted([await usual_s() for _ in range(21)])[10]
-    print(f"a good answer: {usual * 1e3:.2f} ms before, {after * 1e3:.2f} ms after")
+    print(f"a call that works: {usual * 1e3:.2f} ms before, {after * 1e3:.2f} ms after")
     assert after < 5 * usual + 0.01
     pool.close()
     assert left()[:2] == before[:2]
