@@ -1,4 +1,4 @@
-"""One server of scripted dialects for all the tests of a process."""
+"""A server with scripted replies in all dialects, shared by the tests of a process."""
 
 from __future__ import annotations
 

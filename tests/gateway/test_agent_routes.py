@@ -1,4 +1,4 @@
-"""What agents ask over the real routes: stop strings, references, counts, models, unknown paths."""
+"""Tests of the routes that agents call: stop strings, references, counts, models, errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ LOOK_UP = {
     "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
 }
 CALL = '<tool_call>{"name": "look_up", "arguments": {"q": "7"}}</tool_call>'
-# One that shows calls, and thinks as it is told to.
-TOLD = "{%- if enable_thinking is defined and not enable_thinking %}no thoughts\n{% endif %}"
-THINKING = TEMPLATE.removesuffix("{% endif %}") + TOLD + "{% endif %}"
+# A template that shows calls and reads the option enable_thinking.
+NO_THOUGHTS = "{%- if enable_thinking is defined and not enable_thinking %}no thoughts\n{% endif %}"
+THINKING = TEMPLATE.removesuffix("{% endif %}") + NO_THOUGHTS + "{% endif %}"
 
 
 def script(*texts: str, cut: Iterable[int] = ()) -> Policy:
-    """A policy that says these. cut: which of them end at a limit."""
+    """Return a policy that gives these replies.
+
+    cut: numbers of the replies that end at the token limit.
+    """
     cuts = set(cut)
 
     def answer(number: int) -> Any:
@@ -61,7 +64,7 @@ async def asking(
     stop: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
-    """A session whose policy says these texts, and a client that has its agent's key."""
+    """Open a session whose policy gives these replies, and a client with the key of its agent."""
     tokenizer = with_template(chatml_tokenizer(), template)
     gateway = Gateway(
         directory,
@@ -94,7 +97,7 @@ async def finished(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 def sampled(gateway: Gateway, trajectory: Any) -> list[list[str]]:
-    """What was sampled in each sample's turns."""
+    """Return the sampled texts of the turns of each sample."""
     decode = gateway.chat_renderer._tokenizer.decode
     return [
         [
@@ -105,7 +108,7 @@ def sampled(gateway: Gateway, trajectory: Any) -> list[list[str]]:
     ]
 
 
-async def test_a_stop_string_ends_what_is_shown_and_the_ids_are_trained_whole(
+async def test_shown_text_ends_before_a_stop_string_and_all_sampled_ids_are_trained(
     tmp_path: Path,
 ) -> None:
     said = "Thought: 1\nObservation: made up"
@@ -115,14 +118,14 @@ async def test_a_stop_string_ends_what_is_shown_and_the_ids_are_trained_whole(
         first = (await client.post(f"{ROOT}/v1/chat/completions", json=body)).json()["choices"][0]
         assert first["message"]["content"] == "Thought: 1\n"
         assert first["finish_reason"] == "stop"
-        # Another dialect goes on from what was shown, and is told which string it was.
-        told = [USER, first["message"], {"role": "user", "content": "0"}]
-        body = {"model": "m", "max_tokens": 50, "messages": told, "stop_sequences": ["b", "END"]}
+        # A request in another dialect continues the shown text; its answer names the stop string.
+        sent = [USER, first["message"], {"role": "user", "content": "0"}]
+        body = {"model": "m", "max_tokens": 50, "messages": sent, "stop_sequences": ["b", "END"]}
         second = (await client.post(f"{ROOT}/v1/messages", json=body)).json()
         assert second["content"] == [{"type": "text", "text": "two "}]
         assert (second["stop_reason"], second["stop_sequence"]) == ("stop_sequence", "END")
-        told += [{"role": "assistant", "content": second["content"]}, USER]
-        body = {"model": "m", "messages": told, "stop_sequences": ["never"]}
+        sent += [{"role": "assistant", "content": second["content"]}, USER]
+        body = {"model": "m", "messages": sent, "stop_sequences": ["never"]}
         third = (await client.post(f"{ROOT}/v1/messages", json=body)).json()
         assert (third["stop_reason"], third["stop_sequence"]) == ("end_turn", None)
         await finished(client)
@@ -131,7 +134,7 @@ async def test_a_stop_string_ends_what_is_shown_and_the_ids_are_trained_whole(
     assert sampled(gateway, trajectory) == [texts]
 
 
-async def test_a_session_of_a_base_model_is_raw_and_ends_its_turns_at_the_runs_stop_strings(
+async def test_a_session_of_a_base_model_has_raw_prompts_and_the_runs_stop_strings(
     tmp_path: Path,
 ) -> None:
     async with asking(tmp_path, " 7\nQ:", " 5", template=RAW, stop=("\nQ:",)) as (gateway, client):
@@ -153,11 +156,11 @@ async def test_a_session_of_a_base_model_is_raw_and_ends_its_turns_at_the_runs_s
         await finished(client)
         [sample] = (await gateway.trajectory()).samples
     text = chatml_tokenizer().decode(sample.token_ids.tolist())
-    # What was sampled stays, the end of sequence that the fake policy adds too.
+    # All sampled tokens are kept, also the end of sequence that the fake policy adds.
     assert text == "Q: 3+4?\nA: 7\nQ:<|im_end|> 2+3?\nA: 5<|im_end|>"
 
 
-async def test_a_streamed_stop_sequence_is_told_by_the_last_event_and_again_after_a_restart(
+async def test_the_last_event_names_the_stop_sequence_also_after_a_restart(
     tmp_path: Path,
 ) -> None:
     async with asking(tmp_path, "one END two") as (gateway, client):
@@ -180,7 +183,7 @@ async def test_a_streamed_stop_sequence_is_told_by_the_last_event_and_again_afte
         after.store.close()
 
 
-async def test_a_reply_cut_at_a_stop_string_was_not_cut_off_by_its_length(tmp_path: Path) -> None:
+async def test_a_reply_with_a_stop_string_is_not_cut_off_by_its_length(tmp_path: Path) -> None:
     async with asking(tmp_path, "one END tw", cut=[0]) as (gateway, client):
         body = {"model": "m", "messages": [USER], "stop": "END", "max_tokens": 10}
         answer = (await client.post(f"{ROOT}/v1/chat/completions", json=body)).json()
@@ -189,7 +192,7 @@ async def test_a_reply_cut_at_a_stop_string_was_not_cut_off_by_its_length(tmp_pa
         assert sampled(gateway, await gateway.trajectory()) == [["one END tw"]]
 
 
-async def test_calls_after_a_stop_string_are_not_shown_and_those_without_one_are(
+async def test_calls_are_shown_only_if_no_stop_string_precedes_them(
     tmp_path: Path,
 ) -> None:
     async with asking(tmp_path, f"so Calling tools:\n{CALL}", CALL) as (_, client):
@@ -202,7 +205,7 @@ async def test_calls_after_a_stop_string_are_not_shown_and_those_without_one_are
         assert second["finish_reason"] == "tool_calls"
 
 
-async def test_what_is_ignored_is_counted_in_the_sessions_view_and_outlives_the_gateway(
+async def test_ignored_parameters_are_counted_in_the_view_also_after_a_restart(
     tmp_path: Path,
 ) -> None:
     texts = ("zero", "one", "two")
@@ -234,19 +237,19 @@ async def test_what_is_ignored_is_counted_in_the_sessions_view_and_outlives_the_
         after.store.close()
 
 
-async def test_unless_it_is_set_nothing_is_ignored(tmp_path: Path) -> None:
+async def test_unsupported_parameters_are_refused_by_default(tmp_path: Path) -> None:
     async with asking(tmp_path) as (_, client):
         body = {"model": "m", "messages": [USER], "tool_choice": "required"}
         answer = await client.post(f"{ROOT}/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
 
 
-async def test_references_to_items_of_this_session_are_what_was_said(tmp_path: Path) -> None:
+async def test_a_reference_to_an_item_of_the_session_means_that_item(tmp_path: Path) -> None:
     async with asking(tmp_path, "same", "same ", "third") as (gateway, client):
         path = f"{ROOT}/v1/responses"
         body = {"model": "m", "input": [USER]}
         answers = [(await client.post(path, json=body)).json() for _ in range(2)]
-        # Both are one in canonical form: the reference alone tells which is meant.
+        # Both replies have the same canonical form, so only the reference says which is meant.
         item = {"type": "item_reference", "id": answers[0]["output"][0]["id"]}
         body = {"model": "m", "input": [USER, item, USER]}
         assert (await client.post(path, json=body)).status_code == 200
@@ -258,7 +261,7 @@ async def test_references_to_items_of_this_session_are_what_was_said(tmp_path: P
     ]
 
 
-async def test_references_to_calls_and_whole_items_make_the_same_request(tmp_path: Path) -> None:
+async def test_references_and_whole_items_make_the_same_request(tmp_path: Path) -> None:
     async with asking(tmp_path, f"{CALL}", "a", "b", "c") as (gateway, client):
         path = f"{ROOT}/v1/responses"
         body: dict[str, Any] = {
@@ -282,7 +285,7 @@ async def test_references_to_calls_and_whole_items_make_the_same_request(tmp_pat
 @pytest.mark.parametrize(
     "name", ["msg_task-0.1", "msg_other-0.0", "rs_task-0.0", "fc_task-0.0.0", "msg_task-0.x"]
 )
-async def test_a_reference_to_what_nobody_said_is_refused(tmp_path: Path, name: str) -> None:
+async def test_a_reference_to_an_unknown_item_is_refused(tmp_path: Path, name: str) -> None:
     async with asking(tmp_path, "said") as (_, client):
         path = f"{ROOT}/v1/responses"
         await client.post(path, json={"model": "m", "input": [USER]})
@@ -299,10 +302,10 @@ async def test_options_of_the_template_are_a_part_of_the_conversation(tmp_path: 
         options = {"chat_template_kwargs": {"enable_thinking": False}}
         body: dict[str, Any] = {"model": "m", "messages": [USER], **options}
         first = (await client.post(path, json=body)).json()["choices"][0]["message"]
-        told = [USER, first, USER]
-        await client.post(path, json={**body, "messages": told})
-        # Without them it is another conversation.
-        await client.post(path, json={"model": "m", "messages": told})
+        sent = [USER, first, USER]
+        await client.post(path, json={**body, "messages": sent})
+        # A request without the options is another conversation.
+        await client.post(path, json={"model": "m", "messages": sent})
         tokenizer: Any = gateway.chat_renderer._tokenizer
         prompts = [
             tokenizer.decode(request.prompt_token_ids.tolist())
@@ -323,21 +326,21 @@ async def test_options_of_the_template_are_a_part_of_the_conversation(tmp_path: 
 
 async def test_a_count_is_the_length_of_the_prompt_and_stores_nothing(tmp_path: Path) -> None:
     async with asking(tmp_path, "said", "more") as (gateway, client):
-        told: dict[str, Any] = {"model": "m", "messages": [USER]}
-        said = (await client.post(f"{ROOT}/v1/messages", json=told)).json()
-        told["messages"] += [{"role": "assistant", "content": said["content"]}, USER]
-        count = (await client.post(f"{ROOT}/v1/messages/count_tokens", json=told)).json()
+        sent: dict[str, Any] = {"model": "m", "messages": [USER]}
+        said = (await client.post(f"{ROOT}/v1/messages", json=sent)).json()
+        sent["messages"] += [{"role": "assistant", "content": said["content"]}, USER]
+        count = (await client.post(f"{ROOT}/v1/messages/count_tokens", json=sent)).json()
         again = {"input": [USER], "previous_response_id": f"resp_{NAME}.0"}
         counted = (await client.post("/v1/responses/input_tokens", json=again)).json()
         assert counted == {"object": "response.input_tokens", **count}
         assert len(gateway.policy.requests) == 1
-        answer = (await client.post(f"{ROOT}/v1/messages", json=told)).json()
+        answer = (await client.post(f"{ROOT}/v1/messages", json=sent)).json()
         assert count == {"input_tokens": answer["usage"]["input_tokens"]}
         assert (await finished(client))["turns"] == 2
         await gateway.trajectory()
 
 
-async def test_counts_are_refused_as_turns_are(tmp_path: Path) -> None:
+async def test_requests_to_count_are_refused_for_the_same_reasons_as_turns(tmp_path: Path) -> None:
     async with asking(tmp_path) as (_, client):
         path = f"{ROOT}/v1/messages/count_tokens"
         image = {"role": "user", "content": [{"type": "image", "source": {}}]}
@@ -349,11 +352,11 @@ async def test_counts_are_refused_as_turns_are(tmp_path: Path) -> None:
         huge = {"messages": [{"role": "user", "content": "word " * 100_000}]}
         long = await client.post(path, json=huge)
         assert "prompt is too long" in long.json()["error"]["message"]
-        # It was only asked: the session can go on.
+        # Counting changes nothing: the session can still be finished.
         assert (await finished(client))["outcome"] == Outcome.EMPTY
 
 
-async def test_a_model_is_found_by_its_name_and_no_other(tmp_path: Path) -> None:
+async def test_a_model_is_found_only_by_its_name(tmp_path: Path) -> None:
     async with asking(tmp_path) as (_, client):
         for prefix in (ROOT, ""):
             assert (await client.get(f"{prefix}/v1/models/policy")).json()["id"] == "policy"
@@ -365,7 +368,7 @@ async def test_a_model_is_found_by_its_name_and_no_other(tmp_path: Path) -> None
             assert (answer.status_code, answer.json()["type"]) == (404, "error")
 
 
-async def test_an_unknown_path_is_answered_in_the_words_of_its_dialect(tmp_path: Path) -> None:
+async def test_an_unknown_path_is_answered_with_an_error_of_its_dialect(tmp_path: Path) -> None:
     async with asking(tmp_path) as (_, client):
         for prefix in (ROOT, ""):
             for path in ("/v1/embeddings", "/v1/chat/complete", "/v1/responses/resp_1", "/v1/"):
@@ -379,7 +382,7 @@ async def test_an_unknown_path_is_answered_in_the_words_of_its_dialect(tmp_path:
         assert (await client.get("/sessions")).json()["code"] == "not-found"
 
 
-async def test_the_providers_own_clients_use_these_routes(tmp_path: Path) -> None:
+async def test_the_clients_of_the_providers_can_use_the_routes(tmp_path: Path) -> None:
     asked: Any = [{"role": "user", "content": "q"}]
     async with asking(tmp_path, "one END", "said", "more") as (gateway, _):
         transport = httpx2.ASGITransport(app=SessionRun(gateway).app())
@@ -412,7 +415,7 @@ async def test_the_providers_own_clients_use_these_routes(tmp_path: Path) -> Non
 async def test_a_thread_of_anthropics_tool_runner_is_one_conversation(
     tmp_path: Path, unsupported: str
 ) -> None:
-    """Its later requests have only the new messages, without the system text and the tools."""
+    """Check later requests that have only new messages, without the system text and the tools."""
 
     @anthropic.beta_async_tool
     async def look_up(q: str) -> str:
@@ -452,7 +455,7 @@ async def test_a_thread_of_anthropics_tool_runner_is_one_conversation(
 @pytest.mark.parametrize(
     ("given", "is_taken"), [(4, True), (4.0, True), (4.5, False), ("4", False)]
 )
-def test_a_whole_number_may_be_written_with_a_point(given: object, is_taken: bool) -> None:
+def test_a_whole_number_may_be_written_as_a_float(given: object, is_taken: bool) -> None:
     body = {"id": "a", "num_sessions": given}
     if is_taken:
         assert SessionsBody.model_validate(body).num_sessions == 4
@@ -462,7 +465,7 @@ def test_a_whole_number_may_be_written_with_a_point(given: object, is_taken: boo
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
-async def test_a_key_that_an_object_of_a_body_has_twice_is_refused_in_the_dialect(
+async def test_a_body_with_a_duplicate_key_is_refused_with_an_error_of_the_dialect(
     tmp_path: Path, path: str
 ) -> None:
     body = '{"model": "m", "messages": [{"role": "user", "content": "a", "content": "b"}]}'
@@ -482,7 +485,7 @@ async def test_a_key_that_an_object_of_a_body_has_twice_is_refused_in_the_dialec
         )
         assert finish.status_code == 400 and "got the key 'reward' twice" in finish.text
         assert not gateway.policy.requests
-        # Clients of Anthropic's add a parameter to the address.
+        # Anthropic's clients add a query parameter to the URL.
         asked = {"model": "m", "max_tokens": 5, "messages": [USER]}
         count = await client.post(f"{ROOT}/v1/messages/count_tokens?beta=true", json=asked)
         assert count.status_code == 200
@@ -497,7 +500,7 @@ async def test_a_key_that_an_object_of_a_body_has_twice_is_refused_in_the_dialec
         (r"\uD83D\ude00 \\ud800", None),
     ],
 )
-async def test_half_of_a_surrogate_pair_is_named_with_its_place(
+async def test_half_of_a_surrogate_pair_is_refused_with_its_position(
     tmp_path: Path, text: str, half: str | None
 ) -> None:
     body = f'{{"model": "m", "messages": [{{"role": "user", "content": "{text}"}}]}}'

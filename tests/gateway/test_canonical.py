@@ -1,4 +1,4 @@
-"""Two messages are one where a client wrote one anew, and two wherever it said something else."""
+"""Tests of canonical keys: equal for messages that a client only rewrote, else different."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def called(**arguments: object) -> Message:
     return says("", ToolCall(id="a", name="search", arguments=arguments))
 
 
-# Cases 2, 3, 4, 14 and 15 of sessions: one message each, however a client writes it.
+# Forms in which clients send the same message.
 SAME = {
     "reasoning": [says("4"), says("4", reasoning="hm"), says("4", reasoning=" hm\n")],
     "empty thoughts": [says("4"), says("4", reasoning=""), says("<think>\n\n</think>\n\n4")],
@@ -74,21 +74,23 @@ OTHER = {
         says("", call("a", "2"), call("b", "1")),
     ],
     "header of a user": [user("x-anthropic-billing-header: 1"), user("")],
-    "who asks": [Message(role=Role.USER, content="4", name=name) for name in (None, "a", "b")],
+    "name of the speaker": [
+        Message(role=Role.USER, content="4", name=name) for name in (None, "a", "b")
+    ],
 }
 
 
 @pytest.mark.parametrize("messages", SAME.values(), ids=SAME)
-def test_what_a_client_writes_anew_is_the_same(messages: list[Message]) -> None:
+def test_rewritten_forms_of_a_message_have_the_same_key(messages: list[Message]) -> None:
     assert len({key(message) for message in messages}) == 1
 
 
 @pytest.mark.parametrize("messages", OTHER.values(), ids=OTHER)
-def test_what_a_client_says_otherwise_is_another_message(messages: list[Message]) -> None:
+def test_different_messages_have_different_keys(messages: list[Message]) -> None:
     assert len({key(message) for message in messages}) == len(messages)
 
 
-def test_ids_of_calls_stand_for_their_places_case_5() -> None:
+def test_renaming_the_ids_of_calls_does_not_change_the_key() -> None:
     def chat(first: str, second: str, *order: str) -> bytes:
         calls = (call(first, "1"), call(second, "2"))
         return key(user("hi"), says("", *calls), *(result(each, "r" + each) for each in order))
@@ -102,13 +104,13 @@ def test_ids_of_calls_stand_for_their_places_case_5() -> None:
 
     assert of_results("a", "b") == of_results("b", "a") == of_results("toolu_1", "toolu-1")
     assert of_results("a", "b") != of_results("a", "b", swapped=True)
-    # A result of no call stays as it is, and the tool's name is no part of one.
+    # The id of a result without a call counts, and the name of the tool does not.
     assert chat("a", "b", "x") != chat("a", "b", "y")
     named = Message(role=Role.TOOL, content="4", name="calculator", tool_call_id="a")
     assert key(says("", call("a")), named) == key(says("", call("b")), result("b", "4"))
 
 
-def test_an_id_that_comes_back_names_the_newest_call() -> None:
+def test_a_repeated_id_refers_to_the_newest_call() -> None:
     chat = [says("", call("call_0")), result("call_0", "1"), says("", call("call_0"))]
     links = links_of([*chat, result("call_0", "2"), result("call_1", "3")])
     assert [link.answers for link in links] == [None, 0, None, 1, None]
@@ -132,7 +134,7 @@ def test_reading_a_conversation_in_two_parts_gives_the_links_of_the_whole(
     assert len({link.key for link in whole}) == len(whole)
 
 
-def test_tools_are_the_same_in_any_order_case_15() -> None:
+def test_tools_have_the_same_key_in_any_order() -> None:
     parameters = {"required": [], "type": "object"}
     rekeyed = replace(WEATHER, parameters={"type": "object", "required": []})
     keys = [
@@ -146,7 +148,7 @@ def test_tools_are_the_same_in_any_order_case_15() -> None:
     assert len({tools_key(tools) for tools in others}) == len(others)
 
 
-def test_a_request_that_is_sent_again_has_its_digest_and_no_other_has() -> None:
+def test_only_a_repeated_request_has_the_same_digest() -> None:
     def digest(*, tools: tuple[ToolSchema, ...] = (), **fields: object) -> str:
         messages = fields.pop("messages", (user("hi"), says("4"), user("no")))
         request = ChatRequest(messages=messages, tools=tools, **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The example of an agent outside: the same tasks, tools and reward as the environment's."""
+"""Tests of the example of an external agent: tasks, tools and reward of the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("code_search_agent", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Where its data classes look their types up.
+    # The data classes of the module look up their types in sys.modules.
     monkeypatch.setitem(sys.modules, "code_search_agent", module)
     spec.loader.exec_module(module)
     yield module
@@ -52,7 +52,7 @@ def calls(*named: tuple[str, object]) -> ChatReply:
     )
 
 
-async def test_an_agent_outside_plays_by_the_same_rules(
+async def test_an_external_agent_plays_by_the_rules_of_the_environment(
     tmp_path: Path, example: ModuleType, dialect_server: DialectServer
 ) -> None:
     write_repository(tmp_path / "shop")
@@ -68,8 +68,8 @@ async def test_an_agent_outside_plays_by_the_same_rules(
         asked = dialect_server.bodies[-1]
         names = [tool["function"]["name"] for tool in asked["tools"]]
         assert names == ["list_files", "grep", "read_file", "answer"]
-        told = [message["content"] for message in asked["messages"] if message["role"] == "tool"]
-        assert "shop/cart.py:4" in told[0] and told[1].startswith("error: Paths are relative")
+        results = [message["content"] for message in asked["messages"] if message["role"] == "tool"]
+        assert "shop/cart.py:4" in results[0] and results[1].startswith("error: Paths are relative")
         for bad in (("rm", {}), ("answer", {"files": "x"}), ("answer", {"files": [1]})):
             dialect_server.begin(calls(bad))
             played = await example.play(env, task, tools)

@@ -1,4 +1,4 @@
-"""Bodies become requests, or are refused: the same tests of all dialects, and each one's own."""
+"""Tests of reading request bodies, for all dialects together and for each separately."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from service.gateway.dialects.openai_responses import OPENAI_RESPONSES
 
 IMAGE, INPUT_IMAGE = MessagesSdk.image, ResponsesSdk.image
 Body = dict[str, Any]
-# The path of what is refused, and the parameters of a body that otherwise is in order.
+# The path that a refusal names, and the parameters that make a valid body invalid.
 Case = tuple[str, Body]
 SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}}
 NAMED = {"name": "look_up", "description": "Reads a page."}
 LOOK_UP = ToolSchema(name="look_up", description="Reads a page.", parameters=SCHEMA)
-# A function, a call of it and a text, as each provider writes them.
+# A function and a call of it in the form of each provider.
 FUNCTION = {"type": "function", "function": {**NAMED, "parameters": SCHEMA, "strict": True}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"a": 1}'}}
 TOOL = {**NAMED, "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
@@ -75,7 +75,7 @@ def user(content: object, **rest: Any) -> Body:
 
 
 def spoken(*contents: object, **rest: Any) -> Body:
-    """The turns of the assistant, for the dialects that have messages."""
+    """Return the parameter messages with turns of the assistant that have these contents."""
     return {"messages": [{"role": "assistant", "content": each, **rest} for each in contents]}
 
 
@@ -111,7 +111,7 @@ for _ in range(70):
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """How one provider writes what all providers have, and what it alone has."""
+    """The form of requests of one provider, and the parameters that only it has."""
 
     dialect: Dialect
     turns: str
@@ -126,16 +126,16 @@ class Words:
     foreign_role: str
     """A role that only another dialect has."""
     none: object
-    """The choice to call no tool."""
+    """The value of tool_choice that forbids calls."""
     forced: tuple[object, ...]
-    """Choices that force a call."""
+    """Values of tool_choice that force a call."""
     form: Case
-    """A form that the answer should have."""
+    """A parameter that requires a form of the answer, such as JSON."""
     harmless: Body
-    """Parameters that ask for nothing."""
+    """Parameters without an effect, which are accepted."""
     conversation: Body
     messages: tuple[Message, ...]
-    """The conversation, as the request has it."""
+    """The messages that reading `conversation` gives."""
     unsupported: tuple[Case, ...]
     invalid: tuple[Case, ...]
 
@@ -336,7 +336,7 @@ every_dialect = pytest.mark.parametrize(
 
 
 def unsupported(words: Words) -> list[Case]:
-    """Return what no dialect supports, and what this one does not."""
+    """Return the parameters that no dialect supports and those that this one does not."""
     image = SDKS[words.dialect.name].image
     return [
         ("beam_width", {"beam_width": 4}),
@@ -392,8 +392,8 @@ def test_a_conversation_becomes_messages_in_their_order(words: Words) -> None:
 
 
 @every_dialect
-def test_what_asks_for_nothing_is_taken(words: Words) -> None:
-    """The run decides the sampling; billing, storage and caching have nothing to act on."""
+def test_parameters_without_an_effect_are_accepted(words: Words) -> None:
+    """Check parameters of sampling, which the run decides, and of billing, storage and caching."""
     body = words.body({"tools": [words.tool], words.limit: 7, **words.harmless})
     request, style = words.dialect.read(body, {"Anthropic-Version": "2023-06-01"})
     assert (request.tools, len(request.messages), style.streams) == ((LOOK_UP,), 1, False)
@@ -404,14 +404,14 @@ def test_what_asks_for_nothing_is_taken(words: Words) -> None:
 
 
 @every_dialect
-def test_what_a_session_cannot_keep_to_is_refused_by_its_name(words: Words) -> None:
+def test_unsupported_parameters_are_refused_by_name(words: Words) -> None:
     for param, changed in unsupported(words):
         found = words.refusal(words.body(changed))
         assert found == (RefusalCode.UNSUPPORTED_PARAMETER, param), changed
 
 
 @every_dialect
-def test_what_does_not_fit_is_refused_with_its_place(words: Words) -> None:
+def test_invalid_values_are_refused_with_their_path(words: Words) -> None:
     for param, changed in invalid(words):
         found = words.refusal(words.body(changed))
         assert found == (RefusalCode.INVALID_REQUEST, param), changed
@@ -424,7 +424,7 @@ def test_what_does_not_fit_is_refused_with_its_place(words: Words) -> None:
 
 
 @every_dialect
-def test_a_limit_that_is_no_whole_number_from_1_is_named(words: Words) -> None:
+def test_a_limit_that_is_not_a_positive_whole_number_is_refused(words: Words) -> None:
     for value, got in ((0, "0"), (-2, "-2"), (1.5, "1.5"), (True, "true or false"), ("9", "text")):
         with pytest.raises(Refused) as caught:
             words.read({words.limit: value})
@@ -433,7 +433,7 @@ def test_a_limit_that_is_no_whole_number_from_1_is_named(words: Words) -> None:
 
 
 @every_dialect
-def test_headers_name_retries_keys_and_calls_that_are_no_part_of_the_task(words: Words) -> None:
+def test_headers_mark_retries_idempotency_keys_and_auxiliary_calls(words: Words) -> None:
     def read(model: str = "m", **headers: str) -> tuple[bool, str, bool]:
         request = words.read({"model": model}, **headers)
         return request.is_retry, request.idempotency_key, request.is_auxiliary
@@ -450,13 +450,13 @@ def test_headers_name_retries_keys_and_calls_that_are_no_part_of_the_task(words:
         assert caught.value.param == "Idempotency-Key"
 
 
-def test_a_function_of_a_chat_may_be_named_alone() -> None:
+def test_a_function_of_a_chat_may_have_only_a_name() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     bare = CHAT.read({"tools": tools, "tool_choice": None})
     assert bare.tools[0].parameters == {"type": "object", "properties": {}}
 
 
-def test_arguments_of_a_chat_are_json_or_what_python_prints_for_it() -> None:
+def test_arguments_of_a_chat_are_json_or_a_printed_python_dictionary() -> None:
     vectors: list[tuple[object, Body]] = [
         ("{'a': False, 'b': None, 'c': \"it's\"}", {"a": False, "b": None, "c": "it's"}),
         ("{'True': 'None', 'x': [1, True]}", {"True": "None", "x": [1, True]}),
@@ -482,7 +482,9 @@ def test_arguments_of_a_chat_are_json_or_what_python_prints_for_it() -> None:
         ("Error: no such page",) * 2,
     ],
 )
-def test_a_result_of_messages_that_is_an_error_says_so_once(said: str, shown: str) -> None:
+def test_a_result_of_messages_that_is_an_error_begins_with_error_once(
+    said: str, shown: str
+) -> None:
     for is_error, expected in ((True, shown), (False, said)):
         request = MESSAGES.read({"messages": [user([result("c", said, is_error=is_error)])]})
         assert request.messages[0].content == expected
@@ -498,7 +500,7 @@ def test_a_response_can_be_continued_by_its_id() -> None:
 
 
 def test_every_parameter_of_the_providers_sdks_is_in_the_dialects_table() -> None:
-    """A parameter that no table has would be ignored by `sessions.unsupported: ignore`."""
+    """Check the tables; `sessions.unsupported: ignore` would ignore a parameter in none of them."""
     for dialect, *kinds in (
         (OPENAI_CHAT, CompletionCreateParamsBase),
         (ANTHROPIC_MESSAGES, MessageCreateParamsBase, BetaMessageCreateParamsBase),
@@ -508,7 +510,7 @@ def test_every_parameter_of_the_providers_sdks_is_in_the_dialects_table() -> Non
         assert names <= set(dialect.parameters)
 
 
-def test_functions_of_a_namespace_are_known_by_both_names_and_called_by_each() -> None:
+def test_functions_of_a_namespace_are_listed_and_called_by_their_full_names() -> None:
     group = {
         "type": "namespace", "name": "pages", "description": "Of pages.",
         "tools": [FLAT, {**FLAT, "name": "count"}],
@@ -526,7 +528,7 @@ def test_functions_of_a_namespace_are_known_by_both_names_and_called_by_each() -
     assert [tool["name"] for tool in shown["tools"][1]["tools"]] == ["look_up", "count"]
 
 
-def test_a_namespace_that_cannot_be_kept_to_is_refused() -> None:
+def test_an_invalid_namespace_is_refused() -> None:
     group = {"type": "namespace", "name": "a", "tools": [FLAT, FLAT]}
     cases: dict[str, Body] = {
         "tools[0].name": {**group, "name": None},

@@ -1,4 +1,4 @@
-"""Replies become what the providers' SDKs know: the same tests of all, and what one alone has."""
+"""Tests of replies as the SDKs of the providers read them, for all dialects and for each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def of_only(made: type[Sdk]) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_the_sdk_makes_of_a_stream_what_the_whole_answer_is(
+def test_the_sdk_reads_the_same_answer_from_a_stream_and_whole(
     name: str, sdk: Sdk, dialect_server: DialectServer
 ) -> None:
-    """Case 27. What was answered can be sent back."""
+    """Check also that an answer can be sent back in the next request."""
     reply = REPLIES[name]
     dialect_server.begin(reply)
     whole = sdk.whole()
@@ -78,10 +78,9 @@ def test_the_sdk_waits_as_the_refusal_says_and_marks_its_retry(
     assert [request.is_retry for request in dialect_server.requests] == [False, True]
 
 
-def test_an_error_after_the_heartbeats_reaches_the_sdk_in_the_words_that_clients_know(
+def test_an_error_after_heartbeats_reaches_the_sdk_in_a_known_form(
     sdk: Sdk, dialect_server: DialectServer
 ) -> None:
-    """Case 37."""
     dialect_server.begin(Late(refused=refusal(RefusalCode.CONTEXT_LENGTH_EXCEEDED)))
     with pytest.raises(sdk.error) as caught:
         sdk.streamed()
@@ -114,7 +113,7 @@ def test_the_sdk_finds_the_model(sdk: Sdk) -> None:
 
 
 @of_only(ChatSdk)
-def test_a_chat_completion_has_calls_and_counts_as_openai_writes_them(
+def test_a_chat_completion_has_calls_and_usage_in_the_form_of_openai(
     sdk: ChatSdk, dialect_server: DialectServer
 ) -> None:
     dialect_server.begin(REPLIES["all"])
@@ -136,10 +135,9 @@ def test_a_chat_completion_has_calls_and_counts_as_openai_writes_them(
 
 
 @of_only(ChatSdk)
-def test_usage_ends_a_chat_stream_only_if_it_is_asked_for(
+def test_a_chat_stream_ends_with_usage_only_on_request(
     sdk: ChatSdk, dialect_server: DialectServer
 ) -> None:
-    """Case 37."""
     dialect_server.begin(chat_reply("Good"))
     asked: dict[str, Any] = {"model": "m", "messages": [USER], "stream": True}
     plain = sdk.client.chat.completions.create(**asked)
@@ -152,7 +150,7 @@ def test_usage_ends_a_chat_stream_only_if_it_is_asked_for(
 
 @of_only(ResponsesSdk)
 @pytest.mark.parametrize("name", REPLIES)
-def test_each_item_of_a_response_is_sent_whole_once_more_and_is_what_its_pieces_make(
+def test_each_item_of_a_streamed_response_is_also_sent_whole(
     name: str, sdk: ResponsesSdk, dialect_server: DialectServer
 ) -> None:
     reply = REPLIES[name]

@@ -1,4 +1,4 @@
-"""What holds for all dialects: one request in three words, and no body that breaks a reader."""
+"""Tests that all dialects read the same request, and that any body is read or refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUNCTION = {
     "parameters": {"type": "object", "properties": {"title": {"type": "string"}}},
 }
 ARGUMENTS = '{"title": "Ærø"}'
-# A system message, a turn of thinking, text and a call, its answer, a text, and a question.
+# A system message, a reply with thought, text and call, its result, a text, and a question.
 CHAT: dict[str, Any] = {
     "model": "m", "max_tokens": 9, "stream": True, "tool_choice": "auto",
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -87,9 +87,9 @@ BODIES = [(OPENAI_CHAT, CHAT), (ANTHROPIC_MESSAGES, MESSAGES), (OPENAI_RESPONSES
 
 
 def test_the_same_conversation_is_the_same_request_in_every_dialect() -> None:
-    """Case 39; a session that speaks all of them is in tests/scenarios."""
+    """Check one conversation in each dialect; tests/scenarios has a session that mixes them."""
     requests = [dialect.read(body, {})[0] for dialect, body in BODIES]
-    # Responses alone says which message later instructions replace.
+    # Only the dialect Responses says which message later instructions replace.
     assert [each.instructions for each in requests] == [None, None, requests[2].messages[0].content]
     assert requests[0] == requests[1] == replace(requests[2], instructions=None)
     assert [message.role for message in requests[0].messages] == [
@@ -109,7 +109,7 @@ def test_every_dialect_shows_the_same_calls_and_ids_of_a_reply() -> None:
 
 
 def test_no_piece_of_a_stream_splits_a_character_or_a_line() -> None:
-    """Case 28. Some clients end a line at U+0085 and U+2028 too, and decode each event alone."""
+    """Check streams for clients that decode events separately or end lines at U+0085 and U+2028."""
     style, content = AnswerStyle(model="m", streams=True), REPLIES["characters"].message.content
     for dialect in DIALECTS:
         sent = list(dialect.events(REPLIES["characters"], style))
@@ -124,7 +124,7 @@ def test_no_piece_of_a_stream_splits_a_character_or_a_line() -> None:
 
 
 def deltas(data: dict[str, Any]) -> list[str]:
-    """The text that an event of any dialect adds."""
+    """Return the text that an event of any dialect adds."""
     if data.get("type") == "response.output_text.delta":
         return [data["delta"]]
     if data.get("type") == "content_block_delta":
@@ -153,7 +153,7 @@ TREES = st.recursive(
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Each container of a tree with a key or an index of it."""
+    """Return each container of a tree with each of its keys or indices."""
     found: list[tuple[Any, Any]] = []
     waiting = [tree]
     while waiting:
@@ -172,7 +172,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 def test_any_body_is_a_request_or_is_refused(
     dialect: Dialect, body: dict[str, Any], data: st.DataObject
 ) -> None:
-    """A valid body with a few parts that are changed, missing, moved or added."""
+    """Check valid bodies of which a few parts are changed, removed, moved or added."""
     body = copy.deepcopy(body)
     for _ in range(data.draw(st.integers(1, 3))):
         there = places(body)
@@ -204,14 +204,14 @@ def test_any_body_is_a_request_or_is_refused(
 
 @settings(max_examples=50)
 @given(body=TREES)
-def test_any_json_at_all_is_refused(body: object) -> None:
+def test_any_json_that_is_not_a_request_is_refused(body: object) -> None:
     for dialect in DIALECTS:
         with pytest.raises(Refused):
             dialect.read(body, {})
 
 
-def test_the_tables_say_what_a_dialect_does() -> None:
-    """Values that a table says are harmless or without effect are taken, all others are not."""
+def test_a_dialect_accepts_and_refuses_parameters_as_its_table_says() -> None:
+    """Check that only values are accepted that the tables call harmless or without effect."""
     for dialect, body in BODIES:
         assert set(body) <= {
             name for name, each in dialect.parameters.items() if each.effect == "read"
@@ -231,7 +231,7 @@ def test_the_tables_say_what_a_dialect_does() -> None:
                 assert parameter.harmless == ()
 
 
-def test_what_may_be_ignored_is_noted_by_its_name_and_the_rest_is_refused_all_the_same() -> None:
+def test_ignorable_parameters_are_noted_by_name_and_others_are_refused() -> None:
     for dialect, body in BODIES:
         plain, _ = dialect.read(body, {})
         assert plain.ignored == ()
@@ -250,7 +250,7 @@ def test_what_may_be_ignored_is_noted_by_its_name_and_the_rest_is_refused_all_th
                 assert dialect.read({**body, name: harmless}, {}, ignores=True)[0] == plain
 
 
-def test_forms_and_forced_calls_are_ignored_in_each_dialects_words() -> None:
+def test_forms_and_forced_calls_can_be_ignored_in_each_dialect() -> None:
     schema = {"type": "json_schema", "name": "o", "schema": {"type": "object"}}
     asked: list[tuple[Dialect, dict[str, Any], set[str]]] = [
         (OPENAI_CHAT, {**CHAT, "tool_choice": "required", "response_format": schema},
@@ -272,7 +272,7 @@ def test_forms_and_forced_calls_are_ignored_in_each_dialects_words() -> None:
         assert replace(request, ignored=(), instructions=None) == plain
 
 
-def test_a_request_cannot_fill_the_list_of_what_is_ignored() -> None:
+def test_the_number_of_ignored_parameters_of_a_request_is_bounded() -> None:
     unknown = {f"x{number}": 1 for number in range(MAX_IGNORED)}
     request, _ = OPENAI_CHAT.read({**CHAT, **unknown}, {}, ignores=True)
     assert request.ignored == tuple(unknown)
@@ -280,7 +280,7 @@ def test_a_request_cannot_fill_the_list_of_what_is_ignored() -> None:
         OPENAI_CHAT.read({**CHAT, **unknown, "one": 1}, {}, ignores=True)
 
 
-def test_what_would_change_the_answers_form_or_its_content_is_never_ignored() -> None:
+def test_parameters_that_change_the_form_or_content_of_an_answer_are_never_ignored() -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     for param, changed in (
         ("n", {"n": 2}),
@@ -300,7 +300,7 @@ def test_what_would_change_the_answers_form_or_its_content_is_never_ignored() ->
         assert caught.value.param == param
 
 
-def test_only_what_may_pass_asks_to_be_sent_again() -> None:
+def test_only_refusals_for_a_temporary_reason_ask_for_a_retry() -> None:
     for code in RefusalCode:
         headers = error_headers(Refused(code, "", retry_after_s=5))
         if code.status in (429, 503):
@@ -411,7 +411,7 @@ def asking(content: list[Any]) -> dict[str, Any]:
         (OPENAI_RESPONSES, {**RESPONSES, "include": "x"}, "include: got text, expected a list"),
     ],
 )
-def test_what_would_be_missing_in_the_prompt_or_the_answer_is_refused(
+def test_content_that_the_prompt_or_answer_would_lack_is_refused(
     dialect: Dialect, body: dict[str, Any], words: str
 ) -> None:
     for ignores in (False, True):
@@ -429,7 +429,7 @@ def test_a_tool_without_arguments_needs_no_schema() -> None:
     assert request.tools[0].parameters == {"type": "object", "properties": {}}
 
 
-def test_a_mark_of_an_auxiliary_call_is_1_and_nothing_else() -> None:
+def test_only_the_value_1_marks_an_auxiliary_call() -> None:
     for value, is_auxiliary in (("1", True), ("0", False)):
         request, _ = OPENAI_CHAT.read(CHAT, {"X-Rayloom-Auxiliary": value})
         assert request.is_auxiliary == is_auxiliary
@@ -438,7 +438,7 @@ def test_a_mark_of_an_auxiliary_call_is_1_and_nothing_else() -> None:
             OPENAI_CHAT.read(CHAT, {"X-Rayloom-Auxiliary": value})
 
 
-def test_what_is_no_text_for_the_policy_may_stand_beside_a_text_or_a_tool() -> None:
+def test_fields_that_are_not_for_the_policy_are_accepted_in_texts_and_tools() -> None:
     part = {
         "type": "text", "text": "a", "citations": [{"cited_text": "b"}], "annotations": [],
         "cache_control": {"type": "ephemeral"}, "id": "p", "index": 3, "title": " ", "context": {},

@@ -1,4 +1,4 @@
-"""The gateway as a replica of the API calls it: what is told of a client that has gone."""
+"""Tests of the client of the gateway in the API, if the gateway dies during a request."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Method:
 
 @dataclass
 class Run:
-    """A run whose gateway dies of a request, and is replaced when it is told to."""
+    """A run whose gateway dies during a request and is replaced once `is_replaced` is set."""
 
     is_replaced: asyncio.Event = field(default_factory=asyncio.Event)
     has_died: asyncio.Event = field(default_factory=asyncio.Event)
-    told: asyncio.Queue[tuple[Any, ...]] = field(default_factory=asyncio.Queue)
+    abandoned: asyncio.Queue[tuple[Any, ...]] = field(default_factory=asyncio.Queue)
 
     async def gateway(self) -> Any:
         if self.has_died.is_set() and not self.is_replaced.is_set():
@@ -48,7 +48,7 @@ class Run:
             self.has_died.set()
             raise ActorDiedError
         assert method == "abandon"
-        self.told.put_nowait(arguments)
+        self.abandoned.put_nowait(arguments)
 
 
 def call(deadline_s: float) -> ChatCall:
@@ -59,8 +59,8 @@ def call(deadline_s: float) -> ChatCall:
 
 
 @pytest.mark.parametrize("goes", [True, False])
-async def test_who_is_not_answered_is_gone_for_the_next_gateway_too(goes: bool) -> None:
-    """Case 19: the gateway that died may have stored the turn as one that was shown."""
+async def test_the_next_gateway_learns_that_a_request_was_abandoned(goes: bool) -> None:
+    """Check it, because the gateway that died may have stored the turn as shown."""
     run = Run()
     client = GatewayClient(run.gateway)
     asking = asyncio.create_task(client.sessions.chat(call(60.0 if goes else 0.6)))
@@ -71,6 +71,6 @@ async def test_who_is_not_answered_is_gone_for_the_next_gateway_too(goes: bool) 
         await within(5.0, asking)
     if isinstance(ended.value, Refused):
         assert ended.value.code is RefusalCode.NOT_AVAILABLE
-    assert run.told.empty()
+    assert run.abandoned.empty()
     run.is_replaced.set()
-    assert await within(5.0, run.told.get()) == (NAME, "first")
+    assert await within(5.0, run.abandoned.get()) == (NAME, "first")

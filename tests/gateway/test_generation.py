@@ -1,4 +1,4 @@
-"""Token ids in, token ids out."""
+"""Tests of the route that samples token ids after a prompt of token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def world(tmp_path: Path) -> AsyncIterator[UploadWorld]:
     yield await UploadWorld(tmp_path).begin()
 
 
-async def test_ids_go_in_and_ids_come_out_in_either_format(world: UploadWorld) -> None:
+async def test_a_prompt_of_ids_is_answered_with_ids_in_either_format(world: UploadWorld) -> None:
     answer = await world.post({"token_ids": [1, 2, 3], "max_tokens": 7}, url=GENERATE)
     (sent,) = world.policy.requests
     assert sent.prompt_token_ids.tolist() == [1, 2, 3] and sent.tools is None
@@ -51,7 +51,7 @@ async def test_ids_go_in_and_ids_come_out_in_either_format(world: UploadWorld) -
     assert (await world.post(in_json(body), url=GENERATE)).status_code == 200
 
 
-async def test_limits_are_checked_before_anything_is_asked(world: UploadWorld) -> None:
+async def test_limits_are_checked_before_the_engine_gets_a_request(world: UploadWorld) -> None:
     for body, code, name in (
         ({"token_ids": []}, "context-length-exceeded", "token_ids"),
         ({"token_ids": [1] * 400}, "context-length-exceeded", "token_ids"),
@@ -71,7 +71,7 @@ async def test_limits_are_checked_before_anything_is_asked(world: UploadWorld) -
     assert world.policy.requests[0].max_tokens == 1
 
 
-async def test_where_no_engine_answers_a_client_is_told_to_come_again(world: UploadWorld) -> None:
+async def test_without_a_usable_reply_of_an_engine_the_answer_is_503(world: UploadWorld) -> None:
     async def gone() -> None:
         raise PolicyUnavailable("the weights are being loaded")
 
@@ -92,7 +92,7 @@ async def test_where_no_engine_answers_a_client_is_told_to_come_again(world: Upl
     assert [request.deadline_s for request in world.policy.requests] == [5, 5, 5]
 
 
-def test_a_tenants_prefixes_are_its_own_whatever_salt_a_client_gives() -> None:
+def test_tenants_never_share_a_cache_salt() -> None:
     plain = GenerateRequest(
         prompt_token_ids=np.array([1], np.int32), max_tokens=1, temperature=1.0, deadline_s=1.0
     )

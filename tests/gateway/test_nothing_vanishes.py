@@ -1,4 +1,4 @@
-"""Each text of a chat is in the prompt, or the request is refused; a new rendering is counted."""
+"""Tests that each text of a chat is in the prompt, or that the request is refused."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ CALL = ToolCall(id="call00001", name="calculator", arguments={"expression": "sum
 
 
 class Chat:
-    """A session over one template, whose policy writes calls as all of these templates do."""
+    """A session with one chat template, whose policy writes calls in the form of the templates."""
 
     def __init__(self, trait: str, *, merges: bool = True) -> None:
         self.tree, self.merges = SessionTree("s-0"), merges
         self.renderer, self.tokenizer = renderer(trait), tokenizer(trait)
 
     def ask(self, messages: Sequence[Message], answer: Message) -> tuple[Prompt, str]:
-        """Play a turn; returns its prompt and the text of it."""
+        """Play a turn and return its prompt and the text of the prompt."""
         place = self.tree.find(ChatRequest(messages=tuple(messages), tools=(CALCULATOR,)))
         prompt = next_prompt(place, self.renderer, merges_system=self.merges)
         calls = [
@@ -94,7 +94,7 @@ class Chat:
 
 
 def second(trait: str, reply: Message, *new: Message, merges: bool = True) -> tuple[Prompt, str]:
-    """The prompt of a turn that follows a reply."""
+    """Return the prompt of the turn after a reply, and its text."""
     chat = Chat(trait, merges=merges)
     begun = [system("Be terse."), user("Hi")]
     chat.ask(begun, reply)
@@ -114,7 +114,7 @@ def second(trait: str, reply: Message, *new: Message, merges: bool = True) -> tu
         ("wants system first and once", BreakReason.SYSTEM_MERGED),
     ],
 )
-# The last is said twice, and a part of another.
+# "Be terse." occurs twice, and "e" is a part of other texts.
 @pytest.mark.parametrize("text", ["Only blue.", "Be terse.", "e"])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_system_message_in_mid_conversation_is_in_the_prompt(
@@ -137,7 +137,7 @@ def test_a_system_message_in_mid_conversation_is_in_the_prompt(
     "trait",
     ["shows the first system text", "shows the last system text", "wants system first and once"],
 )
-def test_without_a_merge_what_would_vanish_is_refused(trait: str) -> None:
+def test_without_merging_a_system_text_that_would_vanish_is_refused(trait: str) -> None:
     for begun in (
         [system("a"), system("b"), user("c")],
         [system("a"), user("b"), system("c"), user("d")],
@@ -163,15 +163,15 @@ def test_a_call_and_its_result_are_in_the_prompt_or_refused(trait: str, said: st
     assert prompt.break_reason is (BreakReason.TEMPLATE_LOOKS_BACK if is_numbered else None)
     for part in (said, '"expression": "sum"', "seven"):
         assert part in text
-    # And where another client has played them.
+    # The same holds for a history that another client played.
     history = [user("Hi"), says(said, CALL), result(CALL, "seven"), user("And?")]
     _, text = Chat(trait).ask(history, says("x"))
     for part in (said, '"expression": "sum"', "seven"):
         assert part in text
 
 
-def test_the_remedy_for_an_unshown_system_text_helps() -> None:
-    """Mistral Nemo shows the system text only if the last message is the user's."""
+def test_the_remedy_in_the_error_for_a_hidden_system_text_works() -> None:
+    """Check a template that, like Mistral Nemo's, shows it only if the user's message is the last."""
     template = (
         "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' }}"
         "{%- if loop.last and messages[0].role == 'system' %}{{- messages[0].content + ' ' }}"
@@ -194,7 +194,7 @@ def test_the_remedy_for_an_unshown_system_text_helps() -> None:
         nemo.first_prompt([user("Hi"), system("Be terse."), user("And?")], ())
 
 
-def test_a_text_that_is_said_twice_is_in_the_prompt_twice() -> None:
+def test_a_text_that_occurs_twice_is_in_the_prompt_twice() -> None:
     begun = [system("Be terse."), user("Hi"), system("Be terse."), user("Yes?")]
     _, text = Chat("says a system text once").ask(begun, says("x"))
     assert text.count("Be terse.") == 2
@@ -202,7 +202,7 @@ def test_a_text_that_is_said_twice_is_in_the_prompt_twice() -> None:
         Chat("says a system text once", merges=False).ask(begun, says("x"))
 
 
-def test_results_that_are_numbered_have_their_own_number() -> None:
+def test_numbered_results_have_the_right_numbers() -> None:
     chat, messages = Chat("numbers results"), [user("Hi")]
     for number in (1, 2, 3):
         reply = says("", ToolCall(id=f"call0000{number}", name="calculator", arguments={}))
@@ -218,7 +218,7 @@ def test_results_that_are_numbered_have_their_own_number() -> None:
     ]
 
 
-def test_what_a_template_takes_for_a_thought_of_a_user_is_refused() -> None:
+def test_a_users_text_that_the_template_strips_as_a_thought_is_refused() -> None:
     chat = Chat("strips thoughts")
     with pytest.raises(RenderError, match=r"content of message 0 \(user\): 'secret</think>open'"):
         chat.ask([user("secret</think>open")], says("x"))
@@ -229,7 +229,7 @@ def test_what_a_template_takes_for_a_thought_of_a_user_is_refused() -> None:
 OTHER = ToolCall(id="call00002", name="calculator", arguments={"expression": "other"})
 
 
-async def test_each_result_is_shown_at_its_call_or_refused(tmp_path: Path) -> None:
+async def test_each_result_is_shown_with_its_call_or_refused(tmp_path: Path) -> None:
     calls = "".join(LOOK_UP.replace('"1"', each) for each in ('"a"', '"b"'))
     policy = Policy(answers=lambda _: reply(f"{calls}<|im_end|>"))
     gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
@@ -237,7 +237,7 @@ async def test_each_result_is_shown_at_its_call_or_refused(tmp_path: Path) -> No
     said = (await gateway.ask(*begun, tools=(CALCULATOR,))).message
     first, second = (result(call, f"result {call.arguments}") for call in said.tool_calls)
     stray = Message(role=Role.TOOL, content="stray", tool_call_id="unknown")
-    # Also where another client has made the calls.
+    # The calls of this history were played by another client.
     played = [user("Before"), says("", CALL, OTHER)]
     theirs = result(OTHER, "theirs")
     for sent in (
@@ -264,7 +264,7 @@ LOOK_UP = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</
 async def test_after_a_last_message_of_the_assistant_the_policy_begins_its_own_turn(
     tmp_path: Path,
 ) -> None:
-    """Graphs of several agents send the last agent's reply as the last message."""
+    """Check a last message of the assistant, as graphs of several agents send it."""
     policy = Policy()
     gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
     first = (await gateway.ask(user("Hi"))).message
@@ -282,7 +282,7 @@ NAMING = TEMPLATES["plain"].replace("m.role", "(m.name or m.role)")
 
 
 def naming() -> ChatRenderer:
-    """Kimi K2's template shows names in place of roles, and so does this one."""
+    """Return a renderer whose template, like Kimi K2's, shows names in place of roles."""
     backend = tokenizer("plain").backend_tokenizer
     return ChatRenderer(
         PreTrainedTokenizerFast(
@@ -292,10 +292,10 @@ def naming() -> ChatRenderer:
 
 
 @pytest.mark.parametrize(("shows", "num_samples"), [(False, 1), (True, 3)])
-async def test_a_reply_that_comes_back_with_a_name_is_the_same_if_no_prompt_shows_it(
+async def test_a_name_added_to_a_reply_is_ignored_if_the_template_shows_no_names(
     tmp_path: Path, shows: bool, num_samples: int
 ) -> None:
-    """LangGraph's agents send their name with each earlier reply."""
+    """Check earlier replies with the name of the agent, as LangGraph sends them."""
     policy = Policy(
         answers=lambda number: reply(f"{LOOK_UP if number == 0 else 'Seven.'}<|im_end|>")
     )
@@ -328,7 +328,7 @@ async def test_the_name_of_a_speaker_is_in_the_prompt_or_the_request_is_refused(
         f"message of role {role}; write the name into the text, remove it, or set "
         "sessions.unsupported: ignore"
     )
-    # A name that repeats the role says no more than the role.
+    # A name that equals the role adds nothing and is accepted.
     await gateway.ask(replace(message, name=role.value), user("b"))
     place = tmp_path / "shows"
     place.mkdir()
@@ -338,7 +338,7 @@ async def test_the_name_of_a_speaker_is_in_the_prompt_or_the_request_is_refused(
     assert f"Alice\n{message.content}" in prompt
 
 
-async def test_a_name_that_is_ignored_is_counted_and_tells_no_chats_apart(tmp_path: Path) -> None:
+async def test_an_ignored_name_is_counted_and_does_not_begin_another_chat(tmp_path: Path) -> None:
     gateway = await Gateway(
         tmp_path, settings=SessionSettings(unsupported="ignore"), chat_renderer=renderer("plain")
     ).opened()
@@ -349,7 +349,9 @@ async def test_a_name_that_is_ignored_is_counted_and_tells_no_chats_apart(tmp_pa
     assert len((await gateway.trajectory()).samples) == 1
 
 
-async def test_with_tool_choice_none_the_tools_stay_and_no_call_is_read(tmp_path: Path) -> None:
+async def test_with_tool_choice_none_tools_are_shown_and_calls_are_not_parsed(
+    tmp_path: Path,
+) -> None:
     policy = Policy(answers=lambda _: reply(f"{LOOK_UP}<|im_end|>"))
     gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
     begun = [user("Hi")]
@@ -366,7 +368,7 @@ async def test_with_tool_choice_none_the_tools_stay_and_no_call_is_read(tmp_path
     assert len(trajectory.samples) == 1 and len(trajectory.turns) == 3
 
 
-async def test_tools_are_refused_where_nothing_is_known_to_read_calls(tmp_path: Path) -> None:
+async def test_tools_are_refused_if_no_parser_of_calls_is_known(tmp_path: Path) -> None:
     unknown = tokenizer("plain").__class__(
         tokenizer_object=tokenizer("plain").backend_tokenizer,
         chat_template=TEMPLATES["plain"].replace("tool_call>", "calling>"),
@@ -421,7 +423,7 @@ _TEXTS = st.sampled_from(
 
 @st.composite
 def chats(draw: st.DrawFn) -> list[tuple[list[Message], Message]]:
-    """Turns: what is new, and the reply to it."""
+    """Draw turns: the new messages of each turn and the reply to them."""
     turns: list[tuple[list[Message], Message]] = []
     calls: list[ToolCall] = []
     for turn in range(draw(st.integers(1, 3))):
@@ -466,7 +468,7 @@ def test_every_text_is_in_the_prompt_or_the_request_is_refused(
             return
         was_first = len(messages) == len(new)
         assert (prompt.break_reason is not None) is not (was_first or prompt.extends_parent)
-        # JSON's escapes beside the texts themselves.
+        # A text may be in the prompt as it is or with JSON escapes.
         shown = text + "\n" + text.replace('\\"', '"').replace("\\n", "\n")
         said = texts_of(messages)
         for part in {each for each in said if each}:

@@ -1,7 +1,7 @@
-"""The session routes over the real application, given what no client should send or do.
+"""Tests of the session routes of the real application with requests that no client should send.
 
-Whatever it is, the answer is one that the route states, in its own form; what was right before is
-right after.
+Each answer must be one that the route documents, in its form, and the session must work
+afterwards.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ HEADERS = {
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Where a value stands: its holder, and its key or index there."""
+    """Yield each container of a tree with each of its keys or indices."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
         if isinstance(tree[key], dict | list):
@@ -152,8 +152,8 @@ def mutated(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return body
 
 
-def spoilt(content: bytes, rng: random.Random) -> bytes:
-    """A body whose bytes are not what they were."""
+def corrupted(content: bytes, rng: random.Random) -> bytes:
+    """Return a body with corrupted bytes."""
     place = rng.randrange(len(content))
     return rng.choice(
         (
@@ -182,14 +182,14 @@ def request_of(rng: random.Random) -> httpx.Request:
         headers["authorization"] = f"Bearer {session_key('', 'task-0', AGENT)}"
     else:
         path, body = rng.choice(list(NATIVE.items()))
-        # Not of the session that the others play.
+        # These requests are for another session than those above.
         other = "task-1" if name == "task-0" else name
         url = f"/api/v1/sessions/{other}{path}" if path else "/api/v1/sessions"
         headers["authorization"] = f"Bearer {session_key('', 'task-1', REWARD)}"
         method = "PUT" if path == "/reward" else "POST"
     content = json.dumps(mutated(body, rng), allow_nan=True).encode()
     if rng.random() < 0.15:
-        content = spoilt(content, rng)
+        content = corrupted(content, rng)
     if rng.random() < 0.2:
         header = rng.choice(list(HEADERS))
         headers[header] = rng.choice(HEADERS[header])
@@ -205,7 +205,7 @@ def request_of(rng: random.Random) -> httpx.Request:
 
 
 def check(answer: httpx.Response) -> str:
-    """Returns: what kind of answer it is."""
+    """Check an answer and return its kind: the status, "stream", or "late" for a late error."""
     request = answer.request
     assert answer.status_code in STATED | {421}, (request.url, request.content[:500], answer.text)
     if answer.status_code >= 400 and request.method != "HEAD":
@@ -222,7 +222,7 @@ def check(answer: httpx.Response) -> str:
     return str(answer.status_code)
 
 
-async def world(directory: Path, policy: Policy | None = None) -> SessionRun:
+async def start_run(directory: Path, policy: Policy | None = None) -> SessionRun:
     gateway = Gateway(
         directory,
         policy=policy or Policy(),
@@ -233,9 +233,10 @@ async def world(directory: Path, policy: Policy | None = None) -> SessionRun:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_whatever_is_sent_is_answered_as_stated(tmp_path: Path, seed: int) -> None:
-    """Cases 28, 34, 36, 38, 40."""
-    run = await world(tmp_path)
+async def test_any_request_gets_an_answer_that_its_route_documents(
+    tmp_path: Path, seed: int
+) -> None:
+    run = await start_run(tmp_path)
     run.gateway.admit("task-1")
     rng, counts = random.Random(seed), Counter[str]()
     async with httpx.AsyncClient(
@@ -244,7 +245,7 @@ async def test_whatever_is_sent_is_answered_as_stated(tmp_path: Path, seed: int)
     ) as client:
         for _ in range(NUM_REQUESTS // 2):
             counts[check(await client.send(request_of(rng)))] += 1
-    # Both sides of each door were seen.
+    # Some requests were accepted, and some were refused for each kind of reason.
     assert {"stream", "200", "400", "401", "404", "415", "422"} <= set(counts), counts
     view = await run.port.view("task-0")
     assert view is not None and view.totals.num_turns == len(run.gateway.policy.requests)
@@ -258,10 +259,10 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_readers_that_are_slow_or_gone_hold_up_nobody(tmp_path: Path) -> None:
-    """Case 36: the turn of one that is gone is not trained; a slow one costs its own time alone."""
+async def test_slow_or_lost_readers_do_not_delay_others(tmp_path: Path) -> None:
+    """Check that turns whose reader is gone are not trained; a slow reader delays only itself."""
     gate = asyncio.Event()
-    run = await world(tmp_path, Policy(before=gate.wait))
+    run = await start_run(tmp_path, Policy(before=gate.wait))
     app = run.app()
     headers = {"authorization": f"Bearer {session_key('', 'task-0', AGENT)}"}
 
@@ -275,7 +276,7 @@ async def test_readers_that_are_slow_or_gone_hold_up_nobody(tmp_path: Path) -> N
     await until(lambda: len(run.gateway.policy.requests) == 3)
     gone[0].left.set()
     gone[1].left.set()
-    # The third one's stream has begun with a heartbeat.
+    # The stream of the third reader has begun with a heartbeat.
     await until(lambda: gone[2].parts)
     gone[2].left.set()
     async with asyncio.timeout(60):

@@ -1,8 +1,9 @@
-"""Kill -9 of a gateway between any two awaits, under clients that remember what they were shown.
+"""Tests with kill -9 of a gateway between any two awaits; clients remember the turns they got.
 
-Each life of the gateway plays in an event loop of its own, which ends at a step that chance names;
-what it had not stored is gone, and its successor goes on from the store. Clients send on what they
-were not answered, as the API's replicas do, or repeat it marked, as SDKs do; some are killed too.
+Each life of the gateway runs in its own event loop, which ends at a random step. What it had not
+stored is lost, and the next gateway resumes from the store. Clients send requests without an answer
+again under the same id, as replicas of the API do, or as marked retries, as SDKs do. Some clients
+are killed too.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ from service.config.sections import SessionSettings
 from service.intake.session import Finish, StoredSession
 
 NUM_SESSIONS, NUM_KILLS, NUM_ROUNDS = 4, 15, 8
-# Before which step of a life it may be killed; a play without kills has some thousands.
+# A gateway is killed before this step of its life at the latest, of some thousands in a play.
 MOST_STEPS = 900
 SPEC = replace(SPEC, max_turns=1000, shows_tokens=True)
 
 
 @dataclass
 class Agent:
-    """It lives on where the gateway dies; what it remembers, it was answered."""
+    """A client that survives its gateway and remembers the answers that it got."""
 
     name: str
     rng: random.Random
     seen: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Sampled ids by turn."""
+    """Sampled token ids of the answers, by turn id."""
     asked: dict[str, tuple[Message, ...]] = field(default_factory=dict)
-    """Requests without an answer, by their ids."""
+    """Messages of the requests without an answer, by request id."""
     chats: list[tuple[Message, ...]] = field(default_factory=list)
-    """Conversations as they stand."""
+    """Conversations, each up to its last reply."""
     num_rounds: int = NUM_ROUNDS
-    """That it still plays."""
+    """Number of rounds that the agent still plays."""
     view: StoredSession | None = None
-    """As the finish was answered."""
+    """The session in the answer to its finish; None before."""
 
     async def work(self, gateway: Gateway) -> None:
-        """Go on where it stood, to the end of its session."""
-        await asyncio.gather(*(self._go_on(gateway, name) for name in list(self.asked)))
+        """Resume the requests without an answer and play to the end of the session."""
+        await asyncio.gather(*(self._resume(gateway, name) for name in list(self.asked)))
         while self.num_rounds:
             self.num_rounds -= 1
-            # Now and then a sub-agent's beside it.
+            # Sometimes a sub-agent sends a request at the same time.
             num_asked = self.rng.choice((1, 1, 2))
             await asyncio.gather(*(self._ask(gateway) for _ in range(num_asked)))
         first, again = await asyncio.gather(self._finish(gateway), self._finish(gateway))
@@ -68,7 +69,7 @@ class Agent:
             await self._answered(gateway, name)
 
     def _next(self) -> tuple[Message, ...]:
-        """Another turn, a conversation of its own, one that is shortened, the same once more."""
+        """Return the messages of a new conversation, or of a repeated, compacted or longer one."""
         kind = self.rng.random()
         if not self.chats or kind < 0.2:
             return (user(f"{self.name} begins {self.rng.choice('abc')}"),)
@@ -84,8 +85,8 @@ class Agent:
         self.asked[name] = messages
         return name
 
-    async def _go_on(self, gateway: Gateway, name: str) -> None:
-        """After the gateway's death, and now and then its own, or that of the API's replica."""
+    async def _resume(self, gateway: Gateway, name: str) -> None:
+        """Send a request again, unchanged or as a retry, or forget it as a killed client does."""
         kind = self.rng.random()
         if kind < 0.2:
             del self.asked[name]
@@ -96,7 +97,7 @@ class Agent:
             await self._answered(gateway, name)
 
     async def _leave(self, gateway: Gateway, name: str) -> None:
-        """Its connection breaks, and it repeats the request; the gateway learns of it whenever."""
+        """Break the connection of a request and retry; the gateway learns of it at any time."""
         messages = self.asked.pop(name)
         gone = asyncio.create_task(gateway.ask(*messages, name=self.name, request_id=name))
         await self._dawdle()
@@ -128,7 +129,7 @@ class Agent:
 
 @dataclass
 class Play:
-    """Some sessions, from their creation to their trajectories, over several gateways' lives."""
+    """Several sessions, from creation to trajectories, over several lives of the gateway."""
 
     directory: Path
     rng: random.Random
@@ -136,7 +137,7 @@ class Play:
     def __post_init__(self) -> None:
         names = [f"task-{member}" for member in range(NUM_SESSIONS)]
         self.agents = [Agent(name, random.Random(self.rng.random())) for name in names]
-        # Each turn has a text of its own.
+        # Each turn has its own text.
         self.policy = Policy(lambda number: reply(f"{number}<|im_end|>"), before=self._sample)
         self.num_kills = 0
         self._gateway = self._new_gateway()
@@ -152,7 +153,7 @@ class Play:
     async def _sample(self) -> None:
         await asyncio.sleep(self.rng.choice((0, 0, 0.002, 0.01)))
 
-    def to_its_end(self) -> list[Trajectory]:
+    def play_to_end(self) -> list[Trajectory]:
         lives = []
         try:
             while True:
@@ -161,7 +162,7 @@ class Play:
                 with suppress(Killed):
                     return lives[-1].run(self._live(attempt=len(lives) - 1))
                 self.num_kills += 1
-                # A transaction that was begun is done, or will never be: this one is done.
+                # A transaction is committed whole or not at all: wait for the one that has begun.
                 self._gateway.commits._thread._executor.shutdown()
                 self._gateway.store.close()
         finally:
@@ -178,12 +179,11 @@ class Play:
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_a_gateway_that_is_killed_anywhere_loses_no_turn_and_trains_none_twice(
+def test_a_gateway_killed_at_any_step_loses_no_turn_and_trains_none_twice(
     tmp_path: Path, seed: int
 ) -> None:
-    """Cases 9, 10, 11, 18, 19, 21."""
     play = Play(tmp_path, random.Random(seed))
-    trajectories = play.to_its_end()
+    trajectories = play.play_to_end()
     for agent, trajectory in zip(play.agents, trajectories, strict=True):
         spans = [(sample, turn) for sample in trajectory.samples for turn in sample.turns]
         trained = Counter(tuple(sample.token_ids[turn.tokens].tolist()) for sample, turn in spans)

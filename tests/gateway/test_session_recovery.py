@@ -1,4 +1,4 @@
-"""Sessions after a kill, a recovery or an outage of the database."""
+"""Tests of sessions after a kill, a recovery or an outage of the database."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ async def refusal(work: object) -> Refused:
 
 
 async def test_a_kill_between_commit_and_answer_loses_no_turn(tmp_path: Path) -> None:
-    """Case 21: the request that is sent on gets the turn that was stored."""
+    """Check that a request that is sent again gets the stored turn."""
     gateway = await Gateway(tmp_path).opened()
     before = await gateway.ask(HI, request_id="one")
     after = await gateway.restart(NAME)
     assert await after.ask(HI, request_id="one") == before
-    # An agent's own repetition, too.
+    # A retry by the agent gets the same turn.
     assert await after.ask(HI, request_id="two", is_retry=True) == before
     assert len(after.policy.requests) == 1
     second = await after.ask(HI, said("0"), MORE)
@@ -38,8 +38,8 @@ async def test_a_kill_between_commit_and_answer_loses_no_turn(tmp_path: Path) ->
     assert sample.num_trained == 4
 
 
-async def test_a_kill_before_the_commit_has_the_request_sampled_once_more(tmp_path: Path) -> None:
-    """Case 21: what nobody has seen is not stored, and not trained."""
+async def test_after_a_kill_before_the_commit_the_request_is_sampled_again(tmp_path: Path) -> None:
+    """Check that a reply that no client received is neither stored nor trained."""
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
     lost = asyncio.create_task(gateway.ask(HI, request_id="one"))
@@ -55,8 +55,10 @@ async def test_a_kill_before_the_commit_has_the_request_sampled_once_more(tmp_pa
     assert (await after.trajectory()).num_trained == 2
 
 
-async def test_what_a_recovery_has_undone_is_trained_as_it_was_sampled(tmp_path: Path) -> None:
-    """Case 32: the run goes back to an earlier version, and a session goes on."""
+async def test_turns_of_a_version_that_a_recovery_undid_are_trained_as_sampled(
+    tmp_path: Path,
+) -> None:
+    """Check a session that continues after the run went back to an earlier version."""
     gateway = await Gateway(tmp_path).opened()
     before = await gateway.ask(HI)
     after = await gateway.restart(NAME)
@@ -66,7 +68,7 @@ async def test_what_a_recovery_has_undone_is_trained_as_it_was_sampled(tmp_path:
     await after.finish(1.0)
     trajectory = await after.trajectory()
     (sample,) = trajectory.samples
-    # The second term went on from version 0, and samples with another version 3.
+    # The second term resumed from version 0 and samples with another version 3.
     trained = sample.versions[sample.versions != NO_VERSION].tolist()
     assert trained == [UNDONE + 3] * 2 + [3] * 2
     assert trajectory.versions == (3, 3)
@@ -83,10 +85,10 @@ async def test_a_finished_session_is_delivered_by_the_next_gateway(tmp_path: Pat
     assert np.array_equal(again.samples[0].token_ids, first.samples[0].token_ids)
 
 
-async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
+async def test_no_turn_is_shown_while_the_database_is_locked(tmp_path: Path) -> None:
     gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=0.3)).opened()
     with gateway.store._database._writing_connection():
-        # Another writer has the database.
+        # Another writer holds the lock of the database.
         refused = await refusal(gateway.ask(HI))
         assert refused.code is RefusalCode.NOT_AVAILABLE
     assert (await gateway.ask(HI, is_retry=True)).turn_id == "task-0.0"
@@ -95,8 +97,8 @@ async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
     assert len((await gateway.trajectory()).turns) == 1
 
 
-async def test_a_gateway_that_is_stopped_ends_no_session(tmp_path: Path) -> None:
-    """The request may be sent again, to the next one."""
+async def test_stopping_a_gateway_does_not_end_its_sessions(tmp_path: Path) -> None:
+    """Check that a refused request can be sent again to the next gateway."""
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
     asked = asyncio.create_task(gateway.ask(HI, request_id="one"))

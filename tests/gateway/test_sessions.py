@@ -1,4 +1,4 @@
-"""Sessions over the real store: what is sampled once is stored, shown and trained once."""
+"""Tests of sessions with the real store: each sampled turn is stored, shown and trained once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     first = await gateway.ask(HI)
     second = await gateway.ask(HI, said("0"), MORE)
     assert (first.message, first.turn_id) == (said("0"), "task-0.0")
-    # Only who creates a session can have its tokens shown.
+    # Tokens are shown only if the creator of the session asked for them.
     assert first.sampled_token_ids is None and first.logprobs is None
     assert (second.message.content, second.stop_reason) == ("1", "stop")
     view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
@@ -61,10 +61,10 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     assert sample.num_trained == 4
 
 
-async def test_recorded_experts_stand_at_the_tokens_that_they_were_chosen_for(
+async def test_recorded_experts_are_those_of_their_tokens(
     tmp_path: Path,
 ) -> None:
-    """Case 33: in each chain, also where it shares turns, and after another gateway loaded them."""
+    """Check chains that share turns, one of which is played after a restart of the gateway."""
 
     def answer(number: int) -> GenerateReply:
         experts = np.full((2, 1, 2), number, dtype=np.uint8)
@@ -84,7 +84,7 @@ async def test_recorded_experts_stand_at_the_tokens_that_they_were_chosen_for(
         at = sample.token_ids[sample.experts.positions]
         chosen = sample.experts.indices[:, 0, 0].tolist()
         found.append([(text_of(at[i : i + 1]), chosen[i]) for i in range(len(at))])
-    # The turn that both chains share is trained in the first one, and recorded there alone.
+    # The turn that both chains share is trained, and has its record, only in the first.
     assert found == [
         [("0", 0), ("<|im_end|>", 0), ("1", 1), ("<|im_end|>", 1)],
         [("2", 2), ("<|im_end|>", 2)],
@@ -104,8 +104,8 @@ async def test_a_request_is_held_until_the_group_is_admitted(tmp_path: Path) -> 
     assert (await gateway.sessions.view(NAME)).status is SessionStatus.OPEN
 
 
-async def test_each_key_opens_its_own_door(tmp_path: Path) -> None:
-    """Case 23: a reward by the agent's key is refused, and changes nothing."""
+async def test_each_key_is_accepted_only_for_its_purpose(tmp_path: Path) -> None:
+    """Check that a reward with the agent's key is refused and changes nothing."""
     gateway = await Gateway(tmp_path).opened()
     sessions = gateway.sessions
     for key, code in (
@@ -123,8 +123,8 @@ async def test_each_key_opens_its_own_door(tmp_path: Path) -> None:
     assert (await sessions.view("gone-0")) is None
 
 
-async def test_a_session_ends_once(tmp_path: Path) -> None:
-    """Cases 22, 23, 25: a turn after the finish, a reward again and another, an id used again."""
+async def test_a_session_is_finished_only_once(tmp_path: Path) -> None:
+    """Check a turn after the finish, and a second finish with the same or another reward."""
     gateway = await Gateway(tmp_path).opened()
     await gateway.ask(HI)
     first = await gateway.finish(1.0)
@@ -132,13 +132,13 @@ async def test_a_session_ends_once(tmp_path: Path) -> None:
     assert (await refusal(gateway.finish(2.0))).code is RefusalCode.CONFLICT
     assert (await refusal(gateway.ask(HI))).code is RefusalCode.SESSION_CLOSED
     assert (await gateway.trajectory()).episode_return == 1.0
-    # Read back from the store.
+    # Now the session is read from the store.
     assert await gateway.finish(1.0) == first
     assert (await refusal(gateway.ask(HI))).code is RefusalCode.SESSION_CLOSED
 
 
-async def test_a_finish_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
-    """Case 22: nothing of a turn in flight is stored, and its client is told."""
+async def test_a_finish_abandons_the_turn_that_is_being_sampled(tmp_path: Path) -> None:
+    """Check that a running turn is not stored and that its client gets an error."""
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path).opened()
     await gateway.ask(HI)
@@ -151,7 +151,7 @@ async def test_a_finish_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
     assert len((await gateway.trajectory()).turns) == 1
 
 
-async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path) -> None:
+async def test_a_reward_may_come_later_and_a_missing_one_is_a_reward_error(tmp_path: Path) -> None:
     gateway = await Gateway(tmp_path).opened()
     gateway.admit("task-1")
     await gateway.ask(HI)
@@ -167,7 +167,7 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
         refused = await refusal(gateway.sessions.give_reward(NAME, gateway.key(REWARD), other))
         assert refused.code is RefusalCode.CONFLICT
     assert (await gateway.trajectory()).episode_return == 0.5
-    # The other one's never comes.
+    # The reward of the other session never comes.
     await gateway.sessions.finish(
         "task-1", gateway.key(REWARD, "task-1"), Finish(is_reward_pending=True)
     )
@@ -183,7 +183,7 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
     assert "no reward came in time" in (await refusal(late)).message
 
 
-async def test_a_session_that_nobody_ends_expires(tmp_path: Path) -> None:
+async def test_an_unfinished_session_expires(tmp_path: Path) -> None:
     gateway = await Gateway(tmp_path).opened()
     gateway.admit("task-1")
     await gateway.ask(HI)
@@ -218,9 +218,7 @@ async def test_a_discarded_session_is_not_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_admitted", [True, False])
-async def test_a_cancelled_group_ends_its_sessions_whether_anybody_looks_or_not(
-    tmp_path: Path, is_admitted: bool
-) -> None:
+async def test_cancelling_a_group_ends_its_sessions(tmp_path: Path, is_admitted: bool) -> None:
     sampling = asyncio.Event()
     gateway = Gateway(tmp_path, policy=Policy(before=sampling.wait))
     gateway.create()
@@ -229,7 +227,7 @@ async def test_a_cancelled_group_ends_its_sessions_whether_anybody_looks_or_not(
     held = asyncio.create_task(gateway.ask(HI))
     await asyncio.sleep(0.05)
     SubmissionStore(gateway.store).cancel("task", term=gateway.term)
-    # The gateway does not know yet, and says so of no discard.
+    # Before the gateway has read the cancellation, a discard does not change its reason.
     view = await gateway.sessions.discard("task-1")
     assert view is not None and view.status is SessionStatus.DISCARDED
     stored = gateway.sessions_store.of_submission("task")
@@ -246,7 +244,7 @@ async def test_a_cancelled_group_ends_its_sessions_whether_anybody_looks_or_not(
         assert (await gateway.trajectory()).outcome is Outcome.CANCELLED
 
 
-async def test_a_held_request_learns_that_its_session_is_discarded(tmp_path: Path) -> None:
+async def test_a_held_request_is_refused_once_its_session_is_discarded(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path)
     gateway.create()
     held = asyncio.create_task(gateway.ask(HI))
@@ -255,8 +253,8 @@ async def test_a_held_request_learns_that_its_session_is_discarded(tmp_path: Pat
     assert (await refusal(held)).code is RefusalCode.SESSION_CLOSED
 
 
-async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:
-    """Closed by count, by a call and by a deadline: what nobody claimed is no member."""
+async def test_agents_claim_the_sessions_of_a_group_in_order(tmp_path: Path) -> None:
+    """Check unclaimed sessions, which leave their group at a deadline or when a call closes it."""
     gateway = Gateway(tmp_path)
     gateway.create(spec=replace(SPEC, join_s=30), members=4)
     for member in range(4):
@@ -283,18 +281,18 @@ async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:
     assert (await refusal(sessions.claim("other", "b"))).code is RefusalCode.CONFLICT
 
 
-async def test_a_claim_that_meets_its_groups_end_finds_no_free_session(tmp_path: Path) -> None:
+async def test_a_claim_in_a_cancelled_group_is_refused(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path)
     gateway.create(spec=replace(SPEC, join_s=30), members=2)
     assert await gateway.sessions.claim("task", "a") == 0
-    # The gateway has not looked since.
+    # The gateway has not read the cancellation yet.
     SubmissionStore(gateway.store).cancel("task", term=gateway.term)
     refused = await refusal(gateway.sessions.claim("task", "b"))
     assert refused.code is RefusalCode.CONFLICT and "cancelled" in refused.message
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
-    """Its tokens would take seconds of the one thread that makes them for all sessions."""
+    """Check it, because tokenising would occupy the thread of all sessions for seconds."""
     seen: list[int] = []
 
     class Counted(ChatRenderer):
@@ -316,8 +314,8 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path
         assert seen == tokenised
 
 
-async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path) -> None:
-    """Cases 24, 29, 30: nothing sampled, a reply that was cut off, a context that is full."""
+async def test_the_outcome_is_the_observed_one_unless_the_client_states_one(tmp_path: Path) -> None:
+    """Check an empty session, a cut-off reply, a full context, and outcomes that clients state."""
     cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
 
     async def end(
@@ -338,7 +336,7 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
                 assert refused.param == "messages"
         view = await gateway.finish(reward, outcome=stated, components={"a": 1.0})
         trajectory = await gateway.trajectory()
-        # The client sees, and the store keeps, the outcome of the trajectory.
+        # The client is shown the outcome of the trajectory, and the store has the same.
         loaded = gateway.sessions_store.load(NAME)
         for stored in (view, loaded and loaded[0]):
             assert stored is not None and stored.end is not None
@@ -360,7 +358,6 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
 
 
 async def test_a_lone_stop_token_is_a_turn(tmp_path: Path) -> None:
-    """Case 24."""
     gateway = await Gateway(tmp_path, policy=Policy(lambda number: reply("<|im_end|>"))).opened()
     assert (await gateway.ask(HI)).message.content == ""
     await gateway.finish(0.0)
@@ -376,8 +373,9 @@ async def test_turns_are_limited(tmp_path: Path) -> None:
     assert (await gateway.trajectory()).outcome is Outcome.MAX_TURNS
 
 
-async def test_a_retry_is_the_same_turn_and_a_repetition_another(tmp_path: Path) -> None:
-    """Cases 11, 18."""
+async def test_a_retry_gets_the_same_turn_and_an_unmarked_repetition_another(
+    tmp_path: Path,
+) -> None:
     gateway = await Gateway(tmp_path).opened()
     first = await gateway.ask(HI)
     assert await gateway.ask(HI, is_retry=True) == first
@@ -387,12 +385,12 @@ async def test_a_retry_is_the_same_turn_and_a_repetition_another(tmp_path: Path)
     assert await gateway.ask(HI, idempotency_key="one") == named
     misused = await refusal(gateway.ask(MORE, idempotency_key="one"))
     assert misused.code is RefusalCode.CONFLICT
-    # Another request came between.
+    # Another request came in between.
     assert (await gateway.ask(HI, is_retry=True)).turn_id == "task-0.4"
     assert len(gateway.policy.requests) == 5
 
 
-async def test_a_retry_under_a_key_that_never_arrived_is_a_new_sample(tmp_path: Path) -> None:
+async def test_a_retry_with_an_unknown_key_is_sampled(tmp_path: Path) -> None:
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
     asked = [
@@ -408,8 +406,8 @@ async def test_a_retry_under_a_key_that_never_arrived_is_a_new_sample(tmp_path: 
     assert await gateway.ask(HI, idempotency_key="three", is_retry=True) == third
 
 
-async def test_a_retry_of_what_is_under_way_waits_for_it(tmp_path: Path) -> None:
-    """Case 18; the gateway's own repetition of a request, after a lost connection, too."""
+async def test_a_retry_of_a_running_request_waits_for_its_turn(tmp_path: Path) -> None:
+    """Check also a request that the API sends again under its id after a lost connection."""
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
     asked = [
@@ -424,10 +422,9 @@ async def test_a_retry_of_what_is_under_way_waits_for_it(tmp_path: Path) -> None
     assert len(gateway.policy.requests) == 1
 
 
-async def test_what_no_client_has_seen_is_not_trained_unless_it_is_asked_for_again(
+async def test_a_turn_that_no_client_received_is_not_trained(
     tmp_path: Path,
 ) -> None:
-    """Case 19."""
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path).opened()
     gateway.policy.before = gate.wait
@@ -447,8 +444,7 @@ async def test_what_no_client_has_seen_is_not_trained_unless_it_is_asked_for_aga
     assert [turn.index for turn in (await after.trajectory()).turns] == [0]
 
 
-async def test_a_reply_that_cannot_be_used_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Cases 20, 26."""
+async def test_an_unusable_reply_is_not_stored(tmp_path: Path) -> None:
     sound = reply()
     answers = [
         replace(sound, logprobs=sound.logprobs[:-1]),
@@ -468,7 +464,7 @@ async def test_a_reply_that_cannot_be_used_leaves_nothing_behind(tmp_path: Path)
     assert found is not None and len(found[1]) == 1
 
 
-async def test_an_engine_that_is_away_is_told_in_time(tmp_path: Path) -> None:
+async def test_a_request_without_an_engine_is_refused_with_503(tmp_path: Path) -> None:
     async def away() -> None:
         raise PolicyUnavailable("no engine")
 
@@ -478,7 +474,7 @@ async def test_an_engine_that_is_away_is_told_in_time(tmp_path: Path) -> None:
 
 
 async def test_a_session_that_is_too_old_for_its_group_is_stale(tmp_path: Path) -> None:
-    """Its group was admitted once more, under a number that trains much later."""
+    """Check a group that was admitted under a number that is trained much later."""
     gateway = Gateway(tmp_path)
     gateway.create()
     gateway.admit(group_number=99)
@@ -489,8 +485,8 @@ async def test_a_session_that_is_too_old_for_its_group_is_stale(tmp_path: Path) 
     assert "version 3" in stale.detail
 
 
-async def test_calls_of_tools_are_shown_and_their_faults_kept(tmp_path: Path) -> None:
-    """Cases 29, 31: an unknown tool, arguments that are no object, a call that was cut off."""
+async def test_calls_are_shown_and_malformed_ones_are_counted(tmp_path: Path) -> None:
+    """Check an unknown tool, arguments that are not an object, and a call that was cut off."""
     tool = ToolSchema(name="add", description="", parameters={"type": "object", "properties": {}})
     call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call><|im_end|>'
     answers = [
@@ -506,8 +502,8 @@ async def test_calls_of_tools_are_shown_and_their_faults_kept(tmp_path: Path) ->
     assert view is not None and view.totals.num_malformed == 2
 
 
-async def test_a_finish_that_is_under_way_is_one_with_its_repetition(tmp_path: Path) -> None:
-    """Case 23: a client that was not answered in time repeats it, also under a locked database."""
+async def test_a_repeated_finish_gets_the_result_of_the_running_one(tmp_path: Path) -> None:
+    """Check a finish that a client repeats while the database is locked."""
     gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=5.0)).opened()
     await gateway.ask(HI)
     with gateway.store._database._writing_connection():
@@ -522,10 +518,10 @@ async def test_a_finish_that_is_under_way_is_one_with_its_repetition(tmp_path: P
     assert (await gateway.trajectory()).episode_return == 1.0
 
 
-async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got(
+async def test_a_late_notice_of_a_broken_connection_does_not_hide_the_turn_of_a_retry(
     tmp_path: Path,
 ) -> None:
-    """Cases 18, 19: a client's connection breaks, and its retry is there before the news of it."""
+    """Check notices of a broken connection that come before, during and after the retry."""
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path).opened()
 
@@ -552,7 +548,7 @@ async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got
         await ask_twice(abandons_at=abandons_at)
     view = await gateway.sessions.view(NAME)
     assert view is not None and (view.totals.num_turns, view.totals.num_left_out) == (3, 0)
-    # The retry's client is gone as well.
+    # The client of the retry is gone as well.
     await gateway.sessions.abandon(NAME, "again")
     view = await gateway.sessions.view(NAME)
     assert view is not None and (view.totals.num_turns, view.totals.num_left_out) == (3, 1)

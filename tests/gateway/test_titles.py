@@ -1,4 +1,4 @@
-"""Titles, and the turn that gets the reward of a session."""
+"""Tests of titles and of the turn that gets the reward of a session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.gateway.ends import trained
 HI = user("hi")
 
 
-def test_a_title_is_not_the_judged_turn_and_is_left_out_on_request_case_13() -> None:
+def test_a_title_does_not_get_the_reward_and_is_left_out_if_the_option_is_set() -> None:
     def play(*, is_auxiliary: bool = False, **options: bool) -> SessionPlayer:
         player = SessionPlayer(**options)
         one = player.ask([system("agent"), HI], says("1"))
@@ -45,7 +45,7 @@ def test_a_title_is_not_the_judged_turn_and_is_left_out_on_request_case_13() -> 
         assert len(alone.samples()) == len(trained(alone.tree)) == 1
 
 
-def test_without_a_conversation_that_goes_on_the_longest_prompt_is_judged() -> None:
+def test_among_single_turns_the_longest_prompt_gets_the_reward() -> None:
     player = SessionPlayer()
     for number, question in enumerate(("a long question", "a", "a long one of it", "b")):
         player.ask([user(question)], says("xyz"[number % 3]))
@@ -63,11 +63,11 @@ def test_without_a_conversation_that_goes_on_the_longest_prompt_is_judged() -> N
         ("a", "Name this chat", False),
         ("\u7b54", "\u4e00\u7b54\u6848", True),
         ("", "anything", False),
-        # It stood in the question of its own turn.
+        # The text was already in the question of its own turn.
         ("hi", "name this: hi", False),
     ],
 )
-def test_a_text_stands_in_a_later_prompt_as_words_that_were_new(
+def test_a_reply_is_quoted_if_a_later_prompt_has_its_words_as_new_text(
     reply: str, text: str, quotes: bool
 ) -> None:
     player = SessionPlayer()
@@ -77,7 +77,7 @@ def test_a_text_stands_in_a_later_prompt_as_words_that_were_new(
     assert player.judged() == (1 if quotes else 2)
 
 
-def test_what_begins_like_the_conversation_is_no_auxiliary_call_case_13() -> None:
+def test_a_request_that_begins_like_the_conversation_is_not_a_title() -> None:
     player = SessionPlayer()
     rules = system("rules")
     one = player.ask([rules, HI], says("1"))

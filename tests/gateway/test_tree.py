@@ -1,6 +1,6 @@
-"""Where a request goes on in a session and what is trained: the cases that broke others, by number.
+"""Tests of which turn a request continues and what is trained, with cases that broke others.
 
-The samples are written as text, with what is trained in brackets.
+Expected samples are written as text with the trained parts in brackets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parents(player: SessionPlayer) -> list[int | None]:
     return [place.parent for place in player.places]
 
 
-def test_a_template_that_strips_earlier_thoughts_makes_no_fork_case_1() -> None:
+def test_a_template_that_strips_earlier_thoughts_does_not_begin_a_branch() -> None:
     player = SessionPlayer("qwen3")
     first = player.ask([HI], says("4", reasoning="hm"))
     player.ask([HI, first, user("no")], says("5", reasoning="well"))
@@ -43,31 +43,31 @@ def test_a_template_that_strips_earlier_thoughts_makes_no_fork_case_1() -> None:
         "[<think>\nwell\n</think>\n\n5<|im_end|>]"
     ]
     trajectory = player.trajectory()
-    # The line break behind each reply's end.
+    # The line break after the end of a reply is inserted.
     assert (trajectory.num_inserted_tokens, trajectory.render_breaks) == (1, {})
 
 
 @pytest.mark.parametrize(
     "echo",
     [
-        pytest.param({"reasoning": None}, id="reasoning dropped, case 2"),
-        pytest.param({"reasoning": "hm"}, id="reasoning echoed, case 2"),
-        pytest.param({"reasoning": " hm\n"}, id="reasoning trimmed, case 2"),
-        pytest.param({"reasoning": ""}, id="thinking block emptied, case 3"),
-        pytest.param({"content": "<think>\n\n</think>\n\nsay"}, id="empty thinking, case 3"),
-        pytest.param({"content": "say\n"}, id="content with a line break, case 4"),
-        pytest.param({"ids": ("x", "y")}, id="ids renamed, case 5"),
-        pytest.param({"ids": ("abcdefgh2", "abcdefgh1")}, id="ids swapped, case 5"),
-        pytest.param({"rekeyed": True}, id="arguments written anew, case 4"),
+        pytest.param({"reasoning": None}, id="reasoning dropped"),
+        pytest.param({"reasoning": "hm"}, id="reasoning echoed"),
+        pytest.param({"reasoning": " hm\n"}, id="reasoning trimmed"),
+        pytest.param({"reasoning": ""}, id="thinking block emptied"),
+        pytest.param({"content": "<think>\n\n</think>\n\nsay"}, id="empty thinking"),
+        pytest.param({"content": "say\n"}, id="content with a line break"),
+        pytest.param({"ids": ("x", "y")}, id="ids renamed"),
+        pytest.param({"ids": ("abcdefgh2", "abcdefgh1")}, id="ids swapped"),
+        pytest.param({"rekeyed": True}, id="arguments reordered"),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "tiny"])
-def test_what_a_client_writes_anew_stays_in_its_branch(
+def test_messages_that_a_client_rewrites_stay_in_their_branch(
     family: str, echo: dict[str, object]
 ) -> None:
     ids = ("abcdefgh1", "abcdefgh2")
     arguments = {"expression": "1", "places": 1.0}
-    # A family keeps of a reply what its policy would have said.
+    # In some families a reply cannot have text beside calls, or thoughts.
     content = "say" if SessionPlayer(family).family.can_say_and_call else ""
     thought = "hm" if SessionPlayer(family).family.has_thoughts else None
 
@@ -100,10 +100,10 @@ def test_what_a_client_writes_anew_stays_in_its_branch(
     assert_same_samples(samples_of(varied.rebuilt(), "t"), plain.samples())
 
 
-def test_results_that_follow_each_other_share_the_templates_turn_case_6() -> None:
+def test_consecutive_results_share_one_turn_of_the_template() -> None:
     player = SessionPlayer("qwen3")
     said = player.ask([HI], says("", call("a", "1"), call("b", "2")))
-    # The results come back in another order, under other ids.
+    # The results come back in another order and with other ids.
     back = replace(said, tool_calls=(call("x", "1"), call("y", "2")))
     player.ask([HI, back, result("y", "two"), result("x", "one")], says("3"))
     (shown,) = player.shown()
@@ -112,14 +112,14 @@ def test_results_that_follow_each_other_share_the_templates_turn_case_6() -> Non
         "\n<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]"
     )
     assert [each.tool_call_id for each in player.places[1].new_messages] == ["b", "a"]
-    # A template may ask which tool answers.
+    # A template may show which tool answers.
     assert {each.name for each in player.places[1].new_messages} == {"calculator"}
 
 
 @pytest.mark.parametrize("ids", [("a", "b", "c"), ("call_0", "call_0", "call_0")])
-def test_calls_of_several_turns_are_counted_through_case_5(ids: tuple[str, ...]) -> None:
+def test_calls_are_numbered_across_turns(ids: tuple[str, ...]) -> None:
     player = SessionPlayer()
-    # The first call is none of the policy's; some policies give every call the same id.
+    # The policy did not make the first call; some policies give every call the same id.
     chat = [HI, says("", call(ids[0], "1")), result(ids[0], "one")]
     for call_id in ids[1:]:
         chat += [player.ask(chat, says("", call(call_id, "2"))), result(call_id, "two")]
@@ -127,7 +127,7 @@ def test_calls_of_several_turns_are_counted_through_case_5(ids: tuple[str, ...])
     assert parents(player) == [None, 0, 1, 2] and len(player.samples()) == 1
 
 
-def test_a_reply_of_which_the_client_shows_one_call_is_rewritten_case_7() -> None:
+def test_a_reply_sent_back_with_fewer_calls_is_a_rewritten_history() -> None:
     player = SessionPlayer()
     said = player.ask([HI], says("", call("a", "1"), call("b", "2")))
     shown = replace(said, tool_calls=said.tool_calls[:1])
@@ -142,7 +142,7 @@ def test_a_reply_of_which_the_client_shows_one_call_is_rewritten_case_7() -> Non
     assert player.samples()[1].branch_reason is BranchReason.HISTORY_REWRITTEN
 
 
-def test_a_rewritten_reply_is_a_branch_and_what_was_sampled_stays_trained_case_8() -> None:
+def test_a_rewritten_reply_begins_a_branch_and_the_sampled_one_stays_trained() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"))
     two = player.ask([HI, one, user("no")], says("2"))
@@ -160,7 +160,7 @@ def test_a_rewritten_reply_is_a_branch_and_what_was_sampled_stays_trained_case_8
     assert (branched.parent, branched.branch_reason) == (0, BranchReason.HISTORY_REWRITTEN)
 
 
-def test_a_compacted_history_is_a_new_root_and_both_chains_are_trained_case_9() -> None:
+def test_a_compacted_history_is_a_new_root_and_both_chains_are_trained() -> None:
     player = SessionPlayer()
     rules = system("rules")
     one = player.ask([rules, HI], says("1"))
@@ -174,7 +174,7 @@ def test_a_compacted_history_is_a_new_root_and_both_chains_are_trained_case_9() 
     )
 
 
-def test_a_sub_agent_branches_off_and_the_main_line_goes_on_case_10() -> None:
+def test_the_main_conversation_continues_beside_that_of_a_sub_agent() -> None:
     player = SessionPlayer()
     main, sub = [system("main"), HI], [system("sub"), user("look")]
     for number in range(3):
@@ -189,7 +189,7 @@ def test_a_sub_agent_branches_off_and_the_main_line_goes_on_case_10() -> None:
     ]
 
 
-def test_equal_requests_are_siblings_and_each_is_found_again_case_11() -> None:
+def test_equal_requests_are_siblings_and_each_can_be_continued() -> None:
     player = SessionPlayer()
     replies = [player.ask([HI], says(text)) for text in ("1", "2", "3")]
     assert len({turn.request_digest for turn in player.tree.turns}) == 1
@@ -206,19 +206,19 @@ def test_equal_requests_are_siblings_and_each_is_found_again_case_11() -> None:
     ]
 
 
-def test_siblings_of_equal_text_are_told_apart_by_ids_or_reasoning_case_12() -> None:
+def test_siblings_of_equal_text_are_distinguished_by_ids_or_reasoning() -> None:
     by_ids = SessionPlayer("mistral")
     replies = [by_ids.ask([HI], says("", call(f"abcdefgh{n}"))) for n in range(3)]
     for reply in (replies[1], replies[2], replies[0]):
         (made,) = reply.tool_calls
         by_ids.ask([HI, reply, result(made.id, "7")], says("7"))
     assert parents(by_ids) == [None, None, None, 1, 2, 0]
-    # So are those that follow them, equal in all but where they stand.
+    # Later turns that differ only in their parents are distinguished too.
     asked = [HI, replies[2], result("abcdefgh2", "7"), says("7"), user("no")]
     by_ids.ask(asked, says("8"))
     assert parents(by_ids)[-1] == 4
 
-    # A client may have named what came before them anew.
+    # A client may have renamed the ids of earlier calls.
     renamed = SessionPlayer("mistral")
     chat = [HI, renamed.ask([HI], says("", call("abcdefgh0"))), result("abcdefgh0", "7")]
     replies = [renamed.ask(chat, says("", call(f"abcdefgh{n}"))) for n in (1, 2)]
@@ -235,7 +235,7 @@ def test_siblings_of_equal_text_are_told_apart_by_ids_or_reasoning_case_12() -> 
     assert parents(by_reasoning) == [None, None, None, 1, 2]
 
 
-def test_between_equal_ids_the_newest_is_taken_and_nothing_is_lost_case_12() -> None:
+def test_the_newest_of_equal_siblings_is_continued_and_all_are_trained() -> None:
     player = SessionPlayer()
     four = says("4")
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_between_equal_ids_the_newest_is_taken_and_nothing_is_lost_case_12() -> 
     ]
 
 
-def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> None:
+def test_indistinguishable_siblings_are_not_continued_and_are_counted() -> None:
     player = SessionPlayer("qwen3")
     for thought in ("a", "b"):
         player.ask([HI], says("4", reasoning=thought))
@@ -259,7 +259,7 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
     assert [node.is_ambiguous for node in player.tree.nodes] == [False, False, True, False]
     question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     no = "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
-    # Neither thought is put into what goes on; the policy said its text, but not here.
+    # The new chain has neither thought, and the text of the reply is only context in it.
     assert player.places[2].new_messages == tuple(shown)
     assert player.shown() == [
         f"{question}[<think>\na\n</think>\n\n4<|im_end|>]",
@@ -268,13 +268,13 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
     ]
     for tree in (player.tree, player.rebuilt()):
         assert totals_of(tree).num_ambiguous == 1
-    # That a client shows no reasoning does not say that there was none.
+    # A client that shows no reasoning need not mean the reply without reasoning.
     player = SessionPlayer("qwen3")
     for reasoning in ("a", None):
         player.ask([HI], says("4", reasoning=reasoning))
     player.ask(shown, says("5"))
     assert parents(player) == [None, None, None]
-    # Neither is taken where the ids are the client's own.
+    # If the client uses its own ids, neither reply is continued.
     player = SessionPlayer()
     for call_id in ("a", "b"):
         player.ask([HI], says("", call(call_id)), said=f"{call_id}<|end|>")
@@ -282,7 +282,7 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
     assert parents(player) == [None, None, None]
 
 
-def test_a_rotating_header_makes_no_fork_case_14() -> None:
+def test_a_rotating_header_does_not_begin_a_branch() -> None:
     def rules(number: int) -> Message:
         return system(f"x-anthropic-billing-header: cch={number}\nBe brief.")
 
@@ -291,11 +291,11 @@ def test_a_rotating_header_makes_no_fork_case_14() -> None:
     player.ask([rules(2), HI, one, user("no")], says("2"))
     player.ask([rules(3), HI, user("other")], says("3"))
     assert parents(player) == [None, 0, None]
-    # The first header stays in every prompt, so that conversations share what they begin with.
+    # All prompts keep the first header, so that conversations share their beginning.
     assert [text.count("cch=1") for text in player.shown()] == [1, 1]
 
 
-def test_a_system_message_in_the_middle_is_one_like_others_case_15() -> None:
+def test_a_system_message_in_mid_conversation_is_a_message_like_others() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"))
     two = player.ask([HI, one, system("hurry"), user("no")], says("2"))
@@ -307,7 +307,7 @@ def test_a_system_message_in_the_middle_is_one_like_others_case_15() -> None:
     ]
 
 
-def test_other_tools_are_a_branch_and_another_order_is_none_case_15() -> None:
+def test_other_tools_begin_a_branch_and_another_order_of_tools_does_not() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"), tools=(CALCULATOR, WEATHER))
     two = player.ask([HI, one, user("a")], says("2"), tools=(WEATHER, CALCULATOR))
@@ -322,14 +322,14 @@ def test_other_tools_are_a_branch_and_another_order_is_none_case_15() -> None:
     samples = player.samples()
     assert [[turn.index for turn in sample.turns] for sample in samples] == [[0, 1, 3], [2]]
     assert samples[1].branch_reason is BranchReason.TOOLS_CHANGED
-    # What was sampled under the other tools is said here, not sampled.
+    # Replies that were sampled with the other tools are only context here.
     assert player.shown()[1].endswith(
         "<|assistant|>1<|end|><|user|>a<|end|><|assistant|>2<|end|><|user|>b<|end|>"
         "<|assistant|>[3<|end|>]"
     )
 
 
-def test_a_turn_that_two_chains_share_is_trained_once_case_16() -> None:
+def test_a_turn_that_two_chains_share_is_trained_once() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"))
     player.ask([HI, one, user("a")], says("2"))
@@ -342,7 +342,7 @@ def test_a_turn_that_two_chains_share_is_trained_once_case_16() -> None:
     assert player.samples()[1].parent == 0
 
 
-def test_replies_that_were_never_sampled_are_not_trained_case_17() -> None:
+def test_replies_that_were_never_sampled_are_not_trained() -> None:
     player = SessionPlayer()
     chat = [HI, says("made up"), user("a")]
     one = player.ask(chat, says("1"))
@@ -354,14 +354,14 @@ def test_replies_that_were_never_sampled_are_not_trained_case_17() -> None:
     ]
 
 
-def test_a_retry_is_answered_by_the_turn_that_is_there_already_case_18() -> None:
+def test_a_retry_is_answered_with_the_stored_turn() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"), request={"idempotency_key": "k"})
     first, digest = player.tree.turns[0], player.places[0].request_digest
     for tree in (player.tree, player.rebuilt()):
         asked = partial(tree.answered, request_id="", idempotency_key="", is_retry=False)
         assert asked(digest=digest) is None
-        # What the ingress sends on again, what is named, what is marked.
+        # A request that the API sends again, one with the same key, and a marked retry.
         assert asked(digest=digest, request_id="request-0") is first
         assert asked(digest=digest, idempotency_key="k") is first
         assert asked(digest=digest, is_retry=True) is first
@@ -375,7 +375,7 @@ def test_a_retry_is_answered_by_the_turn_that_is_there_already_case_18() -> None
     assert asked(digest=digest) is player.tree.turns[1]  # the newest of two siblings
     player.ask([HI, one, user("no")], says("2"))
     assert asked(digest=digest) is None
-    # A request that is still being sampled came between, too, whichever turn is stored first.
+    # A request that is still being sampled is also in between, whichever is stored first.
     other = player.places[2].request_digest
     assert asked(digest=other) is player.tree.turns[2]
     player.tree.note_request(digest)
@@ -383,7 +383,7 @@ def test_a_retry_is_answered_by_the_turn_that_is_there_already_case_18() -> None
     assert asked(digest=other) is None
 
 
-def test_a_turn_that_its_client_never_got_is_left_out_case_19() -> None:
+def test_a_turn_that_its_client_never_received_is_left_out() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"))
     player.ask([HI, one, user("no")], says("2"), is_unseen=True)
@@ -394,7 +394,7 @@ def test_a_turn_that_its_client_never_got_is_left_out_case_19() -> None:
     ]
     assert [turn.reward for turn in samples[0].turns] == [0.0, 1.0]
     assert left_out(player.tree) == {1: LeftOutReason.UNSEEN} and len(trained(player.tree)) == 2
-    # A client that asked again has got it.
+    # A client that asked again has received the turn.
     player.tree.mark_unseen(1, is_unseen=False)
     assert not player.tree.turn(1).is_unseen
     assert len(player.samples()) == 2 and len(trained(player.rebuilt())) == 3
@@ -402,34 +402,34 @@ def test_a_turn_that_its_client_never_got_is_left_out_case_19() -> None:
     assert player.tree.turn(2).is_unseen and len(trained(player.tree)) == 2
 
 
-def test_a_turn_that_a_client_goes_on_from_was_seen_case_19() -> None:
+def test_a_turn_that_a_client_continues_counts_as_received() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"), is_unseen=True)
     player.ask([HI, one, user("no")], says("2"))
     assert len(trained(player.tree)) == 2
-    # Also under other tools, where its text alone goes on.
+    # Also with other tools, if the request continues only the text of the turn.
     player = SessionPlayer()
     one = player.ask([HI], says("1"), is_unseen=True)
     player.ask([HI, one, user("no")], says("2"), tools=(CALCULATOR,))
     assert len(trained(player.tree)) == 2
-    # Of two with equal text, the one that was not lost.
+    # Of two turns with equal text, the one that was received is continued.
     player = SessionPlayer("qwen3")
     player.ask([HI], says("4", reasoning="a"))
     player.ask([HI], says("4", reasoning="b"), is_unseen=True)
     player.ask([HI, says("4"), user("no")], says("5"))
-    # Unless the client shows that it got that one.
+    # Unless the client shows that it received the other one.
     player.ask([HI, says("4", reasoning="b"), user("no")], says("5"))
     assert parents(player) == [None, None, 0, 1]
 
 
-def test_a_turn_is_gone_on_from_by_its_name() -> None:
+def test_a_request_continues_the_turn_that_it_names() -> None:
     player = SessionPlayer()
     rules = system("rules")
     said = player.ask([rules, HI], says("", call("a")), tools=(CALCULATOR,))
     assert player.tree.turn_id(0) == "s-0.0"
     named = {"continues": "s-0.0"}
     three = player.ask([result("a", "7")], says("3"), tools=(CALCULATOR,), request=named)
-    # Instructions are said with every request; the conversation has them once.
+    # Every request repeats the instructions; the conversation has them once.
     again = {**named, "instructions": "rules"}
     player.ask([result("a", "8")], says("4"), tools=(CALCULATOR,), request=again)
     player.ask([user("on")], says("5"), request={"continues": "s-0.1", "instructions": "rules"})
@@ -445,7 +445,7 @@ def test_a_turn_is_gone_on_from_by_its_name() -> None:
     )
 
 
-def test_what_follows_a_named_turn_may_hold_another_reply() -> None:
+def test_messages_after_a_named_turn_may_contain_another_reply() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"))
     two = player.ask([HI, one, user("a")], says("2"))
@@ -455,7 +455,7 @@ def test_what_follows_a_named_turn_may_hold_another_reply() -> None:
 
 
 @pytest.mark.parametrize("name", ["s-0.1", "s-0.", "s-0", "s-1.0", "0", "s-0.²", "s-0.-1", "." * 9])
-def test_a_name_that_no_turn_has_is_refused(name: str) -> None:
+def test_an_unknown_turn_id_is_refused(name: str) -> None:
     player = SessionPlayer()
     player.ask([HI], says("1"))
     with pytest.raises(Refused, match="previous_response_id: no answer") as refused:
@@ -464,7 +464,7 @@ def test_a_name_that_no_turn_has_is_refused(name: str) -> None:
     assert refused.value.param == "previous_response_id"
 
 
-def test_a_reply_that_was_cut_off_is_closed_by_a_token_that_nobody_trains() -> None:
+def test_the_end_token_inserted_after_a_cut_off_reply_is_not_trained() -> None:
     player = SessionPlayer()
     cut = player.ask([HI], says("1"), said="1", finish_reason=FinishReason.LENGTH)
     player.ask([HI, cut, user("no")], says("2"))
@@ -483,7 +483,7 @@ def like_tiny(template: str) -> ChatRenderer:
     )
 
 
-def test_a_prompt_that_had_to_be_rendered_anew_is_a_branch_with_its_reason() -> None:
+def test_a_prompt_that_is_rendered_again_begins_a_branch_with_its_reason() -> None:
     counts_messages = like_tiny(
         "{% for m in messages %}{{ loop.index }}{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     )
@@ -502,25 +502,25 @@ def test_a_prompt_that_had_to_be_rendered_anew_is_a_branch_with_its_reason() -> 
         assert player.trajectory().render_breaks == {reason: 1}
 
 
-def test_a_template_that_refuses_a_chat_leaves_the_tree_as_it_was() -> None:
+def test_a_chat_that_the_template_refuses_does_not_change_the_tree() -> None:
     player = SessionPlayer(renderer=like_tiny("{{ raise_exception('never') }}"))
     with pytest.raises(RenderError):
         next_prompt(player.tree.find(ChatRequest(messages=(HI,))), player.renderer)
     assert player.tree.num_turns == 0 and player.samples() == ()
 
 
-def test_memory_grows_with_what_a_turn_adds_and_not_with_its_prompt() -> None:
+def test_memory_grows_with_the_new_tokens_of_a_turn_and_not_with_its_prompt() -> None:
     player = SessionPlayer()
     chat = [HI]
     for number in range(20):
         chat += [player.ask(chat, says(f"{number}")), user("on")]
     held = [(turn.new_token_ids, turn.sampled_token_ids) for turn in player.tree.turns]
     assert sum(len(new) + len(said) for new, said in held) == len(player.tree.nodes[19].full_ids())
-    # Nor is a whole prompt held by a view of its end.
+    # No array is a view, which would keep a whole prompt in memory.
     assert all(new.base is None for new, _ in held)
 
 
-def test_rewards_by_turn_stand_beside_that_of_the_session() -> None:
+def test_rewards_of_turns_are_added_to_the_reward_of_the_session() -> None:
     player = SessionPlayer()
     one = player.ask([HI], says("1"), is_malformed=True)
     player.ask([HI, one, user("no")], says("2"))
@@ -534,7 +534,7 @@ def test_rewards_by_turn_stand_beside_that_of_the_session() -> None:
     assert [turn.reward for turn in unscored.turns] == [0.0, 0.0]
 
 
-def test_a_turn_may_be_gone_on_from_under_other_instructions() -> None:
+def test_a_turn_can_be_continued_with_other_instructions() -> None:
     player = SessionPlayer()
     rules = {"instructions": "rules"}
     said = player.ask([system("rules"), HI], says("1"), request=rules)
@@ -545,7 +545,7 @@ def test_a_turn_may_be_gone_on_from_under_other_instructions() -> None:
         place = player.places[-1]
         assert (place.parent, place.new_messages) == (None, (*begun, HI, said, user("on")))
         assert place.is_instructed == bool(instructions)
-    # Under the first ones again it goes on from the turn that they were said with.
+    # With the first instructions again, a request continues the turn that had them.
     player.ask([user("off")], says("3"), request={"continues": "s-0.1", **rules})
     player.ask([user("off")], says("3"), request={"continues": "s-0.1"})
     assert parents(player) == [None, None, None, 0, 1]
@@ -558,8 +558,8 @@ def test_a_turn_may_be_gone_on_from_under_other_instructions() -> None:
     ]
 
 
-def test_instructions_do_not_take_the_place_of_a_message() -> None:
-    """A conversation may begin with a developer's message; instructions stand before it."""
+def test_instructions_do_not_replace_a_message() -> None:
+    """Check a conversation that begins with a developer's message; instructions precede it."""
     player = SessionPlayer()
     rules, said = system("rules"), says("1")
     player.ask([rules, HI], said)
@@ -567,7 +567,7 @@ def test_instructions_do_not_take_the_place_of_a_message() -> None:
     player.ask([user("on")], says("2"), request={"continues": "s-0.0", "instructions": "be brief"})
     begun = (system("be brief"), rules, HI, said, user("on"))
     assert (player.places[-1].parent, player.places[-1].new_messages) == (None, begun)
-    # The next instructions replace these, and still not the message.
+    # The next instructions replace the earlier ones and not the message.
     player.ask([user("off")], says("3"), request={"continues": "s-0.2", "instructions": "be long"})
     assert player.places[-1].new_messages[:3] == (system("be long"), rules, HI)
     player.ask([user("off")], says("3"), request={"continues": "s-0.2"}, tools=(CALCULATOR,))

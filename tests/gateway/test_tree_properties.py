@@ -1,7 +1,7 @@
-"""Any tree of conversations, played in any order: what is trained, and what clients cannot change.
+"""Property tests of sessions: any tree of conversations, played in any order.
 
-Each conversation is held beside the tree as plain lists, and its ids are appended to by the
-renderer; a client sends it back as it likes.
+The tests keep each conversation also as plain lists, append to its ids with the renderer, and
+compare the tree with them. Clients send a conversation back in different forms.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TOOLS: tuple[tuple[ToolSchema, ...], ...] = ((), (CALCULATOR, WEATHER))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request: where it goes on, what is new, how it is written, what comes of it."""
+    """One request: the turn that it continues, its new messages, and their form."""
 
-    behind: int
-    """A turn, modulo how many there are; with none it begins a conversation."""
+    continues: int
+    """The turn to continue, modulo the number of turns; without turns a conversation begins."""
     begins: bool
     question: int
     with_tools: bool
@@ -42,14 +42,14 @@ class Ask:
     is_auxiliary: bool
     is_unseen: bool
     by_name: bool
-    dresses: int
-    """How the client writes what was said before."""
+    form_seed: int
+    """Seed of the form in which the client sends earlier messages."""
 
 
 asks = st.lists(
     st.builds(
         Ask,
-        behind=st.integers(0, 7),
+        continues=st.integers(0, 7),
         begins=st.integers(0, 4).map(lambda drawn: drawn == 0),
         question=st.integers(0, 1),
         with_tools=st.booleans(),
@@ -58,7 +58,7 @@ asks = st.lists(
         is_auxiliary=st.integers(0, 6).map(lambda drawn: drawn == 0),
         is_unseen=st.integers(0, 3).map(lambda drawn: drawn == 0),
         by_name=st.booleans(),
-        dresses=st.integers(1, 2**16),
+        form_seed=st.integers(1, 2**16),
     ),
     min_size=1,
     max_size=8,
@@ -78,14 +78,15 @@ class Said:
 def play(
     family: str, script: Sequence[Ask], *, as_sent: bool, says_one_thing: bool = False
 ) -> SessionPlayer:
-    """Play a script; as_sent: the client sends everything back as it got it.
+    """Play a script of requests.
 
-    says_one_thing: the policy's replies differ in nothing but the ids of their calls.
+    as_sent: the client sends everything back unchanged.
+    says_one_thing: the replies of the policy differ only in the ids of their calls.
     """
     player = SessionPlayer(family)
     said: list[Said] = []
     for number, ask in enumerate(script):
-        before = None if ask.begins or not said else said[ask.behind % len(said)]
+        before = None if ask.begins or not said else said[ask.continues % len(said)]
         new = news_for(ask, before)
         tools = TOOLS[ask.with_tools] if before is None else before.tools
         messages = [*(before.messages if before else ()), *new]
@@ -102,11 +103,11 @@ def play(
             sent = new
         elif not as_sent:
             num_known = len(before.messages) if before else 0
-            sent = dressed(messages, num_known, ask.dresses)
+            sent = rewritten(messages, num_known, ask.form_seed)
         player.ask(
             sent,
             reply,
-            tools=tools if as_sent or before is None or ask.dresses % 2 else tools[::-1],
+            tools=tools if as_sent or before is None or ask.form_seed % 2 else tools[::-1],
             request={"is_auxiliary": ask.is_auxiliary, **request},
             is_unseen=ask.is_unseen,
         )
@@ -138,13 +139,13 @@ def news_for(ask: Ask, before: Said | None) -> list[Message]:
     return [user(f"on {ask.question}")]
 
 
-def dressed(messages: Sequence[Message], num_known: int, seed: int) -> list[Message]:
-    """The messages as another client would write them; the new ones have other ids alone."""
+def rewritten(messages: Sequence[Message], num_known: int, seed: int) -> list[Message]:
+    """Return messages as another client would write them; new ones only get other ids."""
     rng = np.random.default_rng(seed)
     ids = [each.id for message in messages for each in message.tool_calls]
     others = ids if rng.random() < 0.5 else [f"toolu-{each}" for each in ids]
     names = dict(zip(ids, rng.permutation(others).tolist(), strict=True))
-    known = [_dressed(message, names, rng) for message in messages[:num_known]]
+    known = [_rewritten(message, names, rng) for message in messages[:num_known]]
     return known + [_renamed(message, names) for message in messages[num_known:]]
 
 
@@ -154,7 +155,7 @@ def _renamed(message: Message, names: dict[str, str]) -> Message:
     return replace(message, tool_call_id=names[message.tool_call_id], name=None)
 
 
-def _dressed(message: Message, names: dict[str, str], rng: np.random.Generator) -> Message:
+def _rewritten(message: Message, names: dict[str, str], rng: np.random.Generator) -> Message:
     if message.role is Role.SYSTEM:
         header = f"header: {rng.integers(1000)}"
         return replace(message, content=message.content.replace("header: 0", header))
@@ -172,12 +173,12 @@ def _dressed(message: Message, names: dict[str, str], rng: np.random.Generator) 
 
 
 def counted(tree: SessionTree) -> list[int]:
-    """By the rule itself."""
-    behind = {turn.parent for turn in tree.turns}
+    """Return the numbers of the turns to train, computed directly from the rule."""
+    continued = {turn.parent for turn in tree.turns}
     return [
         turn.number
         for turn in tree.turns
-        if not turn.is_auxiliary and (not turn.is_unseen or turn.number in behind)
+        if not turn.is_auxiliary and (not turn.is_unseen or turn.number in continued)
     ]
 
 
@@ -201,7 +202,7 @@ def assert_trained_once(player: SessionPlayer, samples: Sequence[Sample]) -> Non
 @pytest.mark.parametrize("family", ["tiny", "qwen3", "mistral"])
 @given(script=asks)
 @examples(40)
-def test_every_sampled_token_is_trained_once_however_clients_write_it(
+def test_every_sampled_token_is_trained_once_in_any_form_of_a_client(
     family: str, script: list[Ask]
 ) -> None:
     player = play(family, script, as_sent=True)
@@ -209,9 +210,9 @@ def test_every_sampled_token_is_trained_once_however_clients_write_it(
     assert_trained_once(player, samples)
     assert len(trained(player.tree)) == len(counted(player.tree))
 
-    written_anew = play(family, script, as_sent=False)
-    assert_same_samples(written_anew.samples(), samples)
-    assert [place.parent for place in written_anew.places] == [
+    other_forms = play(family, script, as_sent=False)
+    assert_same_samples(other_forms.samples(), samples)
+    assert [place.parent for place in other_forms.places] == [
         place.parent for place in player.places
     ]
 
@@ -238,7 +239,7 @@ def test_every_sampled_token_is_trained_once_however_clients_write_it(
 @pytest.mark.parametrize("family", ["tiny", "mistral"])
 @given(script=asks)
 @examples(30)
-def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
+def test_replies_of_equal_text_are_distinguished_by_their_ids(
     family: str, script: list[Ask]
 ) -> None:
     player = play(family, script, as_sent=True, says_one_thing=True)
@@ -251,13 +252,13 @@ def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request of one of a session's agents."""
+    """A request of one of several agents of a session."""
 
     agent: int
-    behind: int
-    """Of the agent's conversations, the one that it goes on with; 0: it begins one."""
+    continues: int
+    """Number of the agent's conversation that the request continues; 0: it begins one."""
     quotes: bool
-    """It tells what was said last."""
+    """Whether it quotes the reply before it."""
     words: int
     with_tools: bool
     is_auxiliary: bool
@@ -269,7 +270,7 @@ calls_of_agents = st.lists(
     st.builds(
         Call,
         agent=st.integers(0, 2),
-        behind=st.integers(0, 3),
+        continues=st.integers(0, 3),
         quotes=st.booleans(),
         words=st.integers(0, 3),
         with_tools=st.booleans(),
@@ -284,19 +285,19 @@ calls_of_agents = st.lists(
 
 @examples(60)
 @given(calls_of_agents, st.booleans(), st.sampled_from([0.0, 1.0, -3.0]), st.integers(0, 9))
-def test_with_many_agents_a_turn_is_trained_once_or_listed_and_no_reward_is_lost(
+def test_with_many_agents_a_turn_is_trained_once_or_left_out_and_no_reward_is_lost(
     script: list[Call], leaves_titles_out: bool, reward: float, named: int
 ) -> None:
     player = SessionPlayer(leaves_titles_out=leaves_titles_out)
     said: list[tuple[int, list[Message], tuple[ToolSchema, ...]]] = []
     for number, each in enumerate(script):
         own = [chat for chat in said if chat[0] == each.agent]
-        if each.behind and own:
-            _, chat, tools = own[each.behind % len(own)]
+        if each.continues and own:
+            _, chat, tools = own[each.continues % len(own)]
             messages = [*chat, user(f"on {each.words}")]
         else:
-            told = f" {said[-1][1][-1].content}" if each.quotes and said else ""
-            messages = [system(f"agent {each.agent}"), user(f"task {each.words}{told}")]
+            quote = f" {said[-1][1][-1].content}" if each.quotes and said else ""
+            messages = [system(f"agent {each.agent}"), user(f"task {each.words}{quote}")]
             tools = TOOLS[each.with_tools]
         answer = player.ask(
             messages,
@@ -316,25 +317,25 @@ def test_with_many_agents_a_turn_is_trained_once_or_listed_and_no_reward_is_lost
     judged = named if named < len(script) and named not in without else None
     samples = player.samples(reward=reward, turn_rewards=rewards, named=judged)
     numbers = [n for n in range(len(script)) if n not in without]
-    # Each turn by the log-probability and the version that are its own.
+    # The version of its tokens identifies each turn.
     found = [
         (int(sample.versions[turn.start]), turn.reward)
         for sample in samples
         for turn in sample.turns
     ]
     assert sorted(number for number, _ in found) == numbers
-    goes_to = player.judged(judged)
-    assert (goes_to is None) == (not numbers) and (judged is None or goes_to == judged)
+    rewarded = player.judged(judged)
+    assert (rewarded is None) == (not numbers) and (judged is None or rewarded == judged)
     for number, given_reward in found:
-        expected = rewards.get(number, 0.0) + (reward if number == goes_to else 0.0)
+        expected = rewards.get(number, 0.0) + (reward if number == rewarded else 0.0)
         assert given_reward == expected
     total = sum(turn.reward for sample in samples for turn in sample.turns)
     assert total == pytest.approx(sum(rewards.values()) + (reward if numbers else 0.0))
-    # What is kept gives the same, also another time.
+    # The rebuilt tree gives the same results.
     again = player.rebuilt()
     kept = judged_of(again, trained(again), judged)
     assert left_out(again) == without
-    assert (None if kept is None else kept.turn.number) == goes_to
+    assert (None if kept is None else kept.turn.number) == rewarded
     for number, reason in without.items():
         turn, asked = tree.turns[number], script[number]
         if reason is LeftOutReason.TITLE:

@@ -1,4 +1,4 @@
-"""An upload is stored as it was sent, or refused as a whole."""
+"""Tests that an upload is stored as it was sent, or refused as a whole."""
 
 from __future__ import annotations
 
@@ -52,18 +52,21 @@ def trajectory_of(upload: Upload) -> Trajectory:
 
 @st.composite
 def recorded(draw: st.DrawFn) -> Trajectory:
-    """With branches, masked tokens, several versions; some with token rewards or experts."""
+    """Draw a trajectory with branches, masked tokens and several versions.
+
+    Some drawn trajectories also have token rewards or experts.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     turns = [turn for turn in random_turns(rng) if turn.num_sampled]
     with_rewards, with_experts = draw(st.booleans()), draw(st.booleans())
-    turns = [_dressed(t, rng, rewards=with_rewards, experts=with_experts) for t in turns]
+    turns = [_with_records(t, rng, rewards=with_rewards, experts=with_experts) for t in turns]
     if turns:
         turns[-1] = replace(turns[-1], reward_components={"hit": 0.25, "f1": 1.0})
     outcome = draw(st.sampled_from([Outcome.COMPLETED, Outcome.TRUNCATED_TOKENS]))
     return make_trajectory(turns, outcome=outcome, detail="ü")
 
 
-def _dressed(turn: Turn, rng: np.random.Generator, *, rewards: bool, experts: bool) -> Turn:
+def _with_records(turn: Turn, rng: np.random.Generator, *, rewards: bool, experts: bool) -> Turn:
     turn = replace(turn, reward_components={})
     if rewards:
         by_token = rng.uniform(-1, 1, turn.num_sampled).astype(np.float32)
@@ -79,7 +82,7 @@ def _dressed(turn: Turn, rng: np.random.Generator, *, rewards: bool, experts: bo
 
 @settings(max_examples=60, deadline=None)
 @given(recorded())
-def test_what_is_uploaded_in_either_format_is_what_the_queue_gets(trajectory: Trajectory) -> None:
+def test_the_queue_gets_the_uploaded_trajectory_in_either_format(trajectory: Trajectory) -> None:
     if not trajectory.num_trained:
         return
     uploads = [
@@ -96,7 +99,7 @@ def test_what_is_uploaded_in_either_format_is_what_the_queue_gets(trajectory: Tr
     assert (uploads[0].oldest_version, uploads[0].newest_version) == trajectory.versions
 
 
-def test_a_mask_alone_tells_the_turns_and_turns_alone_the_mask() -> None:
+def test_turns_follow_from_the_mask_and_the_mask_follows_from_turns() -> None:
     by_mask = trajectory_of(read(item(turn_rewards={0: 0.25}), packed=False)).samples[0]
     assert [(t.index, t.start, t.end, t.reward) for t in by_mask.turns] == [
         (0, 2, 4, 0.25),
@@ -107,7 +110,7 @@ def test_a_mask_alone_tells_the_turns_and_turns_alone_the_mask() -> None:
     assert_same_samples(trajectory_of(read(by_turns, packed=False)).samples, [by_mask])
 
 
-def test_token_rewards_say_what_the_turns_earned() -> None:
+def test_the_reward_of_a_turn_is_the_sum_of_its_token_rewards() -> None:
     rewards = [0, 0, 0.25, 0.5, 0, -1.0]
     sums = item(sample={"token_rewards": rewards}, reward=None)
     found = trajectory_of(read(sums, packed=False))
@@ -116,8 +119,8 @@ def test_token_rewards_say_what_the_turns_earned() -> None:
     assert read(agreeing, packed=True).content == read(sums, packed=False).content
 
 
-def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_it() -> None:
-    """Other samplings of the same prompt, and of the same text, are turns of their own."""
+def test_a_turn_in_two_samples_is_refused_unless_one_of_them_masks_it() -> None:
+    """Check that other samplings of the same prompt or the same text are separate turns."""
     whole = item()["samples"][0]
     ids, logprobs, mask = whole["token_ids"], whole["logprobs"], whole["mask"]
     branch = {**whole, "token_ids": [*ids[:4], 51, 61]}
@@ -145,7 +148,7 @@ def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_i
         with pytest.raises(Violation) as refused:
             read({**item(), "samples": pair}, packed=False)
         assert refused.value.fault is Fault.DUPLICATE_TURN
-    # A mask inside of a turn cuts it in two, and it stays the same sampling.
+    # A mask inside a turn splits it, and it is still the same sampling.
     long = {
         **whole,
         "token_ids": [1, 2, 31, 32, 33, 34],
@@ -161,7 +164,7 @@ def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_i
             with pytest.raises(Violation) as refused:
                 read({**item(), "samples": pair}, packed=False)
             assert refused.value.fault is Fault.DUPLICATE_TURN, masked
-    # One that was cut off after two tokens, and one that went on, began alike: two samplings.
+    # Two samplings may begin with the same tokens: one ends after two, the other is longer.
     short = {
         **long,
         "token_ids": [1, 2, 31, 32, 40, 41],
@@ -181,7 +184,7 @@ def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_i
     ("given", "is_graded"),
     [({"reward": 0.0}, True), ({"reward": 1.0}, True), ({"reward": None}, False)],
 )
-def test_a_reward_of_0_is_a_reward_of_what_was_cut_off(
+def test_a_cut_off_trajectory_with_a_reward_of_0_is_graded(
     given: dict[str, Any], is_graded: bool
 ) -> None:
     found = trajectory_of(read(item(outcome="truncated_tokens", **given), packed=False))
@@ -191,7 +194,9 @@ def test_a_reward_of_0_is_a_reward_of_what_was_cut_off(
 @pytest.mark.parametrize(
     "components", [{str(i): 1.0 for i in range(65)}, {"": 1.0}, {"a" * 129: 1.0}]
 )
-def test_an_upload_has_as_many_named_parts_as_a_session(components: dict[str, float]) -> None:
+def test_the_reward_components_of_an_upload_are_bounded_as_in_a_session(
+    components: dict[str, float],
+) -> None:
     for packed in (False, True):
         with pytest.raises(Problem, match=r"components.* of length"):
             read(item(components=components), packed=packed)
@@ -347,8 +352,8 @@ REFUSED: list[tuple[dict[str, Any], Fault, list[Any]]] = [
 ]
 
 
-async def test_each_violation_has_its_code_and_its_place(world: UploadWorld) -> None:
-    """And nothing of the request is stored: the sound one before it neither."""
+async def test_each_violation_is_refused_with_its_code_and_place(world: UploadWorld) -> None:
+    """Check also that a refused request stores nothing, not even its valid first item."""
     for body, fault, place in REFUSED:
         for packed in (False, True):
             sent = body if packed else in_json(body)
@@ -363,7 +368,7 @@ async def test_each_violation_has_its_code_and_its_place(world: UploadWorld) -> 
     problem(await world.client.get(f"{URL}/sound"), 404, "unknown-trajectory")
 
 
-async def test_what_is_of_another_tokenizer_or_shape_is_refused(world: UploadWorld) -> None:
+async def test_uploads_of_another_tokenizer_or_shape_are_refused(world: UploadWorld) -> None:
     other = await world.send(item(), tokenizer_fingerprint="sha256:0")
     assert FACTS.tokenizer_fingerprint in problem(other, 422, "tokenizer-mismatch")["detail"]
     policy = (await world.client.get("/api/v1/policy")).json()
@@ -386,8 +391,10 @@ async def test_what_is_of_another_tokenizer_or_shape_is_refused(world: UploadWor
     problem(twice, 422, "invalid-request")
 
 
-async def test_no_bomb_costs_more_than_its_refusal(world: UploadWorld) -> None:
-    """Wrong lengths, nesting, numbers that are none: 400 or 422, and nothing is stored."""
+async def test_malformed_and_oversized_bodies_are_refused_and_nothing_is_stored(
+    world: UploadWorld,
+) -> None:
+    """Check that wrong lengths, deep nesting and invalid numbers get 400 or 422."""
     head = msgspec.msgpack.encode(
         {"tokenizer_fingerprint": FACTS.tokenizer_fingerprint, "trajectories": 0}
     )[:-1]

@@ -1,4 +1,4 @@
-"""Trajectories that were sampled elsewhere: taken in whole, said no to one by one, delivered."""
+"""Tests of uploaded trajectories: accepted or refused one by one, stored, and delivered."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_stale_known_and_conflicting_items_are_answered_one_by_one(
         ("d", "unknown-version"),
     ]
     assert body["groups"] == [{"id": "g", "uploaded": 2, "members": None, "is_submitted": False}]
-    # A stale one that was accepted in its time is known still.
+    # An item that was accepted before it became stale is still a duplicate.
     world.service.step = 9
     assert (await world.send(item("a", sample=fresh))).json()["duplicates"] == ["a"]
 
@@ -80,10 +80,10 @@ async def test_a_group_is_submitted_once_it_is_complete(world: UploadWorld) -> N
     assert (found["group"], found["member"], found["is_submitted"]) == ("g", 1, True)
 
 
-async def test_a_group_is_closed_with_what_it_has_or_dropped(world: UploadWorld) -> None:
+async def test_a_group_can_be_closed_early_or_dropped(world: UploadWorld) -> None:
     close = [{"id": "g", "close": True}]
     small = await world.send(item("a"), groups=close)
-    # One alone has no baseline.
+    # A single trajectory has no baseline.
     assert not small.json()["groups"][0]["is_submitted"]
     closed = await world.send(item("b"), groups=close)
     assert closed.json()["groups"][0] == {
@@ -98,7 +98,7 @@ async def test_a_group_is_closed_with_what_it_has_or_dropped(world: UploadWorld)
     assert (await world.send(item("x", group="h", reward=0.0))).json()["accepted"] == ["x"]
 
 
-async def test_a_group_has_room_for_so_many_and_its_own_id(world: UploadWorld) -> None:
+async def test_a_group_has_a_maximum_size_and_a_unique_id(world: UploadWorld) -> None:
     items = [item(f"t-{number}") for number in range(5)]
     full = (await world.send(*items)).json()
     assert [(each["id"], each["code"]) for each in full["rejected"]] == [("t-4", "group-full")]
@@ -108,7 +108,9 @@ async def test_a_group_has_room_for_so_many_and_its_own_id(world: UploadWorld) -
     assert [each["code"] for each in taken["rejected"]] == ["group-conflict"]
 
 
-async def test_what_waits_is_bounded_and_the_same_request_goes_on_later(tmp_path: Path) -> None:
+async def test_waiting_uploads_are_bounded_and_a_repeated_request_succeeds_later(
+    tmp_path: Path,
+) -> None:
     tight = replace(HTTP, service=replace(HTTP.service, max_waiting_tasks=1, max_waiting_mib=1))
     world = await UploadWorld(tmp_path, http=tight).begin()
     close = [{"id": "g", "close": True}, {"id": "h", "close": True}]
@@ -133,7 +135,7 @@ async def test_what_waits_is_bounded_and_the_same_request_goes_on_later(tmp_path
     assert full.headers["retry-after"] and problem(full, 429, "too-many-requests")
 
 
-async def test_an_uploaded_group_is_trained_as_it_was_uploaded(world: UploadWorld) -> None:
+async def test_an_uploaded_group_is_delivered_unchanged(world: UploadWorld) -> None:
     trajectories = [played(seed=number, reward=float(number)) for number in range(2)]
     answer = await world.send(
         *(as_item(each, f"t-{number}", packed=True) for number, each in enumerate(trajectories)),
@@ -152,7 +154,7 @@ async def test_an_uploaded_group_is_trained_as_it_was_uploaded(world: UploadWorl
     assert [sample["turns"] for sample in view["samples"]] == [3, 3]
 
 
-async def test_what_was_cut_off_is_delivered_as_graded_where_it_had_a_reward(
+async def test_a_cut_off_trajectory_is_delivered_as_graded_if_it_has_a_reward(
     world: UploadWorld,
 ) -> None:
     sent = [
@@ -165,8 +167,8 @@ async def test_what_was_cut_off_is_delivered_as_graded_where_it_had_a_reward(
     assert [each.is_graded for each in delivered] == [True, True, False]
 
 
-async def test_it_is_delivered_again_after_any_death(world: UploadWorld) -> None:
-    """Before its group is admitted, before it is delivered, and after, without a checkpoint."""
+async def test_an_upload_is_delivered_again_after_any_kill(world: UploadWorld) -> None:
+    """Check kills before the admission, before the delivery, and after it without a checkpoint."""
     sent = played(seed=7)
     items = [as_item(sent, "a"), as_item(sent, "b")]
     await world.send(items[0], groups=[{"id": "g", "members": 2}])
@@ -186,7 +188,7 @@ async def test_it_is_delivered_again_after_any_death(world: UploadWorld) -> None
 async def test_a_group_whose_submission_was_lost_is_submitted_by_the_same_request(
     world: UploadWorld,
 ) -> None:
-    """Killed between the storing and the submission, before the answer."""
+    """Check a run that stops after it stored the upload and before it submitted the group."""
     body = item("a"), item("b")
     world.service.submissions.close("the run stops")
     problem(await world.send(*body, groups=[{"id": "g", "members": 2}]), 503, "not-available")
@@ -196,7 +198,7 @@ async def test_a_group_whose_submission_was_lost_is_submitted_by_the_same_reques
     assert len(await world.admitted()) == 2
 
 
-async def test_what_has_become_too_old_is_stale_when_it_is_delivered(world: UploadWorld) -> None:
+async def test_a_trajectory_that_became_too_old_is_delivered_as_stale(world: UploadWorld) -> None:
     await world.send(item("a"), item("b"), groups=[{"id": "g", "members": 2}])
     assignments = await world.admitted()
     late = [replace(each, group_number=4) for each in assignments]
@@ -220,7 +222,7 @@ async def test_versions_that_a_recovery_has_undone_are_marked(world: UploadWorld
     assert undone.samples[0].versions.max() == UNDONE + 1 and undone.versions == (1, 1)
 
 
-async def test_a_cancelled_group_leaves_its_ids_alone(world: UploadWorld) -> None:
+async def test_the_ids_of_a_cancelled_group_stay_known(world: UploadWorld) -> None:
     await world.send(item("a"), item("b"), groups=[{"id": "g", "members": 2}])
     assignments = await world.admitted()
     answer = await world.client.post("/api/v1/rollouts/g/cancel")
@@ -231,7 +233,7 @@ async def test_a_cancelled_group_leaves_its_ids_alone(world: UploadWorld) -> Non
     assert (await world.client.get(f"{URL}/a")).json()["group"] == "g"
 
 
-async def test_what_is_over_and_no_longer_kept_is_forgotten(tmp_path: Path) -> None:
+async def test_the_ids_of_old_ended_groups_are_forgotten(tmp_path: Path) -> None:
     short = replace(HTTP, service=ServiceSettings(max_samples_per_task=4, keep_ended_tasks=1))
     world = await UploadWorld(tmp_path, http=short).begin()
     for number in range(3):

@@ -1,6 +1,7 @@
-"""The worked sessions of docs/sessions.md, over the real routes: what is trained, what was judged.
+"""Tests of the worked sessions of docs/sessions.md over the real routes.
 
-Of each a line says who asks; a number among the messages is the reply to that request, sent back.
+They check which turns are trained and which turn gets the reward. In a request, `back(N)` is the
+reply to request N, sent back.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, and what the policy says to it."""
+    """A request, and the reply of the policy to it."""
 
     messages: Sequence[tuple[str, Any]]
-    """Role and text; "reply" and the number of a request; "result" and (that number, text)."""
+    """Pairs: a role and a text, "reply" and a request number, "result" and (number, text)."""
     said: str = ""
     tools: tuple[str, ...] = ()
     headers: dict[str, str] | None = None
@@ -65,7 +66,7 @@ def result(number: int, text: str) -> tuple[str, tuple[int, str]]:
 
 
 class Agent:
-    """Sends the requests of a session, as an agent's own library would."""
+    """An agent that sends the requests of a session as a library would."""
 
     def __init__(self, client: httpx.AsyncClient, gateway: Gateway) -> None:
         self.client, self.gateway = client, gateway
@@ -124,7 +125,7 @@ async def agent(
     max_context_tokens: int = 4000,
     turns: int = 8,
 ) -> AsyncIterator[Agent]:
-    """An agent with a session that is open."""
+    """Open a session and yield its agent."""
     agents: list[Agent] = []
 
     def answer(number: int) -> Any:
@@ -150,16 +151,16 @@ async def agent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worked:
-    """A session of the table."""
+    """A session of the table in docs/sessions.md."""
 
     name: str
     asked: Sequence[Asked]
     judged: int
-    """The number of the turn that has the reward."""
+    """The number of the turn that gets the reward."""
     left_out: dict[int, str] | None = None
-    """By number, with the default."""
+    """Reasons of the turns that are left out by default, by turn number."""
     titles: dict[int, str] | None = None
-    """What `titles: leave_out` leaves out beside them."""
+    """Reasons of the turns that `titles: leave_out` leaves out in addition."""
 
 
 TASK, RULES = user("Where is order 7?"), system("You are an agent.")
@@ -233,7 +234,7 @@ WORKED = (
         name="selector",
         asked=[
             ask(system("Who speaks next?"), TASK, said="writer"),
-            ask(system("You write."), TASK, user("writer, go on"), said="A draft."),
+            ask(system("You write."), TASK, user("writer, continue"), said="A draft."),
             ask(system("Who speaks next?"), TASK, user("A draft."), said="critic"),
             ask(system("You judge."), TASK, user("A draft."), said="Good."),
         ],
@@ -340,13 +341,15 @@ async def test_a_worked_session(tmp_path: Path, worked: Worked, titles: Titles) 
     "title",
     [
         pytest.param({"tools": ("lookup",)}, id="with tools"),
-        pytest.param({"messages": (user("Is it sent? Which one?"),)}, id="of what was sampled"),
-        pytest.param({"messages": (user("Another question."),)}, id="of another question"),
+        pytest.param({"messages": (user("Is it sent? Which one?"),)}, id="about a sampled text"),
+        pytest.param({"messages": (user("Another question."),)}, id="about another question"),
         pytest.param({"said": "in Rome"}, id="a later message"),
         pytest.param({"said": "12"}, id="a value inside of a later call"),
     ],
 )
-async def test_with_titles_left_out_nothing_else_is(tmp_path: Path, title: dict[str, Any]) -> None:
+async def test_leaving_titles_out_leaves_out_nothing_else(
+    tmp_path: Path, title: dict[str, Any]
+) -> None:
     call = called("lookup", "seven").replace('"seven"', '{"inner": ["in Paris", 12]}')
     first = ask(RULES, TASK, said="Which one?", tools=("lookup",))
     more = (RULES, TASK, back(0), user("in Rome"))
@@ -369,10 +372,10 @@ async def test_with_titles_left_out_nothing_else_is(tmp_path: Path, title: dict[
         pytest.param((RULES, TASK, ("assistant", "So: <code>look()")), id="a clock"),
     ],
 )
-async def test_with_titles_left_out_a_rewritten_first_reply_is_none(
+async def test_a_rewritten_first_reply_is_not_left_out_as_a_title(
     tmp_path: Path, begun: tuple[tuple[str, Any], ...]
 ) -> None:
-    """smolagents ends the code that its stop string had cut, and sends it back so."""
+    """Check histories of smolagents, which closes code that a stop string cut and sends it back."""
     async with agent(tmp_path, titles="leave_out") as player:
         await player.ask(ask(TASK, said="<code>look()"))
         again = (*begun, user("seen"))
@@ -381,7 +384,7 @@ async def test_with_titles_left_out_a_rewritten_first_reply_is_none(
         assert (await player.view())["left_out_turns"] == []
 
 
-async def test_a_title_may_be_asked_for_with_the_beginning_of_the_agents_own_prompt(
+async def test_a_request_for_a_title_may_begin_like_the_prompt_of_the_agent(
     tmp_path: Path,
 ) -> None:
     async with agent(tmp_path, titles="leave_out") as player:
@@ -392,7 +395,7 @@ async def test_a_title_may_be_asked_for_with_the_beginning_of_the_agents_own_pro
         assert (await player.view())["left_out_turns"] == [{"turn": 0, "reason": "title"}]
 
 
-async def test_with_titles_left_out_another_sample_of_a_prompt_is_none(tmp_path: Path) -> None:
+async def test_another_sample_of_a_prompt_is_not_left_out_as_a_title(tmp_path: Path) -> None:
     async with agent(tmp_path, titles="leave_out") as player:
         for said in ("Sent.", "Lost."):
             await player.ask(ask(RULES, TASK, said=said))
@@ -400,7 +403,7 @@ async def test_with_titles_left_out_another_sample_of_a_prompt_is_none(tmp_path:
         assert (await player.view())["left_out_turns"] == []
 
 
-async def test_an_auxiliary_call_over_a_reply_does_not_make_its_turn_the_judged_one(
+async def test_an_auxiliary_call_about_a_turn_does_not_give_it_the_reward(
     tmp_path: Path,
 ) -> None:
     async with agent(tmp_path) as player:
@@ -411,7 +414,7 @@ async def test_an_auxiliary_call_over_a_reply_does_not_make_its_turn_the_judged_
     assert rewards == [[0.0], [1.0]]
 
 
-async def test_a_named_turn_is_the_judged_one(tmp_path: Path) -> None:
+async def test_a_named_turn_gets_the_reward(tmp_path: Path) -> None:
     async with agent(tmp_path) as player:
         await player.ask(ask(RULES, TASK, said="Which one?"))
         await player.ask(ask(RULES, TASK, back(0), user("The red one."), said="Sent."))
@@ -440,7 +443,7 @@ LONG = user("word " * 400)
 
 
 async def ended(player: Agent) -> Trajectory:
-    """The trajectory of a session that is finished with reward 1, by a gateway of its own."""
+    """Restart the gateway, finish the session with reward 1, and return its trajectory."""
     after = await player.gateway.restart(NAME)
     await after.finish(1.0)
     trajectory = await after.trajectory()
@@ -452,7 +455,7 @@ async def ended(player: Agent) -> Trajectory:
 @pytest.mark.parametrize(
     ("then", "outcome"),
     [
-        pytest.param([], Outcome.TRUNCATED_CONTEXT, id="the last thing"),
+        pytest.param([], Outcome.TRUNCATED_CONTEXT, id="nothing after it"),
         pytest.param(
             [ask(RULES, user("Summary: red. Go on."), said="Sent.")],
             Outcome.COMPLETED,
@@ -493,7 +496,7 @@ async def ended(player: Agent) -> Trajectory:
         ),
     ],
 )
-async def test_a_refused_request_is_the_end_where_nothing_comes_after(
+async def test_a_refused_request_decides_the_outcome_if_nothing_follows_it(
     tmp_path: Path, then: list[Asked], outcome: Outcome
 ) -> None:
     async with agent(tmp_path, max_context_tokens=200) as player:
@@ -509,7 +512,7 @@ async def test_a_refused_request_is_the_end_where_nothing_comes_after(
     [((system("Name it."), LONG), None), ((RULES, TASK, back(0), LONG), AUXILIARY)],
     ids=["title", "auxiliary"],
 )
-async def test_a_refused_title_or_auxiliary_call_is_no_end(
+async def test_a_refused_title_or_auxiliary_call_does_not_change_the_outcome(
     tmp_path: Path, refused: tuple[Any, ...], headers: dict[str, str] | None
 ) -> None:
     async with agent(tmp_path, max_context_tokens=200) as player:
@@ -534,7 +537,7 @@ async def test_every_sampled_turn_counts_against_the_limit(tmp_path: Path) -> No
     [({}, 0.75), ({"reward": 1.0}, 1.75), ({"reward": None}, None)],
     ids=["left out", "given", "null"],
 )
-async def test_turns_may_be_all_that_is_rewarded(
+async def test_a_session_may_have_only_rewards_of_turns(
     tmp_path: Path, body: dict[str, Any], episode_return: float | None
 ) -> None:
     async with agent(tmp_path) as player:
