@@ -62,7 +62,7 @@ def test_the_line_break_after_the_end_of_a_reply_is_not_trained() -> None:
     )
 
 
-def test_the_text_of_a_reply_is_not_trained_where_the_prompt_repeats_it() -> None:
+def test_the_text_of_a_reply_is_not_trained_in_its_prompt() -> None:
     """Check the mask of a reply whose text also occurs in the question before it."""
     messages = [{"role": "user", "content": "6 6"}, {"role": "assistant", "content": "6"}]
     assert trained(build_tokenizer(), messages) == ["<|user|>6 6<|end|><|assistant|>{6<|end|>}"]

@@ -378,7 +378,7 @@ def _second_turn(tokenizer: PreTrainedTokenizerFast, systems: list[str]) -> Exte
     )
 
 
-def test_a_system_text_that_moves_to_the_newest_message_stays_where_it_was() -> None:
+def test_a_system_text_that_moves_to_the_newest_message_is_left_in_the_prompt() -> None:
     tokenizer = _tokenizer(MOVES_SYSTEM_TEXT)
     extension = _second_turn(tokenizer, ["Be terse."])
     assert extension.break_reason is None
@@ -407,7 +407,7 @@ def test_a_system_text_that_moves_to_the_newest_message_stays_where_it_was() -> 
         ),
     ],
 )
-def test_a_system_text_that_moves_in_a_wrapper_stays_where_it_was(
+def test_a_system_text_that_moves_in_a_wrapper_is_left_in_the_prompt(
     shown: str, systems: list[str], reason: BreakReason | None
 ) -> None:
     moves = MOVES_SYSTEM_TEXT.replace("messages[0].content }}\n\n", f"{shown} }}}}")

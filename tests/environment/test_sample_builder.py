@@ -84,7 +84,7 @@ def test_the_turns_of_samples_give_the_same_samples(seed: int) -> None:
 
 @given(seeds)
 @settings(max_examples=200)
-def test_turns_of_interleaved_branching_conversations_give_the_samples_of_merge_turns(
+def test_turns_of_interleaved_branching_chats_give_the_samples_of_merge_turns(
     seed: int,
 ) -> None:
     # With few distinct ids, many samples are equal or are prefixes of others.
