@@ -192,7 +192,7 @@ def test_any_text_gives_a_bounded_number_or_is_refused(text: str) -> None:
     ("value", "text"),
     [(7.0, "7"), (0.1 + 0.2, "0.3"), (-0.0, "0"), (1e12, "1000000000000"), (1 / 3, "0.333333")],
 )
-def test_numbers_are_written_as_a_person_would(value: float, text: str) -> None:
+def test_numbers_are_written_without_rounding_errors(value: float, text: str) -> None:
     assert format_number(value) == text
 
 

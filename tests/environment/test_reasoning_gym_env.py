@@ -137,5 +137,5 @@ async def test_a_task_without_a_known_family_is_refused(data: dict[str, object])
         await environment.reset(Task(task_id="t", environment="r", seed=0, data=data))
 
 
-def test_it_is_registered() -> None:
+def test_reasoning_gym_is_registered() -> None:
     assert isinstance(resolve("reasoning_gym", {"max_attempts": 2})(), ReasoningGymEnvironment)

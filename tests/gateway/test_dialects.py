@@ -211,7 +211,7 @@ def test_any_json_that_is_not_a_request_is_refused(body: object) -> None:
 
 
 def test_a_dialect_accepts_and_refuses_parameters_as_its_table_says() -> None:
-    """Check that only values are accepted that the tables call harmless or without effect."""
+    """Check that values are accepted only if the table calls them harmless or without effect."""
     for dialect, body in BODIES:
         assert set(body) <= {
             name for name, each in dialect.parameters.items() if each.effect == "read"

@@ -60,7 +60,7 @@ def call(deadline_s: float) -> ChatCall:
 
 @pytest.mark.parametrize("goes", [True, False])
 async def test_the_next_gateway_learns_that_a_request_was_abandoned(goes: bool) -> None:
-    """Check it, because the gateway that died may have stored the turn as shown."""
+    """Check a lost client and a deadline; the dead gateway may have stored the turn as shown."""
     run = Run()
     client = GatewayClient(run.gateway)
     asking = asyncio.create_task(client.sessions.chat(call(60.0 if goes else 0.6)))

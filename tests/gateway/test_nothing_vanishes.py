@@ -171,7 +171,7 @@ def test_a_call_and_its_result_are_in_the_prompt_or_refused(trait: str, said: st
 
 
 def test_the_remedy_in_the_error_for_a_hidden_system_text_works() -> None:
-    """Check a template that, like Mistral Nemo's, shows it only if the user's message is last."""
+    """Check a template like Mistral Nemo's: only a last user message shows the system text."""
     template = (
         "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' }}"
         "{%- if loop.last and messages[0].role == 'system' %}{{- messages[0].content + ' ' }}"

@@ -292,7 +292,7 @@ async def test_a_claim_in_a_cancelled_group_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
-    """Check it, because tokenising would occupy the thread of all sessions for seconds."""
+    """Check that its tokens are not computed, which would delay all sessions by seconds."""
     seen: list[int] = []
 
     class Counted(ChatRenderer):

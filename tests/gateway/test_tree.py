@@ -1,4 +1,4 @@
-"""Tests of which turn a request continues and what is trained, with cases that broke others.
+"""Tests of which turn a request continues and what is trained, in cases that are easily handled wrongly.
 
 Expected samples are written as text with the trained parts in brackets.
 """

@@ -553,7 +553,9 @@ async def test_a_session_may_have_only_rewards_of_turns(
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
-async def test_a_reward_of_0_is_a_reward(tmp_path: Path, reward: float) -> None:
+async def test_a_cut_off_session_with_a_reward_of_0_is_graded(
+    tmp_path: Path, reward: float
+) -> None:
     async with agent(tmp_path) as player:
         await player.ask(ask(RULES, TASK, said="On its w", is_cut=True))
         assert (await player.give("finish", {"reward": reward})).status_code == 200
