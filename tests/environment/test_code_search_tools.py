@@ -229,7 +229,7 @@ print(" ".join(walls), "|", " ".join(name for name, attack in attacks.items() if
 def attack(tmp_path: Path, how: str, port: int) -> tuple[list[str], set[str]]:
     """Return the names of the walls of the sandbox and of the attacks that succeed.
 
-    The output is read through a pipe, because the sandbox forbids that a file grows.
+    The output is read through a pipe, because the sandbox does not let files grow.
     """
     (tmp_path / "target.there").write_text("x")
     done = subprocess.run(

@@ -35,7 +35,7 @@ async def scored(
     make_environment: Any = None,
     **options: Any,
 ) -> list[Trajectory]:
-    """Score texts as a group of trajectories whose environment gave each 0.25 already."""
+    """Score texts as a group of trajectories whose environment gave each a reward of 0.25."""
     played = [
         make_trajectory(linear_turns(2, reward=0.25, seed=n), rollout_id=f"g000003.0-{n}")
         for n in range(len(texts))

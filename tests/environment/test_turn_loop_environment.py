@@ -278,7 +278,7 @@ async def test_an_environment_that_ignores_cancellation_is_abandoned() -> None:
 
 
 class Judge:
-    """An environment without a score at first; scoring again fails num_failures times at first."""
+    """An environment without a score; scoring again fails num_failures times, then succeeds."""
 
     def __init__(self, *, num_failures: int) -> None:
         self.num_failures = num_failures

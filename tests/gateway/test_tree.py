@@ -1,4 +1,4 @@
-"""Tests of which turn a request continues and what is trained, in cases that are easily handled wrongly.
+"""Tests of which turn a request continues and which tokens are trained, in difficult cases.
 
 Expected samples are written as text with the trained parts in brackets.
 """
