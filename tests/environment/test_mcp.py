@@ -77,7 +77,7 @@ async def check_calls(environment: ToolsEnvironment) -> None:
     assert schemas["calculator"].description == "Evaluate an arithmetic expression."
     assert schemas["calculator"].parameters["required"] == ["expression"]
     assert await said(environment, call("calculator", expression="3+4")) == "7"
-    assert "nothing was found" in await said(environment, call("fail"))  # english: of a fixture
+    assert "nothing was found" in await said(environment, call("fail"))
     assert (await environment.step(Action(text="7"))).reward == 1.0
 
 
