@@ -1,4 +1,4 @@
-"""The client of the API: over a served run, and over answers that tell it to come again."""
+"""Tests of the client of the HTTP API: with a served run, and with scripted answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tasks(*names: str) -> list[TaskBody]:
     return [TaskBody(id=name) for name in names]
 
 
-def test_tasks_are_submitted_waited_for_listed_and_told_of(
+def test_a_client_submits_waits_for_lists_cancels_and_follows_tasks(
     world: ServedRun, client: Client
 ) -> None:
     assert client.ready().phase == "training"
@@ -79,8 +79,8 @@ def test_sessions_are_made_finished_and_discarded(client: Client) -> None:
     assert [each.status for each in client.sessions(group="p")] == ["finished", "discarded"]
 
 
-def asking(handler: Handler, *, patience_s: float = 60.0) -> tuple[Client, list[float]]:
-    """A client of these answers, and the pauses that it makes."""
+def client_with(handler: Handler, *, patience_s: float = 60.0) -> tuple[Client, list[float]]:
+    """Return a client that the handler answers, and a list of the pauses between its requests."""
     pauses: list[float] = []
     transport = httpx.MockTransport(handler)
     return Client(
@@ -89,7 +89,7 @@ def asking(handler: Handler, *, patience_s: float = 60.0) -> tuple[Client, list[
 
 
 def answers(*script: httpx.Response | Exception) -> Handler:
-    """One after the other; the last one stays."""
+    """Return a handler that gives these answers in order and then repeats the last one."""
     left = list(script)
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -109,7 +109,7 @@ def problem(status: int, **headers: str) -> httpx.Response:
     return httpx.Response(status, json=body, headers=headers)
 
 
-def test_a_request_is_sent_again_where_the_service_says_that_this_helps() -> None:
+def test_a_request_that_may_succeed_later_is_repeated_after_a_pause() -> None:
     again = [
         httpx.ConnectError("refused"),
         problem(503, **{"retry-after": "7"}),
@@ -117,7 +117,7 @@ def test_a_request_is_sent_again_where_the_service_says_that_this_helps() -> Non
         problem(500),
         problem(429, **{"retry-after": "9"}),
     ]
-    client, pauses = asking(answers(*again, STOPPED))
+    client, pauses = client_with(answers(*again, STOPPED))
     assert client.stop().phase == "stopping"
     assert len(pauses) == 5 and 7 <= pauses[1] < 9 and 9 <= pauses[4] < 11.5
     assert 0.5 <= pauses[0] < 0.7 and 4 <= pauses[3] < 5.1
@@ -132,25 +132,27 @@ def test_a_request_is_sent_again_where_the_service_says_that_this_helps() -> Non
         (httpx.Response(404, text="<html>"), "no problem document"),
     ],
 )
-def test_what_no_repetition_helps_is_raised_at_once(answer: httpx.Response, words: str) -> None:
-    client, pauses = asking(answers(answer))
+def test_an_error_that_would_not_change_is_raised_without_a_retry(
+    answer: httpx.Response, words: str
+) -> None:
+    client, pauses = client_with(answers(answer))
     with pytest.raises(ApiError, match=words):
         client.stop()
     assert pauses == []
 
 
-def test_what_does_not_answer_is_given_up_when_patience_ends() -> None:
-    client, pauses = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
+def test_a_client_gives_up_when_its_patience_ends() -> None:
+    client, pauses = client_with(answers(httpx.ConnectError("refused")), patience_s=0.1)
     with pytest.raises(NoAnswer, match="check that the service is running"):
         client.stop()
     assert pauses == []
-    client, _ = asking(answers(problem(503)), patience_s=0.1)
+    client, _ = client_with(answers(problem(503)), patience_s=0.1)
     with pytest.raises(ApiError, match="503"):
         client.stop()
-    client, _ = asking(answers(httpx.Response(200, text="<html>welcome")))
+    client, _ = client_with(answers(httpx.Response(200, text="<html>welcome")))
     with pytest.raises(NoAnswer, match="is not of type StopAnswer"):
         client.stop()
-    client, _ = asking(answers(problem(429, **{"retry-after": "1"})))
+    client, _ = client_with(answers(problem(429, **{"retry-after": "1"})))
     with pytest.raises(ApiError, match="429"):
         client.submit("guessing", tasks("a"), waits_for_room=False)
 
@@ -170,7 +172,7 @@ def results_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "results").read_text().splitlines()]
 
 
-def test_a_file_is_submitted_whole_and_after_an_interruption_only_the_rest(
+def test_an_interrupted_file_is_continued_with_its_remaining_tasks(
     world: ServedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.may_play.set()
@@ -180,14 +182,14 @@ def test_a_file_is_submitted_whole_and_after_an_interruption_only_the_rest(
         [Task(task_id=name, environment="guessing", seed=1) for name in names],
     )
     with Client(world.url) as client:
-        # More than a request takes, and more than the backlog holds.
+        # The file has more tasks than one request or the backlog may hold.
         assert submitted(tmp_path, client) == 0
         results = results_of(tmp_path)
         assert [line["id"] for line in results] == names
         assert {line["status"] for line in results} == {"trained"} and results[0]["reward"] == 0.0
         assert "20 of 20 tasks are over, 20 trained, mean reward 0.000" in capsys.readouterr().out
 
-        # Cut off in the middle of the last line.
+        # Cut the results off in the middle of their last line.
         file = tmp_path / "results"
         file.write_bytes(file.read_bytes()[:-7])
         before = world.num_requests
@@ -197,7 +199,7 @@ def test_a_file_is_submitted_whole_and_after_an_interruption_only_the_rest(
         assert len(list(client.rollouts())) == 20
 
 
-def test_a_file_that_need_not_be_waited_for_ends_when_it_is_accepted(
+def test_submitting_without_waiting_ends_when_the_file_is_accepted(
     world: ServedRun, tmp_path: Path
 ) -> None:
     write_tasks(tmp_path / "tasks.jsonl", [task("a")])
@@ -205,13 +207,13 @@ def test_a_file_that_need_not_be_waited_for_ends_when_it_is_accepted(
         assert submitted(tmp_path, client, waits=False) == 0 and results_of(tmp_path) == []
 
 
-def test_what_is_refused_ends_with_2_and_silence_with_1(
+def test_the_exit_code_is_2_for_a_refusal_and_1_for_no_answer(
     world: ServedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tasks(tmp_path / "tasks.jsonl", [task("a", "chess")])
     with Client(world.url) as client:
         assert submitted(tmp_path, client) == 2
     assert "unknown-environment" in capsys.readouterr().err
-    silent, _ = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
+    silent, _ = client_with(answers(httpx.ConnectError("refused")), patience_s=0.1)
     assert submitted(tmp_path, silent) == 1
     assert "the same command continues from here" in capsys.readouterr().err

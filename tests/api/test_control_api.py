@@ -1,4 +1,4 @@
-"""The routes of operators over the real control: every status code, and what is written down."""
+"""Tests of the operators' routes with the real control: status codes and recorded calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_parts_are_paused_and_resumed_and_readyz_says_so(tmp_path: Path) -
     assert (await client.get("/control")).status_code == 503
 
 
-async def test_checkpoints_are_asked_for_listed_and_gone_back_to(tmp_path: Path) -> None:
+async def test_checkpoints_are_requested_listed_and_restored(tmp_path: Path) -> None:
     run, client = await served(tmp_path)
     ids = [run.world.commit(step) for step in (2, 4)]
     listed = (await client.get("/checkpoints")).json()["checkpoints"]
@@ -99,7 +99,7 @@ async def test_checkpoints_are_asked_for_listed_and_gone_back_to(tmp_path: Path)
         ({"structured_outputs": {"words": []}}, "structured_outputs"),
     ],
 )
-async def test_an_evaluation_that_cannot_be_is_422(
+async def test_an_impossible_evaluation_is_refused_with_422(
     body: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     _, client = await served(tmp_path)
@@ -107,7 +107,7 @@ async def test_an_evaluation_that_cannot_be_is_422(
     assert answer.status_code == 422 and words in answer.text
 
 
-async def test_an_evaluation_is_followed_to_its_numbers(tmp_path: Path) -> None:
+async def test_an_evaluation_is_followed_until_its_results(tmp_path: Path) -> None:
     run, client = await served(tmp_path)
     body = {"temperature": 0.7, "num_samples": 4, "num_tasks": 2, "ks": [1, 2]}
     answer = await client.post("/evaluations", json=body)
@@ -123,7 +123,7 @@ async def test_an_evaluation_is_followed_to_its_numbers(tmp_path: Path) -> None:
     assert found["evaluation"]["outcomes"] == {"completed": 8}
 
 
-async def test_an_evaluation_samples_among_the_tokens_that_its_body_keeps(tmp_path: Path) -> None:
+async def test_an_evaluation_samples_with_the_options_of_its_body(tmp_path: Path) -> None:
     run, client = await served(tmp_path)
     body = {
         "temperature": 0.7, "num_tasks": 1, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
@@ -159,7 +159,7 @@ async def test_policies_and_the_stop_are_answered(tmp_path: Path) -> None:
     assert len(run.stops) == 2
 
 
-async def test_calls_that_change_something_are_written_down_with_their_answers(
+async def test_calls_that_change_something_are_recorded_with_their_answers(
     tmp_path: Path,
 ) -> None:
     _, client = await served(tmp_path)
@@ -176,7 +176,7 @@ async def test_calls_that_change_something_are_written_down_with_their_answers(
     assert len((await client.get("/control/calls", params={"limit": 1})).json()["calls"]) == 1
 
 
-async def test_a_body_may_be_left_out_where_no_field_is_needed(tmp_path: Path) -> None:
+async def test_a_body_may_be_omitted_if_no_field_is_required(tmp_path: Path) -> None:
     run, client = await served(tmp_path)
     [paused] = (await client.post("/control/training/pause")).json()["paused"]
     assert (paused["part"], paused["reason"]) == ("training", "")
@@ -189,7 +189,7 @@ async def test_a_body_may_be_left_out_where_no_field_is_needed(tmp_path: Path) -
     assert answer.status_code == 200
 
 
-async def test_an_evaluation_of_no_tasks_is_refused(tmp_path: Path) -> None:
+async def test_an_evaluation_without_tasks_is_refused(tmp_path: Path) -> None:
     _, client = await served(tmp_path)
     answer = await client.post("/evaluations", json={"tasks": []})
     assert answer.status_code == 422 and "body.tasks: got a list, expected it to" in answer.text

@@ -1,4 +1,4 @@
-"""Nothing of a body is read before its key was found, and what is read is bounded."""
+"""Tests of the checks before a body is read: its key is known, and memory and time are bounded."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MADE_UP = f"rl.agent.{NAME}.{'0' * 64}"
 
 
 class NotToBeRead:
-    """A body of 47 MiB of which nobody may ask for a byte. Counts what is asked for."""
+    """A request body that must not be read. Counts the attempts to read it."""
 
-    num_asked = 0
+    num_reads = 0
 
     async def __call__(self) -> Message:
-        self.num_asked += 1
+        self.num_reads += 1
         return {"type": "http.request", "body": b"x", "more_body": True}
 
 
@@ -90,26 +90,26 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
         ("PUT", f"/api/v1/sessions/{NAME}/reward", MADE_UP, 404),
     ],
 )
-async def test_no_byte_of_a_body_is_read_before_its_key_was_found(
+async def test_no_byte_of_a_body_is_read_before_its_key_is_known(
     gateway: Gateway, method: str, path: str, key: str, status: int, length: dict[str, str]
 ) -> None:
     headers = {**JSON, **length, **({"authorization": f"Bearer {key}"} if key else {})}
     body = NotToBeRead()
     found, answered, text = await ask(SessionRun(gateway).app(), method, path, headers, body)
-    assert (found, answered["connection"], body.num_asked) == (status, "close", 0)
-    # In the words of the route: its dialect's, or a problem of ours.
+    assert (found, answered["connection"], body.num_reads) == (status, "close", 0)
+    # The error has the form of the route's dialect, or is a problem document.
     answer = json.loads(text)
     assert answer.get("status", status) == status and ("error" in answer or "code" in answer)
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", f"/sessions/{NAME}/v1/models"])
-async def test_what_needs_no_key_takes_no_body(gateway: Gateway, path: str) -> None:
+async def test_a_route_without_a_key_accepts_no_body(gateway: Gateway, path: str) -> None:
     headers, body = {"content-length": str(1 << 20)}, NotToBeRead()
     status, answered, _ = await ask(SessionRun(gateway).app(), "GET", path, headers, body)
-    assert (status, answered["connection"], body.num_asked) == (413, "close", 0)
+    assert (status, answered["connection"], body.num_reads) == (413, "close", 0)
 
 
-async def test_who_has_a_key_of_the_session_sends_a_large_body(gateway: Gateway) -> None:
+async def test_a_key_of_the_session_may_send_a_large_body(gateway: Gateway) -> None:
     app = SessionRun(gateway).app()
     content = json.dumps({"model": "m", "n": 3, "messages": [], "user": "x" * LARGE_BYTES}).encode()
     for key, status in ((OWN, 400), (session_key("", NAME, REWARD), 400)):
@@ -138,13 +138,13 @@ def test_a_damaged_secret_is_refused(tmp_path: Path, content: bytes) -> None:
 async def test_an_agent_cannot_compute_the_key_that_rewards_it(
     gateway: Gateway, tmp_path: Path
 ) -> None:
-    """Without a key of the API; it knows the session's name, its own key and this source."""
+    """Check this for an agent that knows its session's name, its own key and the source code."""
     run_dir = RunDir(path=tmp_path / "new" / "run")
     secret = session_secret(run_dir)
     assert stat.S_IMODE(run_dir.secret_file.stat().st_mode) == 0o600
     assert session_secret(run_dir) == secret and len(secret) > 40
     assert session_secret(RunDir(path=tmp_path / "another")) != secret
-    # What an interrupted start has left is no reason to refuse the next one.
+    # The files of an interrupted start do not prevent the next start.
     check_new(run_dir)
     app = SessionRun(gateway, session_secret=secret).app()
     transport = httpx.ASGITransport(app=app)
@@ -181,11 +181,11 @@ async def test_bodies_wait_for_room_in_their_order() -> None:
     await asyncio.gather(*waiting)
     assert taken == ["a", "b", "c"] and room.num_bytes == 70
     room.give_back(70)
-    # One that is larger than all room comes alone.
+    # A body larger than the whole room is admitted if no other body is being read.
     assert await room.take(101, limit_s=1.0) and not await room.take(1, limit_s=0.05)
 
 
-# A block between two that are in use stays with the process, unless it is given back.
+# A freed block between two used ones stays with the process until the allocator is trimmed.
 HOLDING = """
 import asyncio, psutil
 from service.api.bodies import BodyRoom
@@ -210,7 +210,7 @@ asyncio.run(main())
 """
 
 
-def test_memory_of_large_bodies_goes_back_to_the_system() -> None:
+def test_memory_of_large_bodies_is_returned_to_the_system() -> None:
     found = subprocess.run(
         [sys.executable, "-c", HOLDING], capture_output=True, text=True, check=True, timeout=60
     )
@@ -220,7 +220,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system() -> None:
 
 @asynccontextmanager
 async def listening(app: ASGIApp) -> AsyncIterator[str]:
-    """The application under a real server, on a port of loopback."""
+    """Serve an application with uvicorn on a free port of loopback and yield its address."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")
     )
@@ -235,7 +235,7 @@ async def listening(app: ASGIApp) -> AsyncIterator[str]:
 
 
 class Reads:
-    """An application of somebody else: reads every body. Keeps the methods of its requests."""
+    """An application that is not Rayloom's: it reads every body and records the methods."""
 
     def __init__(self) -> None:
         self.methods: list[str] = []
@@ -250,7 +250,7 @@ class Reads:
         await send({"type": "http.response.body", "body": str(size).encode()})
 
 
-async def test_the_door_asks_before_it_lets_a_large_body_in(gateway: Gateway) -> None:
+async def test_the_door_asks_the_application_before_it_reads_a_large_body(gateway: Gateway) -> None:
     metrics = ApiMetrics()
     room = BodyRoom()
     inside = Door(CountedRequests(SessionRun(gateway).app(), metrics=metrics), room=room)
@@ -261,12 +261,12 @@ async def test_the_door_asks_before_it_lets_a_large_body_in(gateway: Gateway) ->
     ):
         for key, status in (("", 401), (MADE_UP, 404), (OWN, 400)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            # Its client learns why, although it is still sending.
+            # The client receives the reason, although it is still sending.
             answer = await client.post(CHAT, content=content, headers=headers)
             assert answer.status_code == status and "error" in answer.json()
             assert (answer.headers.get("connection") == "close") == (status != 400)
         assert room.num_bytes == 0
-    # Each request is counted once, by the method that it came with.
+    # Each request is counted once, with its own method.
     samples = [each for metric in metrics.requests.collect() for each in metric.samples]
     counted = {
         (each.labels["method"], each.labels["status"]): each.value
@@ -276,7 +276,7 @@ async def test_the_door_asks_before_it_lets_a_large_body_in(gateway: Gateway) ->
     assert counted == {("POST", "401"): 1, ("POST", "404"): 1, ("POST", "400"): 1}
 
 
-async def test_the_door_leaves_other_applications_as_they_are() -> None:
+async def test_the_door_leaves_other_applications_unchanged() -> None:
     app = Reads()
     async with (
         listening(Door(app)) as place,
@@ -287,11 +287,11 @@ async def test_the_door_leaves_other_applications_as_they_are() -> None:
         for path in ("/-/routes", "/-/ROUTES/"):
             assert (await client.get(path)).status_code == 404
         assert (await client.get("/-/healthz")).status_code == 200
-    # Whether it would read a large body is asked by a method that changes nothing.
+    # The door uses OPTIONS to ask about a large body, because it changes nothing.
     assert app.methods == ["POST", "OPTIONS", "PUT", "GET"]
 
 
-async def test_a_client_that_asks_as_the_door_does_learns_whether_its_key_is_one(
+async def test_a_client_that_sends_the_doors_question_learns_only_if_its_key_is_valid(
     gateway: Gateway,
 ) -> None:
     app = SessionRun(gateway).app()
@@ -306,14 +306,14 @@ async def test_a_client_that_asks_as_the_door_does_learns_whether_its_key_is_one
 
 @pytest.fixture
 def short_heads(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Limits heads for as long as the test runs: the protocol is of the whole process."""
+    """Return `limit_heads`, and undo its change of uvicorn's protocol after the test."""
     from uvicorn.protocols.http import auto
 
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
     return limit_heads
 
 
-async def test_connections_that_send_no_whole_head_are_closed(
+async def test_connections_without_complete_headers_are_closed(
     short_heads: Callable[[float], None],
 ) -> None:
     short_heads(1.5)
@@ -329,14 +329,14 @@ async def test_connections_that_send_no_whole_head_are_closed(
         assert b" 200 " in await answered.readline()
         async with asyncio.timeout(30):
             assert await silent.read() == b"" and await half.read() == b""
-        # A body that comes slowly has a limit of its own (`guards`); its head had come.
+        # A slow body has its own limit (`guards`); the headers of this request are complete.
         opened[3][1].write(b"xx")
         assert b" 200 " in await sending.readline()
         for _, writer in opened:
             writer.close()
 
 
-def test_uvicorn_has_the_limit_in_every_process_that_opens_a_server(
+def test_the_middlewares_limit_headers_in_each_process_that_opens_a_server(
     short_heads: Callable[[float], None],
 ) -> None:
     [found] = door.middlewares()

@@ -1,4 +1,4 @@
-"""The HTTP API over the real submission queue and store: every status code and problem."""
+"""Tests of the HTTP API with the real submission queue and store: status codes and problems."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     return body
 
 
-async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
+async def test_a_batch_is_queued_and_followed_to_its_training_step(
     client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     answer = await client.post(URL, json=batch("a", "b"))
     assert answer.status_code == 202
     body = answer.json()
-    # Written without the model that describes it.
+    # The body is written by hand, without the model that describes it.
     assert json.loads(SubmitAnswer.model_validate(body).model_dump_json()) == body
     assert body["accepted"] == 2 and body["queue"] == {"waiting": 2, "capacity": 4}
     assert [(item["id"], item["place"], item["ahead"]) for item in body["rollouts"]] == [
@@ -93,7 +93,7 @@ async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
     assert first["turns"] == 1 and first["sampled_tokens"] == 2
 
 
-async def test_a_repeated_request_is_answered_and_creates_nothing(
+async def test_a_repeated_request_creates_no_new_task(
     client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     first = await client.post(URL, json=batch("a"))
@@ -109,7 +109,7 @@ async def test_a_repeated_request_is_answered_and_creates_nothing(
         assert "a" in body["detail"]
 
 
-async def test_a_request_under_a_used_key_is_the_same_request_or_refused(
+async def test_an_idempotency_key_is_valid_for_one_request_only(
     run: LocalRun, client: httpx.AsyncClient
 ) -> None:
     named = {"Idempotency-Key": "nightly 17"}
@@ -121,7 +121,7 @@ async def test_a_request_under_a_used_key_is_the_same_request_or_refused(
         body = problem(answer, 422, "idempotency-key-reused")
         assert body["errors"] == [{"loc": ["header", "Idempotency-Key"]}]
     assert (await client.get(f"{URL}/b")).status_code == 404
-    # The key is kept with the tasks, and needs no more than they do.
+    # The key is stored with the tasks, so it survives a restart as they do.
     later = LocalRun(await run.service.restart())
     async with client_of(later) as client:
         answer = await client.post(URL, json=batch("b"), headers=named)
@@ -135,7 +135,7 @@ async def test_a_request_under_a_used_key_is_the_same_request_or_refused(
             problem(answer, 422, "invalid-request")
 
 
-async def test_a_seed_that_is_left_out_follows_from_the_id(client: httpx.AsyncClient) -> None:
+async def test_a_missing_seed_is_derived_from_the_id(client: httpx.AsyncClient) -> None:
     body = {"environment": "guessing", "tasks": [{"id": "x"}]}
     assert (await client.post(URL, json=body)).json()["accepted"] == 1
     assert (await client.post(URL, json=body)).json()["accepted"] == 0
@@ -155,7 +155,7 @@ async def test_a_seed_that_is_left_out_follows_from_the_id(client: httpx.AsyncCl
         ("text", "body"),
     ],
 )
-async def test_a_body_of_another_shape_says_where(
+async def test_the_error_of_a_wrong_body_names_the_place(
     client: httpx.AsyncClient, body: Any, words: str
 ) -> None:
     found = problem(await client.post(URL, json=body), 422, "invalid-request")
@@ -172,7 +172,7 @@ async def test_a_body_of_another_shape_says_where(
         ("9" * 4000 + "9" * 1000, "digits"),
     ],
 )
-async def test_a_body_that_is_no_json_says_why_and_what_to_send(
+async def test_the_error_of_a_body_that_is_not_json_says_why_and_what_to_send(
     run: LocalRun, text: str, words: str
 ) -> None:
     larger = replace(SETTINGS, service=ServiceSettings(max_body_kib=8))
@@ -184,7 +184,7 @@ async def test_a_body_that_is_no_json_says_why_and_what_to_send(
     assert words in detail and "send one JSON object" in detail
 
 
-async def test_no_body_at_all_is_told_as_a_missing_one(client: httpx.AsyncClient) -> None:
+async def test_a_missing_body_is_reported_as_missing(client: httpx.AsyncClient) -> None:
     assert problem(await client.post(URL), 422, "invalid-request")["detail"].startswith("body")
 
 
@@ -205,11 +205,11 @@ async def test_a_body_of_another_format_is_415(
     assert "expected" in problem(answer, 415, "unsupported-media-type")["detail"]
     utf8 = {"content-type": "application/json; charset=utf-8"}
     assert (await client.post(URL, content=content, headers=utf8)).status_code == 202
-    # What has no body needs no format.
+    # A request without a body needs no content type.
     assert (await client.post(f"{URL}/a/cancel")).status_code == 200
 
 
-async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClient) -> None:
+async def test_an_error_repeats_only_a_part_of_the_request(client: httpx.AsyncClient) -> None:
     long = "x" * 3000
     for body in (batch("a", environment=long), batch("a", **{long: 1}), batch(long)):
         assert len((await client.post(URL, json=body)).text) < 1500
@@ -218,7 +218,7 @@ async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClie
     assert len(problem(await client.post(URL, json=many), 422, "invalid-request")["errors"]) == 20
 
 
-async def test_a_body_that_stalls_is_given_up(run: LocalRun) -> None:
+async def test_a_stalled_body_is_abandoned(run: LocalRun) -> None:
     guarded = Guards(
         create_app(run, SETTINGS),
         max_body_bytes=4096,
@@ -248,7 +248,7 @@ async def test_data_that_json_cannot_keep_is_refused(client: httpx.AsyncClient, 
 
 
 @pytest.mark.parametrize("depth", [65, 480, 900])
-async def test_data_is_taken_up_to_a_depth(client: httpx.AsyncClient, depth: int) -> None:
+async def test_data_is_accepted_up_to_a_depth_of_64(client: httpx.AsyncClient, depth: int) -> None:
     def text(levels: int) -> bytes:
         data = '{"x": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
         head = '{"environment": "guessing", "tasks": [{"id": "a", "seed": 3, "data": '
@@ -260,7 +260,7 @@ async def test_data_is_taken_up_to_a_depth(client: httpx.AsyncClient, depth: int
     assert (await client.post(URL, content=text(64), headers=headers)).status_code == 202
 
 
-async def test_what_the_run_does_not_play_is_refused_with_what_it_does(
+async def test_an_environment_that_the_run_lacks_is_refused_with_the_known_ones(
     client: httpx.AsyncClient,
 ) -> None:
     body = problem(
@@ -292,11 +292,11 @@ async def test_too_many_tasks_and_too_large_bodies_are_413(client: httpx.AsyncCl
         for _ in range(50):
             yield b" " * 100
 
-    # Without a length in the header it is counted as it comes.
+    # Without a length in the header, the bytes are counted as they arrive.
     problem(await client.post(URL, content=in_pieces()), 413, "body-too-large")
 
 
-async def test_a_full_backlog_is_429_with_the_time_to_come_again(client: httpx.AsyncClient) -> None:
+async def test_a_full_backlog_is_429_with_a_time_to_retry(client: httpx.AsyncClient) -> None:
     assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
     answer = await client.post(URL, json=batch("d", "e"))
     problem(answer, 429, "queue-full")
@@ -304,19 +304,17 @@ async def test_a_full_backlog_is_429_with_the_time_to_come_again(client: httpx.A
     assert (await client.get(f"{URL}/d")).status_code == 404
 
 
-async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
+async def test_a_batch_larger_than_the_backlog_is_413(tmp_path: Path) -> None:
     run = LocalRun(await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=3)).begin())
     async with client_of(run) as client:
         body = problem(await client.post(URL, json=batch(*"abcd")), 413, "batch-too-large")
         assert "expected at most 3" in body["detail"] and "split the batch" in body["detail"]
         assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
-        # Only what is new needs room.
+        # Only new tasks need room.
         assert (await client.post(URL, json=batch(*"abcd"))).status_code == 429
 
 
-async def test_a_task_is_cancelled_once_and_for_all(
-    client: httpx.AsyncClient, run: LocalRun
-) -> None:
+async def test_a_cancelled_task_stays_cancelled(client: httpx.AsyncClient, run: LocalRun) -> None:
     await client.post(URL, json=batch("a", "b", "c"))
     for _ in range(2):
         answer = await client.post(f"{URL}/c/cancel")
@@ -327,7 +325,7 @@ async def test_a_task_is_cancelled_once_and_for_all(
     problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
 
 
-async def test_what_a_step_has_taken_cannot_be_cancelled(
+async def test_a_task_in_a_training_step_cannot_be_cancelled(
     client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     await client.post(URL, json=batch("a", "b"))
@@ -350,7 +348,7 @@ async def test_what_a_step_has_taken_cannot_be_cancelled(
         ({"sampels": 3}, "sampels: there is no such field"),
     ],
 )
-async def test_a_wrong_value_is_named_with_what_was_expected(
+async def test_the_error_of_a_wrong_value_names_what_was_expected(
     client: httpx.AsyncClient, entry: dict[str, Any], words: str
 ) -> None:
     body = batch("a")
@@ -358,7 +356,7 @@ async def test_a_wrong_value_is_named_with_what_was_expected(
     assert words in problem(await client.post(URL, json=body), 422, "invalid-request")["detail"]
 
 
-async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
+async def test_unknown_objects_and_routes_are_404(client: httpx.AsyncClient) -> None:
     problem(await client.get(f"{URL}/nobody"), 404, "unknown-rollout")
     problem(await client.post(f"{URL}/nobody/cancel"), 404, "unknown-rollout")
     body = problem(await client.get("/api/v2/rollouts"), 404, "not-found")
@@ -372,7 +370,7 @@ async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
     assert answer.headers["allow"] == "GET"
 
 
-async def test_the_key_guards_all_but_the_probes(run: LocalRun) -> None:
+async def test_all_routes_except_the_probes_need_the_key(run: LocalRun) -> None:
     settings = replace(SETTINGS, key_digest=digest_of(KEY))
     async with client_of(run, settings) as client:
         answer = await client.post(URL, json=batch("a"))
@@ -402,7 +400,7 @@ async def test_ready_says_what_is_missing(client: httpx.AsyncClient, run: LocalR
     assert "supervisor died" in body["detail"]
 
 
-async def test_a_run_that_has_not_begun_takes_nothing_in(tmp_path: Path) -> None:
+async def test_a_run_that_has_not_started_accepts_no_tasks(tmp_path: Path) -> None:
     async with client_of(LocalRun(Service(tmp_path))) as client:
         answer = await client.post(URL, json=batch("a"))
         problem(answer, 503, "not-available")
@@ -416,14 +414,14 @@ class Broken(LocalRun):
         raise ZeroDivisionError("a secret of ours")
 
 
-async def test_an_error_that_nobody_expects_is_a_problem_without_its_text(run: LocalRun) -> None:
+async def test_an_unexpected_error_is_answered_without_its_text(run: LocalRun) -> None:
     async with client_of(Broken(run.service)) as client:
         body = problem(await client.get(f"{URL}/a"), 500, "internal-error")
     assert "secret" not in body["detail"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "mine.example"])
-async def test_loopback_is_asked_under_its_own_names_or_allowed_ones(
+async def test_loopback_answers_under_its_own_names_and_allowed_ones(
     run: LocalRun, host: str
 ) -> None:
     service = replace(SETTINGS.service, allowed_hosts=("mine.example",))
@@ -441,7 +439,7 @@ async def test_another_name_for_loopback_is_refused(run: LocalRun, host: str) ->
     assert await run.submission("a") is None
 
 
-async def test_an_api_that_others_may_ask_has_any_name(run: LocalRun) -> None:
+async def test_an_api_beyond_loopback_answers_under_any_name(run: LocalRun) -> None:
     service = replace(SETTINGS.service, host="0.0.0.0")
     settings = replace(SETTINGS, service=service, key_digest=digest_of(KEY))
     async with client_of(run, settings) as client:
@@ -449,7 +447,7 @@ async def test_an_api_that_others_may_ask_has_any_name(run: LocalRun) -> None:
     assert answer.status_code == 200
 
 
-async def test_a_retry_after_a_resume_with_another_default_is_the_same_request(
+async def test_a_retry_after_a_resume_with_another_default_creates_no_new_task(
     run: LocalRun,
 ) -> None:
     async with client_of(run) as client:
@@ -479,7 +477,9 @@ async def test_tasks_of_too_many_bytes_wait_for_room(tmp_path: Path) -> None:
         assert (await send("b")).status_code == 202
 
 
-async def test_a_task_that_is_over_for_too_long_is_unknown_again(tmp_path: Path) -> None:
+async def test_an_ended_task_is_forgotten_when_more_tasks_than_the_limit_have_ended(
+    tmp_path: Path,
+) -> None:
     limits = ServiceSettings(keep_ended_tasks=2)
     run = LocalRun(await Service(tmp_path, settings=limits).begin())
     async with client_of(run) as client:
@@ -494,7 +494,7 @@ async def test_a_task_that_is_over_for_too_long_is_unknown_again(tmp_path: Path)
         assert again["accepted"] == 0 and again["rollouts"][0]["status"] == "cancelled"
 
 
-async def test_requests_are_counted_by_route_and_status_and_never_by_path(run: LocalRun) -> None:
+async def test_requests_are_counted_by_route_and_status_not_by_path(run: LocalRun) -> None:
     metrics, settings = ApiMetrics(), replace(SETTINGS, key_digest=digest_of(KEY))
     transport = httpx.ASGITransport(app=create_app(run, settings, metrics=metrics))
     headers = {"authorization": f"Bearer {KEY}"}
@@ -530,7 +530,7 @@ async def test_requests_are_counted_by_route_and_status_and_never_by_path(run: L
         ('{"environment": "guessing", "tasks": [{"id": "a", "data": {"": [1], "": [2]}}]}', ""),
     ],
 )
-async def test_a_key_that_an_object_has_twice_is_refused(
+async def test_a_duplicate_key_in_an_object_is_refused(
     client: httpx.AsyncClient, run: LocalRun, body: str, key: str
 ) -> None:
     json_type = {"content-type": "application/json"}
@@ -540,7 +540,9 @@ async def test_a_key_that_an_object_has_twice_is_refused(
     assert run.service.submissions.backlog.waiting == 0
 
 
-async def test_keys_that_differ_only_in_numbers_are_different(client: httpx.AsyncClient) -> None:
+async def test_keys_that_differ_only_in_a_number_are_not_duplicates(
+    client: httpx.AsyncClient,
+) -> None:
     data = {"a: [1]": 1, "a: [2]": 2, "text": '{"q": 1, "q": 2}', "lists": [{"q": [1]}, {"q": [2]}]}
     body = {"environment": "guessing", "tasks": [{"id": "a", "data": data}]}
     assert (await client.post(URL, json=body)).status_code == 202
@@ -557,7 +559,7 @@ async def test_keys_that_differ_only_in_numbers_are_different(client: httpx.Asyn
         ("limit=1&limit=2", "query.limit: got it 2 times, expected it once"),
     ],
 )
-async def test_a_query_that_a_route_does_not_know_is_refused(
+async def test_an_unknown_or_repeated_query_parameter_is_refused(
     client: httpx.AsyncClient, query: str, words: str
 ) -> None:
     assert words in problem(await client.get(f"{URL}?{query}"), 422, "invalid-request")["detail"]
@@ -566,7 +568,7 @@ async def test_a_query_that_a_route_does_not_know_is_refused(
     assert (await client.get(f"{URL}/a")).status_code == 404
 
 
-async def test_an_error_names_a_list_and_an_object_in_the_words_of_json(
+async def test_an_error_names_json_types_instead_of_python_types(
     client: httpx.AsyncClient,
 ) -> None:
     for task, words in (

@@ -1,4 +1,4 @@
-"""The first admin key in a file that is replaced while the API serves, as Kubernetes does it."""
+"""Tests of the first admin key in a file that Kubernetes replaces while the API serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def a_config(**service: object) -> Config:
 
 
 class MountedSecret:
-    """A directory as the kubelet mounts it: ..data is a link that is replaced."""
+    """A directory as the kubelet mounts a Secret: ..data is a link that it replaces."""
 
     def __init__(self, directory: Path, text: str) -> None:
         self._directory, self._num = directory, 0
@@ -36,7 +36,7 @@ class MountedSecret:
         self.file.symlink_to("..data/api-key")
 
     def write(self, text: str | None) -> None:
-        """Replace all files at once; None: the Secret no longer has the key."""
+        """Replace all files at once; if text is None, the Secret no longer has the key."""
         self._num += 1
         dated = self._directory / f"..2026_{self._num}"
         dated.mkdir(parents=True)
@@ -46,7 +46,7 @@ class MountedSecret:
         os.replace(self._directory / "..data_tmp", self._directory / "..data")
 
 
-async def test_a_replaced_key_is_valid_without_a_restart_and_a_lost_one_stays(
+async def test_a_replaced_key_is_valid_without_a_restart_and_a_deleted_one_stays_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mounted = MountedSecret(tmp_path / "secrets", f"{OLD}\n")
@@ -113,7 +113,7 @@ def test_a_file_without_a_usable_key_is_refused_at_the_start(
     assert "0123456789abcdef" not in str(caught.value)
 
 
-def test_a_key_and_a_file_of_one_are_not_both_taken(
+def test_a_key_and_a_key_file_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYLOOM_API_KEY", OLD)

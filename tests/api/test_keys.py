@@ -1,4 +1,4 @@
-"""Named keys: who may ask for what, what another tenant is shown, and how much one may ask for."""
+"""Tests of named keys: their rights, their limits, and their revocation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def run(tmp_path: Path) -> AsyncIterator[TenantRun]:
         yield run
 
 
-def test_the_bucket_fills_at_its_rate_and_holds_its_burst() -> None:
+def test_a_token_bucket_fills_at_its_rate_up_to_its_burst() -> None:
     clock = [0.0]
     rates = Rates(now=lambda: clock[0])
     assert [rates.take("a", per_s=0.5, burst=2) for _ in range(3)] == [0, 0, 2]
@@ -52,7 +52,7 @@ def test_the_bucket_fills_at_its_rate_and_holds_its_burst() -> None:
     assert [rates.take("a", per_s=0.5, burst=2) for _ in range(3)] == [0, 0, 2]
 
 
-async def test_a_key_is_shown_once_and_nothing_keeps_it(
+async def test_a_key_is_shown_once_and_stored_nowhere(
     run: TenantRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -90,7 +90,7 @@ async def test_a_key_is_shown_once_and_nothing_keeps_it(
         ({"name": "a", "tenant": "t", "limits": {"anything": 1}}, "anything"),
     ],
 )
-async def test_a_key_that_cannot_be_is_refused(
+async def test_an_invalid_key_request_is_refused(
     run: TenantRun, body: dict[str, Any], words: str
 ) -> None:
     async with client_of(run.app(), FIRST_KEY) as admin:
@@ -98,7 +98,7 @@ async def test_a_key_that_cannot_be_is_refused(
     assert answer.status_code == 422 and words in answer.json()["detail"], answer.text
 
 
-async def test_a_clients_key_is_no_admins(run: TenantRun) -> None:
+async def test_a_clients_key_has_no_admin_rights(run: TenantRun) -> None:
     app = run.app()
     client_key, admin_key = await new_key(app, "c"), await new_key(app, "a", scope="admin")
     async with client_of(app) as client:
@@ -115,7 +115,7 @@ async def test_a_clients_key_is_no_admins(run: TenantRun) -> None:
     assert (noted.caller, noted.call, noted.status) == ("a", "POST /api/v1/stop", 202)
 
 
-async def test_a_client_reads_what_is_the_same_for_all_and_nothing_of_operators(
+async def test_a_client_may_read_common_routes_but_no_operators_routes(
     run: TenantRun,
 ) -> None:
     app = run.app()
@@ -133,8 +133,8 @@ async def test_a_client_reads_what_is_the_same_for_all_and_nothing_of_operators(
         assert not is_for_clients(f"/api/v1/{path}")
 
 
-async def test_a_key_is_good_at_once_and_revoked_within_seconds_everywhere(run: TenantRun) -> None:
-    """Two replicas, of which each has known keys for a while, and the gateway."""
+async def test_a_key_is_valid_at_once_and_revoked_within_seconds_everywhere(run: TenantRun) -> None:
+    """Check this for two replicas of the API, which cache keys, and for the gateway."""
     one, two = run.app(), run.app()
     looking = asyncio.create_task(run.port.sessions.watch())
     first = await new_key(one, "first")
@@ -157,7 +157,7 @@ async def test_a_key_is_good_at_once_and_revoked_within_seconds_everywhere(run: 
         for client in (at_one, at_two):
             assert (await client.get(f"{ROLLOUTS}/x", headers=bearer(key))).status_code == 401
             assert (await client.get(f"{ROLLOUTS}/x", headers=bearer(first))).status_code == 404
-        # A name is given once, and the keys of what it created went with it.
+        # A name is not used again, and the keys of the sessions it created are revoked too.
         taken = await at_one.post(
             KEYS, json={"name": "owner", "tenant": "owner"}, headers=bearer(FIRST_KEY)
         )
@@ -197,9 +197,9 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
         assert is_held(
             await client.post(ROLLOUTS, json=tasks("a", "b", "c")), "quota", "max_waiting_tasks"
         )
-        # What is known already is no more.
+        # Known tasks do not count again.
         assert (await client.post(ROLLOUTS, json=tasks("a", "b"))).status_code == 202
-    # Another key has room; what is admitted waits no more.
+    # Another key still has room, and admitted tasks no longer count as waiting.
     async with client_of(app, FIRST_KEY) as admin:
         assert (await admin.post(ROLLOUTS, json=tasks("c", "d", "e"))).status_code == 202
     await run.port.admit()
@@ -210,7 +210,7 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
         assert is_held(await client.post(SESSIONS, json={"id": "h"}), "quota", "max_open_sessions")
         assert (await client.post(f"{ROLLOUTS}/g/cancel")).status_code == 200
         assert (await client.post(SESSIONS, json={"id": "h"})).status_code == 201
-        # Behind the limits of the gateway's own reading of the keys.
+        # Give the gateway the keys now, before it reads them itself.
         run.port.sessions._keys.update(await run.keys())
         while len(run.port.playing) < 2:
             await run.port.admit()
@@ -222,12 +222,12 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
         late = await client.post(chat, json=HELLO, headers=bearer(agent))
         assert late.status_code == 429 and 1 <= int(late.headers["retry-after"]) <= 60
         assert "turns_per_minute" in late.json()["error"]["message"]
-        # What is sampled without a session counts too.
+        # Sampling without a session counts too.
         late = await client.post("/api/v1/generate", json={"token_ids": [1]})
         assert late.status_code == 429 and "turns_per_minute" in late.json()["detail"]
 
 
-async def test_guesses_cost_the_supervisor_no_more_than_a_few_readings(run: TenantRun) -> None:
+async def test_guessed_keys_cost_the_supervisor_only_a_few_reads(run: TenantRun) -> None:
     app = run.app()
     key = await new_key(app, "owner")
     async with client_of(app) as client:
@@ -238,13 +238,13 @@ async def test_guesses_cost_the_supervisor_no_more_than_a_few_readings(run: Tena
     assert run.num_key_reads - before <= 3
 
 
-async def test_a_run_that_does_not_answer_leaves_the_keys_that_were_known(run: TenantRun) -> None:
+async def test_known_keys_stay_valid_while_the_run_does_not_answer(run: TenantRun) -> None:
     app = run.app()
     key = await new_key(app, "owner")
     async with client_of(app) as known, client_of(run.app()) as fresh:
         assert (await known.get("/docs", headers=bearer(key))).status_code == 200
         run.is_gone, run.silent_s = True, 30.0
-        # A key that may have been revoked is waited for; not for as long as the run is silent.
+        # The API asks again whether a key was revoked, but not for as long as the run is silent.
         app.state.callers._read_at -= FRESH_S
         began = time.monotonic()
         asked = [known.get("/docs", headers=bearer(key)) for _ in range(5)]
@@ -257,8 +257,8 @@ async def test_a_run_that_does_not_answer_leaves_the_keys_that_were_known(run: T
         await run.keys()
 
 
-async def test_a_run_without_keys_is_open_until_it_has_one(run: TenantRun) -> None:
-    """Also when that one is revoked: the last revocation opens nothing."""
+async def test_a_run_without_keys_is_open_until_the_first_key_exists(run: TenantRun) -> None:
+    """Keep the run closed even after its last key was revoked."""
     app = run.app(first_digest=None)
     async with client_of(app) as client:
         assert (await client.get("/docs", headers=bearer("anything"))).status_code == 200
@@ -272,7 +272,7 @@ async def test_a_run_without_keys_is_open_until_it_has_one(run: TenantRun) -> No
         assert (await client.get(KEYS)).status_code == 401
 
 
-async def test_headers_have_a_number_and_a_size(run: TenantRun) -> None:
+async def test_headers_are_limited_in_number_and_size(run: TenantRun) -> None:
     async with client_of(run.app(), FIRST_KEY) as client:
         for headers in ({f"x-{each}": "1" for each in range(101)}, {"x-long": "x" * 33_000}):
             answer = await client.get("/healthz", headers=headers)

@@ -1,4 +1,4 @@
-"""What the API bounds beside a key's own limits, and what no body can make it do."""
+"""Tests of the API's limits for all keys, and of the code that no body can reach."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from worlds.parts.tenant_world import FIRST_KEY, SETTINGS, TenantRun, client_of, tenants
 
 REPOSITORY = Path(__file__).parents[2]
-# All that reads what clients send, before it is a task or a turn.
+# All packages that read what clients send, before it becomes a task or a turn.
 BORDER = ("service/api", "service/access", "service/gateway", "service/intake")
-# Imports that would run, unpack, start or fetch what a body names.
+# Modules that could run, unpack, start or fetch something that a body names.
 FORBIDDEN = {
     "pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib", "runpy", "subprocess",
     "urllib", "http", "httpx", "requests", "aiohttp", "zlib", "gzip", "zipfile", "tarfile",
@@ -31,7 +31,7 @@ async def run(tmp_path: Path) -> AsyncIterator[TenantRun]:
 
 
 async def test_only_conversations_may_be_large(run: TenantRun) -> None:
-    """A reward and a batch of tasks are small; what agents send holds a whole history."""
+    """Rewards and batches have a small limit; agents' requests contain a whole history."""
     most = SETTINGS.service.max_body_kib << 10
     large = {"model": "any", "messages": [{"role": "user", "content": "x" * most}]}
     async with client_of(run.app(), FIRST_KEY) as client:
@@ -45,7 +45,7 @@ async def test_only_conversations_may_be_large(run: TenantRun) -> None:
             assert (await client.post(path, json=large)).status_code == 404
 
 
-async def test_a_reward_has_so_many_named_parts_at_most(run: TenantRun) -> None:
+async def test_the_components_of_a_reward_are_limited(run: TenantRun) -> None:
     async with client_of(run.app(), FIRST_KEY) as client:
         for components in ({str(each): 0.0 for each in range(65)}, {"x" * 129: 0.0}, {"": 0.0}):
             body = {"reward": 1.0, "components": components}
@@ -53,15 +53,15 @@ async def test_a_reward_has_so_many_named_parts_at_most(run: TenantRun) -> None:
             assert answer.status_code == 422 and "components" in answer.json()["detail"]
 
 
-async def test_a_group_has_so_many_sessions_at_most(run: TenantRun) -> None:
-    """Refused before a key is made for each."""
+async def test_the_sessions_of_a_group_are_limited(run: TenantRun) -> None:
+    """Refuse a group with too many sessions before deriving their keys."""
     async with client_of(run.app(), FIRST_KEY) as client:
         for number in (1, SETTINGS.service.max_samples_per_task + 1, 10**12):
             answer = await client.post(SESSIONS, json={"id": "a", "num_sessions": number})
             assert answer.status_code == 422 and answer.json()["code"] == "num-samples", number
 
 
-async def test_a_conversation_has_a_depth(run: TenantRun) -> None:
+async def test_the_depth_of_a_conversation_is_limited(run: TenantRun) -> None:
     deep: Any = "x"
     for _ in range(80):
         deep = [deep]
@@ -69,14 +69,14 @@ async def test_a_conversation_has_a_depth(run: TenantRun) -> None:
         body = {"model": "any", "messages": [{"role": "user", "content": deep}]}
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and "64" in answer.json()["error"]["message"]
-        # No more than is read before the gateway knows the key.
+        # This body is small enough to be read before the gateway knows the key.
         text = '{"messages": ' + "[" * 60_000
         headers = {"content-type": "application/json"}
         answer = await client.post("/v1/chat/completions", content=text, headers=headers)
         assert answer.status_code == 400
 
 
-async def test_an_environment_is_a_registered_name_and_nothing_to_import(run: TenantRun) -> None:
+async def test_an_environment_is_a_registered_name_and_cannot_be_imported(run: TenantRun) -> None:
     async with client_of(run.app(), FIRST_KEY) as client:
         for name in ("os:system", "../guessing", "http://example.org/e.py", "subprocess.Popen"):
             body = {"environment": name, "tasks": [{"id": "a"}]}
@@ -84,8 +84,8 @@ async def test_an_environment_is_a_registered_name_and_nothing_to_import(run: Te
             assert answer.status_code == 422 and answer.json()["code"] == "unknown-environment"
 
 
-async def test_a_number_of_any_size_costs_nothing(run: TenantRun) -> None:
-    """Of so many sessions no keys are made, and so large a reward would not be trained."""
+async def test_a_huge_number_is_refused_at_once(run: TenantRun) -> None:
+    """Refuse a request with a huge number with 422, before doing any work for it."""
     vast = int("9" * 400)
     bodies: list[dict[str, Any]] = [
         {"num_sessions": 10**30},
@@ -112,8 +112,8 @@ async def test_a_number_of_any_size_costs_nothing(run: TenantRun) -> None:
                 assert answer.status_code == 422, (path, given)
 
 
-async def test_numbers_of_addresses_and_headers_are_digits_alone(run: TenantRun) -> None:
-    """As the document has it; pydantic would take others for whole numbers too."""
+async def test_numbers_in_addresses_and_headers_may_only_have_digits(run: TenantRun) -> None:
+    """Refuse forms like +1 and 1.0, which pydantic would accept and the OpenAPI document does not."""
     async with client_of(run.app(), FIRST_KEY) as client:
         for text in ("+1", "1.0", "+0.0", " 1", "1_0", "-1", "\u0661"):
             for path in ("feed?after", "events?after", "rollouts?limit", "rollouts?cursor"):
@@ -126,7 +126,7 @@ async def test_numbers_of_addresses_and_headers_are_digits_alone(run: TenantRun)
 
 
 async def test_ids_are_plain(run: TenantRun) -> None:
-    """Case 40: slashes, traversal and Unicode, in a body and in a path."""
+    """Ids with slashes, path traversal or Unicode are refused, in a body and in a path."""
     async with client_of(run.app(), FIRST_KEY) as client:
         for name in ("../etc", "a/b", "..", "ä", "a\x00b", "a b", "", "x" * 200):
             tasks = {"environment": "guessing", "tasks": [{"id": name}]}
@@ -147,7 +147,7 @@ def imports_of(path: Path) -> Iterator[str]:
             yield f"call of {node.func.id}"
 
 
-def test_nothing_at_the_border_unpickles_imports_by_name_starts_or_fetches() -> None:
+def test_request_code_does_not_unpickle_import_by_name_start_processes_or_fetch() -> None:
     calls = {f"call of {name}" for name in ("eval", "exec", "__import__", "compile", "open")}
     offenders = [
         f"{path.relative_to(REPOSITORY)}: {found}"
@@ -156,7 +156,7 @@ def test_nothing_at_the_border_unpickles_imports_by_name_starts_or_fetches() -> 
         for found in imports_of(path)
         if found.partition(".")[0] in FORBIDDEN or found in calls
     ]
-    # The names of HTTP's statuses.
+    # The module `http` provides the names of status codes.
     assert offenders == ["service/api/problems.py: http"]
 
 

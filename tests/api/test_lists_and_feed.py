@@ -1,4 +1,4 @@
-"""Environments and their schemas, lists, long polls and the feed, over the real queue and store."""
+"""Tests of environments, lists, long polls and the feed, with the real queue and store."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def batch(*ids: str, **fields: Any) -> dict[str, Any]:
     return {"environment": "guessing", "tasks": [{"id": each, "seed": 3} for each in ids], **fields}
 
 
-async def told(client: httpx.AsyncClient, after: int = 0) -> list[dict[str, Any]]:
-    """The feed, without what is null."""
+async def feed_of(client: httpx.AsyncClient, after: int = 0) -> list[dict[str, Any]]:
+    """Return the feed's entries after a number, without fields that are null."""
     found = (await client.get(f"{API}/feed", params={"after": after})).json()
     return [
         {name: value for name, value in entry.items() if value is not None}
@@ -75,7 +75,7 @@ def short(entries: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(each["kind"], *(each[name] for name in names if name in each)) for each in entries]
 
 
-async def test_environments_are_listed_with_the_schema_that_tasks_are_held_to(
+async def test_environments_are_listed_with_the_schema_of_their_tasks(
     client: httpx.AsyncClient,
 ) -> None:
     found = (await client.get(f"{API}/environments")).json()["environments"]
@@ -95,14 +95,14 @@ async def test_environments_are_listed_with_the_schema_that_tasks_are_held_to(
     assert "task 'b': data: unknown fields lwo; expected none; leave them out" in body["detail"]
     assert body["errors"][0]["loc"] == ["body", "tasks", 1, "data"]
     assert (await client.get(f"{URL}/a")).status_code == 404
-    # Large ones are looked at in a thread.
+    # Large bodies are validated in a thread.
     wrong["tasks"][1]["data"] = {"x": "y" * 100_000}
     assert (await client.post(URL, json=wrong)).json()["code"] == "task-data"
     answer = await client.post(URL, json={"environment": "session", "tasks": [{"id": "a"}]})
     assert answer.status_code == 422 and f"{API}/sessions" in answer.json()["detail"]
 
 
-async def test_an_environment_without_a_schema_takes_any_object(run: LocalRun) -> None:
+async def test_an_environment_without_a_schema_accepts_any_object(run: LocalRun) -> None:
     async with client_of(run, replace(SETTINGS, data_schemas={})) as client:
         one = (await client.get(f"{API}/environments/guessing")).json()
         assert one["data_schema"] == {"type": "object"}
@@ -138,7 +138,7 @@ async def test_tasks_are_listed_in_order_by_status_batch_and_environment(
     assert await ids(environment="uploaded") == ([], None)
     answer = await client.get(URL, params={"environment": "nope"})
     assert answer.status_code == 422 and "expected one of guessing, session" in answer.text
-    # A batch is a part of what was sent.
+    # The same id with another batch is another request, hence a conflict.
     answer = await client.post(URL, json=batch("a", batch="day"))
     assert answer.status_code == 409
 
@@ -168,7 +168,7 @@ async def test_sessions_are_listed_by_group_and_status(run: LocalRun) -> None:
         assert (await client.post(path, json={"reward": 0.5}, headers=finish)).status_code == 200
         assert await ids(status="finished") == (["p-1"], None)
         assert (await client.get(f"{API}/sessions", params={"cursor": "x"})).status_code == 422
-        entries = await told(client)
+        entries = await feed_of(client)
         assert short(entries) == [
             ("accepted", "p"),
             ("session_opened", "p", 0),
@@ -202,7 +202,7 @@ async def test_a_client_may_wait_for_a_task_a_session_and_the_feed(run: LocalRun
             assert answer.status_code == 200
             assert answer.headers["preference-applied"] == "wait=20"
         assert time.monotonic() - began < 10
-        # What is over, or unknown, is not waited for; where no news come, the time is the limit.
+        # An ended or unknown task is answered at once; without news, the wait ends after its time.
         for path in (f"{URL}/a", f"{API}/sessions/p-0"):
             assert (await client.get(path, headers=wait)).status_code == 200
         assert (await client.get(f"{URL}/none", headers=wait)).status_code == 404
@@ -223,11 +223,11 @@ async def test_a_client_may_wait_for_a_task_a_session_and_the_feed(run: LocalRun
         ("await=3", 0),
     ],
 )
-def test_of_preferences_only_a_wait_is_read(prefer: str | None, seconds: int) -> None:
+def test_only_wait_is_read_from_the_prefer_header(prefer: str | None, seconds: int) -> None:
     assert wait_of(prefer) == seconds
 
 
-async def test_the_feed_tells_what_is_final_once_each_over_a_crash(
+async def test_the_feed_reports_each_final_result_once_despite_a_crash(
     client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     service = run.service
@@ -236,12 +236,12 @@ async def test_the_feed_tells_what_is_final_once_each_over_a_crash(
     await service.admit()
     service.play()
     await service.train()
-    # Trained, but in no checkpoint: the run may still go back.
-    assert short(await told(client)) == [("accepted", each) for each in "abcd"] + [
+    # Trained, but not in a checkpoint yet: the run may still return to an older one.
+    assert short(await feed_of(client)) == [("accepted", each) for each in "abcd"] + [
         ("cancelled", "d")
     ]
     await service.commit()
-    seen = await told(client)
+    seen = await feed_of(client)
     assert short(seen[5:]) == [
         *(("admitted", task) for task in "abc"),
         *(("trained", task, member, 1) for task in "ab" for member in (0, 1)),
@@ -253,13 +253,13 @@ async def test_the_feed_tells_what_is_final_once_each_over_a_crash(
     service.play()
     await service.train()
     run.service = service = await service.restart()
-    more = await told(client, after=seen[-1]["number"])
-    assert await told(client) == [*seen, *more] and short(more) == [("accepted", "e")]
+    more = await feed_of(client, after=seen[-1]["number"])
+    assert await feed_of(client) == [*seen, *more] and short(more) == [("accepted", "e")]
     await service.admit()
     service.play()
     await service.train()
     await service.commit()
-    found = await told(client)
+    found = await feed_of(client)
     assert found[: len(seen) + 1] == [*seen, *more]
     assert short(found[len(seen) + 1 :]) == [
         ("admitted", "e"),
@@ -268,7 +268,7 @@ async def test_the_feed_tells_what_is_final_once_each_over_a_crash(
     assert [entry["number"] for entry in found] == list(range(1, len(found) + 1))
 
 
-async def test_a_run_that_loses_its_newest_checkpoint_says_what_is_void(
+async def test_the_feed_says_which_entries_a_lost_checkpoint_makes_void(
     client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     await run.service.commit()
@@ -277,32 +277,32 @@ async def test_a_run_that_loses_its_newest_checkpoint_says_what_is_void(
     run.service.play()
     await run.service.train()
     await run.service.commit()
-    before = await told(client)
+    before = await feed_of(client)
     run.service = await run.service.restart(passed_over={"step-1"})
-    [entry] = await told(client, after=before[-1]["number"])
+    [entry] = await feed_of(client, after=before[-1]["number"])
     assert (entry["kind"], entry["step"], entry["void_after"]) == ("went_back", 0, 0)
     await run.service.admit()
     run.service.play()
     await run.service.train()
     await run.service.commit()
-    again = await told(client, after=entry["number"])
+    again = await feed_of(client, after=entry["number"])
     assert short(again) == short(before)[2:]
 
 
-async def test_a_cursor_that_lies_before_what_is_kept_is_410(tmp_path: Path) -> None:
+async def test_a_cursor_before_the_oldest_kept_entry_is_410(tmp_path: Path) -> None:
     limits = ServiceSettings(keep_feed_entries=3)
     run = LocalRun(await Service(tmp_path, settings=limits).begin())
     async with client_of(run) as client:
         for name in "abc":
             await client.post(URL, json=batch(name))
             await client.post(f"{URL}/{name}/cancel")
-        kept = await told(client)
+        kept = await feed_of(client)
         assert [entry["number"] for entry in kept] == [4, 5, 6]
         for path in (f"{API}/feed?after=1", f"{API}/events?after=2"):
             answer = await client.get(path)
             assert answer.status_code == 410 and answer.json()["code"] == "feed-cut"
             assert "after=3" in answer.json()["detail"]
-        assert len(await told(client, after=3)) == 3
+        assert len(await feed_of(client, after=3)) == 3
 
 
 async def test_a_cursor_above_the_newest_entry_is_410(client: httpx.AsyncClient) -> None:
@@ -311,12 +311,12 @@ async def test_a_cursor_above_the_newest_entry_is_410(client: httpx.AsyncClient)
             answer = await client.get(path)
             assert answer.status_code == 410 and answer.json()["code"] == "feed-ahead"
             assert f"continue with after={newest}" in answer.json()["detail"]
-        assert await told(client, after=newest) == []
+        assert await feed_of(client, after=newest) == []
         await client.post(URL, json=batch(f"a{newest}"))
-    assert len(await told(client, after=1)) == 1
+    assert len(await feed_of(client, after=1)) == 1
 
 
-async def test_events_are_the_feed_and_go_on_behind_the_last_id(client: httpx.AsyncClient) -> None:
+async def test_events_are_the_feed_and_resume_after_the_last_id(client: httpx.AsyncClient) -> None:
     await client.post(URL, json=batch("a", "b"))
     answer = await client.get(f"{API}/events")
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -329,7 +329,7 @@ async def test_events_are_the_feed_and_go_on_behind_the_last_id(client: httpx.As
     assert data["task"] == "a" and "reward" not in data
     later = await client.get(f"{API}/events?after=0", headers={"last-event-id": "1"})
     assert "id: 1\n" not in later.text and "id: 2\n" in later.text
-    # Where nothing comes, a comment shows that the connection lives.
+    # Without entries, a comment shows that the connection is alive.
     assert ": waiting" in (await client.get(f"{API}/events?after=2")).text
     answer = await client.get(f"{API}/events", headers={"last-event-id": "x"})
     assert answer.status_code == 422

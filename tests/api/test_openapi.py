@@ -1,4 +1,4 @@
-"""The OpenAPI document: checked in as the application has it, whole, and held to it by a fuzzer."""
+"""Tests of the OpenAPI document: it is up to date and complete, and a fuzzer finds it true."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from service.gateway.dialects import DIALECTS
 
 KEY = "0123456789abcdef"
 PROBES = {"/healthz", "/readyz"}
-# What a schema cannot say, and the status's description does: a run's own limits and names, ids
-# that were used before, entries that are no longer kept, parameters that no session keeps to.
+# Refusals that no schema can describe, only the text of a status: limits and names of the run, used
+# ids, entries that are no longer kept, and parameters that sessions do not allow.
 CONFIG = f"""
 headers = {{ Authorization = "Bearer {KEY}" }}
 
@@ -79,12 +79,12 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield path, method, operation
 
 
-def test_the_document_that_is_checked_in_is_the_applications() -> None:
+def test_the_checked_in_document_is_up_to_date() -> None:
     remedy = "write it with: python -m deploy.openapi_document"
     assert DOCUMENT.read_text("utf-8") == document_text(), remedy
 
 
-def test_every_operation_names_what_can_be_answered_and_errors_are_problems() -> None:
+def test_each_operation_lists_its_answers_and_its_errors_are_problems() -> None:
     for path, method, operation in operations():
         answers = operation["responses"]
         expected = {"408", "413", "415", "421", "500", "503"}
@@ -102,7 +102,7 @@ def test_every_operation_names_what_can_be_answered_and_errors_are_problems() ->
                 assert "application/problem+json" in answer["content"], (path, status)
 
 
-def test_a_dialects_body_is_described_by_its_table_and_its_smallest_one_is_read() -> None:
+def test_each_dialects_body_has_the_fields_of_its_table_and_a_minimal_example() -> None:
     paths = whole_document()["paths"]
     for dialect in DIALECTS:
         operation = paths[f"/sessions/{{name}}{dialect.path}"]["post"]
@@ -120,12 +120,12 @@ def test_a_dialects_body_is_described_by_its_table_and_its_smallest_one_is_read(
 
 
 def is_open(url: str, headers: dict[str, str]) -> bool | None:
-    """None: not yet."""
+    """Return True if a session is open and None if it is not open yet."""
     return httpx.get(url, headers=headers).json()["status"] == "open" or None
 
 
 def with_fingerprint(document: dict[str, Any]) -> dict[str, Any]:
-    """So that uploads come as far as their columns."""
+    """Return the document with the real tokenizer fingerprint, so that uploads pass its check."""
     body = document["paths"]["/api/v1/trajectories"]["post"]["requestBody"]
     for each in body["content"].values():
         each["schema"]["properties"]["tokenizer_fingerprint"]["enum"] = [renderer().fingerprint]
@@ -133,7 +133,7 @@ def with_fingerprint(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def fuzz(directory: Path, *options: str) -> str:
-    """What Schemathesis found, over the whole document; empty: nothing."""
+    """Run Schemathesis over the whole document and return what it found; empty if nothing."""
     config = directory / "schemathesis.toml"
     config.write_text(CONFIG)
     document = directory / "openapi.json"
@@ -147,7 +147,7 @@ def fuzz(directory: Path, *options: str) -> str:
         world.may_play.set()
         for name in ("fuzzed-0", "other-1"):
             assert poll(partial(is_open, f"{url}/{name}", headers), limit_s=60.0), name
-        # What the fuzzer submits waits: playing it would share the loop that answers.
+        # The fuzzer's tasks are not played, because playing would slow the loop that answers.
         world.may_play.clear()
         program = str(Path(sys.executable).with_name("schemathesis"))
         done = subprocess.run(
@@ -167,7 +167,7 @@ def fuzz(directory: Path, *options: str) -> str:
 @pytest.mark.fuzz
 def test_a_fuzzer_finds_nothing_in_a_few_seconds(tmp_path: Path) -> None:
     options = ("--phases", "examples,fuzzing", "--max-examples", "3", "--max-time", "12")
-    # The same requests each time; the proof draws new ones.
+    # Every run of this test sends the same requests; the proof draws new ones.
     options = (*options, "--seed", "1")
     assert fuzz(tmp_path, *options, "--no-shrink") == ""
 

@@ -1,4 +1,4 @@
-"""The page's routes: the run as it stands, the journal by filters, a trajectory's tokens."""
+"""Tests of the web page's routes: the state of the run, the journal, a trajectory's tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_the_page_is_open_and_its_data_is_not(client: httpx.AsyncClient) -> None:
+async def test_the_page_needs_no_key_but_its_data_does(client: httpx.AsyncClient) -> None:
     page = await client.get("/", headers={"Authorization": ""})
     assert page.status_code == 200 and page.text == empty_page()
     assert page.headers["content-type"].startswith("text/html")
@@ -63,7 +63,7 @@ async def test_the_page_is_open_and_its_data_is_not(client: httpx.AsyncClient) -
         assert answer.status_code == 401
 
 
-async def test_the_asker_gets_the_steps_that_it_does_not_have_and_all_after_a_recovery(
+async def test_the_page_gets_only_new_steps_but_all_steps_after_a_recovery(
     client: httpx.AsyncClient, service: Service
 ) -> None:
     async def steps(**asked: int) -> tuple[int, list[int]]:
@@ -79,7 +79,7 @@ async def test_the_asker_gets_the_steps_that_it_does_not_have_and_all_after_a_re
     assert (await client.get("/api/v1/run", params={"after": -1})).status_code == 422
 
 
-async def test_the_journal_is_listed_page_by_page_and_by_filters(
+async def test_the_journal_is_listed_in_pages_and_with_filters(
     client: httpx.AsyncClient, service: Service
 ) -> None:
     assert (await client.get("/api/v1/journal")).json() == {"trajectories": [], "next": None}
@@ -107,7 +107,7 @@ async def test_the_journal_is_listed_page_by_page_and_by_filters(
     assert await ids(task="other") == []
 
 
-async def test_a_trajectory_is_found_by_its_id_its_rollouts_and_as_a_member_of_its_task(
+async def test_a_trajectory_is_found_by_its_id_its_rollout_and_its_task(
     client: httpx.AsyncClient, service: Service
 ) -> None:
     await service.recorder.step(step_record(1))

@@ -1,4 +1,4 @@
-"""Tenants: what a key of another tenant sees and changes, on every route."""
+"""Tests of tenants: on no route does a key see or change objects of another tenant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from actors.types import UPLOADED, Outcome
 from service.intake.listing import FeedEntry, FeedKind
 from service.store.feed import prune_feed, tell_all
 
-# These make something, whatever another tenant has of that name.
+# These routes create an object even if another tenant has one of that name.
 CREATIONS = [("POST", ROLLOUTS), ("POST", SESSIONS), ("POST", UPLOADS)]
 
 
@@ -70,7 +70,7 @@ async def test_another_tenants_key_sees_and_changes_nothing_on_any_route(run: Te
         before = [(await owner.get(path)).json() for path in shown]
 
         async def ask(method: str, path: str, ids: dict[str, str]) -> tuple[int, str]:
-            """The answer, as if every id were ID."""
+            """Return an answer's status, and its text with every id replaced by ID."""
             kind = path.removeprefix("/sessions/{name}")
             assert method in ("GET", "DELETE") or kind in BODIES, f"what is sent to {path}?"
             taken = {ROLLOUTS: ids["task"], UPLOADS: ids["upload"]}.get(path, ids["group"])
@@ -86,7 +86,7 @@ async def test_another_tenants_key_sees_and_changes_nothing_on_any_route(run: Te
             text = re.sub(r'("place"|"ahead"|"waiting"): ?\d+', "", answer.text)
             for each in sorted(ids.values(), key=len, reverse=True):
                 text = text.replace(each, "ID")
-            # The policy of these tests counts its turns.
+            # The policy of these tests puts the number of its turns into its first token.
             text = re.sub(r'"token_ids":\[\d+', "", text)
             return answer.status_code, re.sub(r"[0-9a-f]{64}", "MARK", text)
 
@@ -98,7 +98,7 @@ async def test_another_tenants_key_sees_and_changes_nothing_on_any_route(run: Te
                 if (method, path) in CREATIONS:
                     continue
                 found = await ask(method, path, theirs)
-                # The answer about what others own is the answer about what does not exist.
+                # Another tenant's object and an object that does not exist get the same answer.
                 assert found == await ask(method, path, none), (method, path)
                 assert "owners" not in found[1], (method, path, found)
         told = await other.get(FEED)
@@ -119,7 +119,7 @@ async def test_another_tenants_key_sees_and_changes_nothing_on_any_route(run: Te
                 assert {**seen, "id": 0, "group": 0} == {**was, "id": 0, "group": 0}, path
 
 
-async def test_a_tenants_feed_counts_for_itself_alone(run: TenantRun) -> None:
+async def test_each_tenants_feed_is_numbered_separately(run: TenantRun) -> None:
     app = run.app()
     keys = [await new_key(app, name) for name in ("owner", "other")]
 
@@ -155,7 +155,7 @@ async def test_a_tenants_feed_counts_for_itself_alone(run: TenantRun) -> None:
             assert {name for _, _, name in found} == {
                 "other~t", "other~u", "other~v", "owner~t", "owner~w",
             }  # fmt: skip
-        # What is cut is cut for each by its own numbers, which go on.
+        # After pruning, each tenant's feed keeps its own numbers, which continue.
         store = run.service.store
         store.write_of_no_term(partial(prune_feed, keep=1))
         for client, cut, kept in ((owner, 1, 2), (other, 4, 5)):
@@ -175,7 +175,7 @@ async def test_a_tenants_feed_counts_for_itself_alone(run: TenantRun) -> None:
                 assert (back["number"], back["void_after"]) == (number, void)
 
 
-async def test_a_client_uploads_what_its_tenant_alone_sees_and_drops(run: TenantRun) -> None:
+async def test_an_upload_is_seen_and_deleted_only_by_its_tenant(run: TenantRun) -> None:
     app = run.app()
     keys = [await new_key(app, name) for name in ("owner", "other")]
     few = await new_key(app, "few", tenant="owner", limits={"max_waiting_tasks": 1})
@@ -196,7 +196,7 @@ async def test_a_client_uploads_what_its_tenant_alone_sees_and_drops(run: Tenant
         assert (await other.delete(f"{UPLOADS}/groups/g")).json()["id"] == "g"
         assert (await other.get(f"{UPLOADS}/a")).status_code == 404
         assert (await owner.get(f"{UPLOADS}/a")).json()["id"] == "a"
-        # What is complete is a task of the tenant's, and counts for the key that completes it.
+        # A complete group becomes a task of the tenant and counts for the key that completed it.
         sent = await owner.post(UPLOADS, json=body("b", group="g", close=True))
         assert sent.json()["groups"][0]["is_submitted"] is True
         assert (await owner.get(f"{ROLLOUTS}/g")).json()["id"] == "g"
@@ -216,8 +216,8 @@ async def test_a_client_uploads_what_its_tenant_alone_sees_and_drops(run: Tenant
     assert {each.outcome for each in played} == {Outcome.COMPLETED}
 
 
-async def test_an_id_is_taken_within_its_tenant_alone(run: TenantRun) -> None:
-    """The answers to a tenant do not depend on the ids that another tenant uses."""
+async def test_an_id_is_taken_only_within_its_tenant(run: TenantRun) -> None:
+    """Check that a tenant's answers do not depend on the ids of another tenant."""
     app = run.app()
     keys = [await new_key(app, name) for name in ("owner", "other")]
     async with client_of(app, keys[0]) as owner, client_of(app, keys[1]) as other:
@@ -250,14 +250,14 @@ async def test_an_id_is_taken_within_its_tenant_alone(run: TenantRun) -> None:
                 assert (await client.get(f"{ROLLOUTS}/{each['id']}")).json()["id"] == each["id"]
 
 
-async def test_lists_are_of_the_callers_tenant(run: TenantRun) -> None:
+async def test_lists_contain_only_objects_of_the_callers_tenant(run: TenantRun) -> None:
     app = run.app()
     keys = {name: await new_key(app, name) for name in ("owner", "other")}
     second = await new_key(app, "second", tenant="owner")
 
     async def listed(key: str) -> tuple[list[str], list[str]]:
         async with client_of(app, key) as client:
-            # Both tenants' batches have this name.
+            # Both tenants have a batch of this name.
             rollouts = (await client.get(ROLLOUTS, params={"limit": 2, "batch": "b"})).json()
             sessions = (await client.get(SESSIONS, params={"limit": 2})).json()
         return [each["id"] for each in rollouts["rollouts"]], [
@@ -280,7 +280,7 @@ async def test_lists_are_of_the_callers_tenant(run: TenantRun) -> None:
     async with client_of(app, FIRST_KEY) as admin:
         assert len((await admin.get(ROLLOUTS)).json()["rollouts"]) == 4
         assert len((await admin.get(SESSIONS)).json()["sessions"]) == 4
-    # What is over is still its tenant's alone.
+    # An ended task is still seen only by its tenant.
     async with client_of(app, keys["owner"]) as owner:
         assert (await owner.post(f"{ROLLOUTS}/owner-t/cancel")).status_code == 200
     await run.service.commit()
@@ -288,7 +288,7 @@ async def test_lists_are_of_the_callers_tenant(run: TenantRun) -> None:
     assert (await listed(keys["other"]))[0] == ["other-t", "other-g"]
 
 
-async def test_groups_are_joined_and_closed_by_their_tenant_alone(run: TenantRun) -> None:
+async def test_a_group_is_joined_and_closed_only_by_its_tenant(run: TenantRun) -> None:
     app = run.app()
     keys = [await new_key(app, name) for name in ("owner", "other")]
     async with client_of(app, keys[0]) as owner, client_of(app, keys[1]) as other:
@@ -304,7 +304,7 @@ async def test_groups_are_joined_and_closed_by_their_tenant_alone(run: TenantRun
         assert foreign.status_code == unknown.status_code == 404
         assert foreign.text.replace("nobodys", "g") == unknown.text.replace("nobodys", "g")
         assert await run.port.claim("owner~g", "c", "other") is None
-        # Another's group of this name is another group.
+        # Another tenant's group of this name is a different group.
         theirs = await other.post(SESSIONS, json={"id": "g"})
         assert theirs.status_code == 201 and len(theirs.json()["sessions"]) == 2
         joined = await owner.post(SESSIONS, json={"id": "g", "session": "b"})
@@ -312,7 +312,7 @@ async def test_groups_are_joined_and_closed_by_their_tenant_alone(run: TenantRun
         assert (await owner.post(f"{SESSIONS}/g/close")).json() == {"given_up": 0}
 
 
-async def test_an_idempotency_key_is_its_tenants_own(run: TenantRun) -> None:
+async def test_an_idempotency_key_counts_only_within_its_tenant(run: TenantRun) -> None:
     app = run.app()
     keys = [await new_key(app, name) for name in ("owner", "other")]
     named = {"Idempotency-Key": "first"}
@@ -327,7 +327,7 @@ async def test_an_idempotency_key_is_its_tenants_own(run: TenantRun) -> None:
         assert (await other.post(ROLLOUTS, json=tasks("b"), headers=named)).status_code == 202
 
 
-async def test_a_clients_key_rewards_its_tenants_sessions(run: TenantRun) -> None:
+async def test_a_clients_key_may_reward_sessions_of_its_tenant(run: TenantRun) -> None:
     app = run.app()
     keys = {name: await new_key(app, name) for name in ("owner", "other")}
     second = await new_key(app, "second", tenant="owner")
