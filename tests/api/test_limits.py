@@ -113,7 +113,7 @@ async def test_a_huge_number_is_refused_at_once(run: TenantRun) -> None:
 
 
 async def test_numbers_in_addresses_and_headers_may_only_have_digits(run: TenantRun) -> None:
-    """Refuse forms like +1 and 1.0, which pydantic would accept and the OpenAPI document does not."""
+    """Refuse forms like +1 and 1.0: pydantic would accept them, the OpenAPI document does not."""
     async with client_of(run.app(), FIRST_KEY) as client:
         for text in ("+1", "1.0", "+0.0", " 1", "1_0", "-1", "\u0661"):
             for path in ("feed?after", "events?after", "rollouts?limit", "rollouts?cursor"):

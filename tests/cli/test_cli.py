@@ -1,4 +1,4 @@
-"""The command line: what it refuses before anything starts, and its small commands."""
+"""Tests of the command line: what it refuses before anything starts, and its small commands."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import yaml
 from worlds.checks.command_lines import Answer, as_a_user, rayloom
 from worlds.runs.run_driver import SMALL, small_config
 
-# Sections that replace SMALL's, and words of the refusal.
+# For each name, the sections that replace those of SMALL, and words of the refusal.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-key": ({"run": {"stepz": 1}}, "unknown key"),
     "group-of-one": ({"algorithm": {"group_size": 1}}, "expected at least 2"),
     "no-model": ({"model": {"tiny": None, "path": "/no/such/model"}}, "does not exist"),
     "no-host": ({"metrics": {"host": "no.such.host.invalid"}}, "metrics.host"),
     "no-room": ({"model": {"max_context_tokens": 12}}, "32 or more"),
-    # torch counts the GPUs, so that this one comes last.
+    # This entry is last, because its check imports torch to count the GPUs.
     "no-gpus": ({"inference": {"gpus_per_replica": 64.0}}, "64 GPUs"),
 }
 
 
 def refuses(answer: Answer, words: str) -> bool:
-    """With a sentence and the exit code of a refusal."""
+    """Check that an answer is a sentence and has the exit code of a refusal."""
     return answer.code == 2 and words in answer.err and "Traceback" not in answer.err
 
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Path]]:
-    """What `rayloom train` answers to each of WRONG, and the run's directory."""
+    """Return the answer of `rayloom train` to each entry of WRONG, and its run directory."""
     places = {name: tmp_path_factory.mktemp(name) / "run" for name in WRONG}
     lines = [
         (
@@ -73,7 +73,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_starts(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
+def test_a_missing_or_wrong_path_is_refused_before_the_heavy_imports(
     tmp_path: Path,
 ) -> None:
     config = str(small_config(tmp_path))
@@ -102,13 +102,13 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):
         assert refuses(answer, expected[line]), (line, answer.err)
-        # An evaluation's progress is on standard error: its result is on standard output.
+        # An evaluation shows its progress on standard error and its result on standard output.
         num_lines = 2 if line[0] == "evaluate" else 1
         assert len(answer.err.splitlines()) == num_lines and answer.heavy == [], line
     assert not (tmp_path / "out").exists() and not (tmp_path / "nowhere").exists()
 
 
-def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) -> None:
+def test_serve_refuses_a_wrong_configuration_before_the_heavy_imports(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {tiny: {}}\ntasks: {environment: guessing}\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rayloom.db").touch()
@@ -129,7 +129,7 @@ def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) 
 
 
 @pytest.mark.chaos
-def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_impossible_evaluation_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = str(small_config(tmp_path))
     expected = {
         ("--checkpoint", "step-000009-t1"): "which is not a run or checkpoint",
@@ -147,7 +147,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
 
 
 @pytest.mark.chaos
-def test_the_functions_that_a_run_stored_are_found_by_the_commands_that_read_it(
+def test_commands_find_the_stored_functions_of_a_run_that_was_moved(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -160,7 +160,7 @@ def test_the_functions_that_a_run_stored_are_found_by_the_commands_that_read_it(
     tree = {**SMALL, "tasks": {**tasks, "options": {"reward": "given_1:score"}}}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     [evaluated] = rayloom(["evaluate", str(run), "--checkpoint", "step-000009-t1"])
-    # It comes as far as the checkpoint, which is not there.
+    # The command finds the function, and fails only because there is no checkpoint.
     assert refuses(evaluated, "which is not a run or checkpoint"), evaluated.err
 
 
@@ -168,7 +168,7 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
     answer = as_a_user("check", str(small_config(tmp_path)), "--set", "run.steps=9")
     assert answer.returncode == 0
     assert "steps: 9" in answer.stdout and "clip_high: 0.28" in answer.stdout
-    # The rest is comments: what is printed can be read as a configuration.
+    # All other lines are comments, so the output can be read as a configuration.
     assert yaml.safe_load(answer.stdout)["run"]["steps"] == 9
     assert "# The chat template of the tiny model\n" in answer.stdout
     assert re.search(r"^# system message in mid-conversation +shown$", answer.stdout, re.MULTILINE)
@@ -187,7 +187,7 @@ def test_check_accepts_a_run_that_external_agents_play(tmp_path: Path) -> None:
     assert "warning: trainer.warmup_updates is 100000, and the run has" in answer.stderr
 
 
-def test_a_paragraph_of_the_help_fills_its_lines() -> None:
+def test_paragraphs_of_the_help_fill_their_lines() -> None:
     lines = as_a_user("submit", "--help").stdout.splitlines()
     [first] = [at for at, line in enumerate(lines) if "If the command is interrupted" in line]
     last = lines.index(next(line for line in lines[first:] if not line.strip()), first)
@@ -217,7 +217,7 @@ def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(
     assert refuses(no_place, "tasks generate: ")
 
 
-def test_a_tiny_model_is_built_but_not_over_something_else_or_where_none_can_be(
+def test_a_tiny_model_is_not_built_over_other_files_or_in_an_unwritable_place(
     tmp_path: Path,
 ) -> None:
     directory, other = tmp_path / "tiny", tmp_path / "other"
@@ -239,11 +239,11 @@ def test_a_tiny_model_is_built_but_not_over_something_else_or_where_none_can_be(
     assert (other / "notes.txt").read_text() == "mine"
 
 
-def test_an_option_of_one_value_that_is_given_twice_is_refused() -> None:
+def test_an_option_with_one_value_is_refused_if_given_twice() -> None:
     given = ("--dataset", "a.jsonl", "--dataset=b.jsonl")
     twice, functions = rayloom(
         ("check", *given, "--reward", "my.py:score"),
-        # Several functions are added.
+        # The option for functions may be repeated.
         ("check", *given[:2], "--reward", "my.py:score", "--reward", "my.py:brief"),
     )
     assert refuses(twice, "--dataset was given 2 times, expected it once; remove all but one")

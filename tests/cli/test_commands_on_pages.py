@@ -1,4 +1,4 @@
-"""The commands of `rayloom` on the pages: options, settings and files that there are."""
+"""Tests of the `rayloom` commands on the pages: their options, settings and files exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.cli.main import app
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = set(re.findall(r"^\| `([\w.]+)` \|", configuration_page(), re.MULTILINE))
-# The keys below these are names of the user's own.
+# Below these keys, the user chooses the names.
 NAMED = (
     *("tasks.options", "tasks.columns", "rollouts.outcomes", "mixture", "evaluation.sets"),
     "inference.engine_args",
@@ -53,7 +53,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return parameters
 
 
-def test_each_command_on_a_page_is_one_of_the_command_line() -> None:
+def test_each_command_on_a_page_is_accepted_by_the_command_line() -> None:
     assert len(ALL) > 50
     for page, words in ALL:
         try:
@@ -70,7 +70,7 @@ def test_each_command_on_a_page_is_one_of_the_command_line() -> None:
         parsed(["train", "--datasets", "a.jsonl"])
 
 
-def test_the_commands_that_a_proof_runs_and_those_that_it_cannot_are_known() -> None:
+def test_the_list_of_commands_that_are_not_run_is_short_and_up_to_date() -> None:
     on_start = [
         command
         for page in pages_of_start()
@@ -81,6 +81,6 @@ def test_the_commands_that_a_proof_runs_and_those_that_it_cannot_are_known() -> 
         assert any(re.search(words, command) for command in on_start), words
     run = [command for command in on_start if reason_not_to_run(command) is None]
     assert len(run) > 25 and len(run) > 2 * (len(on_start) - len(run))
-    # Each command begins with a program that there is in the project's directory.
+    # Each command begins with a program that exists in the project's directory.
     programs = {Path(command.split()[0]).name for command in run}
     assert programs <= {"cd", "curl", "python", "rayloom", "source"}

@@ -1,4 +1,4 @@
-"""What commands say and exit with: after a second signal, and with threads that do not end."""
+"""Tests of the last message and the exit code of commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAILED = status_of(2, phase="failed", is_done=True, exit_reason="the trainer die
     ],
     ids=["running", "stopped", "complete", "failed"],
 )
-def test_a_run_that_had_ended_already_says_how_it_ended(
+def test_a_second_signal_after_the_end_reports_how_the_run_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], last: RunStatus, code: int, words: str
 ) -> None:
     (tmp_path / "rayloom.db").touch()
@@ -48,7 +48,7 @@ def test_a_run_that_had_ended_already_says_how_it_ended(
     assert ("worker logs: /tmp/ray/s/logs" in text) == (last is FAILED)
 
 
-def test_a_run_that_never_answered_is_ended_at_once_with_nothing_to_go_on_from(
+def test_a_run_that_never_answered_is_ended_without_advice_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report_interrupt(None, RunDir(path=tmp_path), worker_logs=tmp_path) == 130
@@ -56,7 +56,7 @@ def test_a_run_that_never_answered_is_ended_at_once_with_nothing_to_go_on_from(
 
 
 @pytest.mark.parametrize("cause", [StoreError("it stayed away"), LeaseLost("elsewhere:7 has it")])
-def test_what_ended_the_supervisor_is_told_without_its_traceback(
+def test_the_error_that_ended_the_supervisor_is_shown_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: None, cause: Exception
 ) -> None:
     @ray.remote(num_cpus=0)
@@ -77,7 +77,7 @@ def test_what_ended_the_supervisor_is_told_without_its_traceback(
     assert "Traceback" not in told and "ray::" not in told
 
 
-def test_a_supervisor_that_does_not_come_up_is_told_by_its_error_alone(
+def test_a_supervisor_that_cannot_start_is_reported_by_its_error_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: None
 ) -> None:
     @ray.remote(num_cpus=0)
@@ -100,7 +100,7 @@ def test_a_supervisor_that_does_not_come_up_is_told_by_its_error_alone(
         code = _show_until_done(
             watcher, LineDisplay(Console()), RunDir(path=tmp_path), signals, stays=False
         )
-    # Before it come lines of Ray's own, which this test's driver shows.
+    # Lines of Ray precede the message, because the driver of this test shows Ray's logs.
     told = capsys.readouterr().err.partition("rayloom: ")[2].splitlines()
     assert code == 1
     assert told[0] == "the run failed: the supervisor is gone: OSError: no room for run.log"
@@ -121,7 +121,7 @@ def score(completion, answer):
     ("command", "code"),
     [(("check",), 0), (("try", "--answer", "answer"), 0), (("check", "--answer", "none"), 2)],
 )
-def test_a_command_ends_although_a_module_has_started_a_thread_that_does_not(
+def test_a_command_ends_despite_a_users_thread_that_does_not_end(
     tmp_path: Path, command: tuple[str, ...], code: int
 ) -> None:
     (tmp_path / "stays.py").write_text(STAYS)

@@ -1,4 +1,4 @@
-"""`rayloom inspect`: options that would change nothing, or lead nowhere, are refused."""
+"""Tests of the options of `rayloom inspect`: those without an effect or a target are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused(target: Path | str, **options: object) -> str:
     return str(caught.value)
 
 
-def test_options_that_would_change_nothing_are_refused(run_dir: Path) -> None:
+def test_options_without_an_effect_are_refused(run_dir: Path) -> None:
     of_an_audit: dict[str, dict[str, object]] = {
         "got --step 99;": {"step": 99},
         "got --step 1 and --outcome won;": {"step": 1, "outcome": "won"},
@@ -49,7 +49,7 @@ def test_options_that_would_change_nothing_are_refused(run_dir: Path) -> None:
     assert "--html shows one trajectory" in refused(run_dir, html=Path("page.html"))
 
 
-def test_the_run_comes_first_and_the_older_form_shows_the_same(run_dir: Path) -> None:
+def test_the_run_is_the_first_argument_and_the_older_form_shows_the_same(run_dir: Path) -> None:
     run, nowhere = str(run_dir), str(run_dir / "nowhere")
     first, older, audit, twice, unknown, stop = rayloom(
         ("inspect", run, ONE),
@@ -66,7 +66,7 @@ def test_the_run_comes_first_and_the_older_form_shows_the_same(run_dir: Path) ->
     assert stop.code == 2 and "has no config.yaml, expected a run's directory" in stop.err
 
 
-def test_a_path_that_is_not_there_is_called_one(run_dir: Path) -> None:
+def test_a_missing_path_is_reported_as_a_path(run_dir: Path) -> None:
     nowhere = run_dir / "nowhere"
     assert f"{nowhere} does not exist" in refused(nowhere)
     assert f"{nowhere} does not exist" in refused(nowhere, audit=True)
@@ -74,12 +74,12 @@ def test_a_path_that_is_not_there_is_called_one(run_dir: Path) -> None:
     assert "does not exist" in refused("n/" + "o" * 5000)
 
 
-def test_an_empty_text_names_nothing_to_look_at() -> None:
+def test_an_empty_argument_is_refused() -> None:
     assert "got an empty text" in refused("")
     assert "got an empty text" in refused("", audit=True)
 
 
-def test_a_directory_in_place_of_a_page_is_refused(
+def test_a_directory_in_place_of_an_html_file_is_refused(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run_dir / "here").mkdir()
@@ -91,7 +91,7 @@ def test_a_directory_in_place_of_a_page_is_refused(
     assert sorted(run_dir.parent.rglob("*")) == before
 
 
-def test_a_page_that_cannot_take_its_place_leaves_nothing_behind(run_dir: Path) -> None:
+def test_an_html_file_that_cannot_be_moved_leaves_nothing_behind(run_dir: Path) -> None:
     from service.telemetry.summary import write_aside
 
     with pytest.raises(OSError):
@@ -99,7 +99,7 @@ def test_a_page_that_cannot_take_its_place_leaves_nothing_behind(run_dir: Path) 
     assert [path.name for path in run_dir.iterdir()] == ["journal"]
 
 
-def test_a_page_replaces_the_file_behind_a_link_and_nothing_but_a_file(
+def test_an_html_file_replaces_the_target_of_a_link_and_only_regular_files(
     run_dir: Path, tmp_path: Path
 ) -> None:
     target, link, pipe = tmp_path / "target.html", tmp_path / "link.html", tmp_path / "pipe"
@@ -122,7 +122,7 @@ def called(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
     )
 
 
-def test_an_empty_option_ends_with_2_and_one_sentence(run_dir: Path) -> None:
+def test_an_empty_option_is_refused_with_code_2_and_one_sentence(run_dir: Path) -> None:
     lines = (["inspect", ONE, "--run", ""], ["inspect", ONE, "--html", "", "--run", str(run_dir)])
     for line, answer in zip(lines, rayloom(*lines), strict=True):
         assert answer.code == 2 and answer.out == ""
@@ -130,8 +130,8 @@ def test_an_empty_option_ends_with_2_and_one_sentence(run_dir: Path) -> None:
         assert len(answer.err.splitlines()) == 1
 
 
-def test_nothing_is_lost_where_the_terminal_has_no_unicode(run_dir: Path) -> None:
-    # Without a tokenizer the ids stand in brackets that Latin-1 lacks.
+def test_no_text_is_lost_on_a_terminal_without_unicode(run_dir: Path) -> None:
+    # Without a tokenizer, the ids are shown in brackets that Latin-1 does not have.
     whole = called(ONE, "--run", run_dir, PYTHONIOENCODING="utf-8")
     poor = called(ONE, "--run", run_dir, PYTHONIOENCODING="latin-1")
     assert whole.returncode == poor.returncode == 0 and poor.stderr == ""
@@ -139,6 +139,6 @@ def test_nothing_is_lost_where_the_terminal_has_no_unicode(run_dir: Path) -> Non
     assert poor.stdout == escaped and "\\u27e8" in poor.stdout
 
 
-def test_a_refusal_is_heard_where_the_terminal_has_no_unicode(tmp_path: Path) -> None:
+def test_a_refusal_is_shown_on_a_terminal_without_unicode(tmp_path: Path) -> None:
     done = called(tmp_path / "宿…", PYTHONIOENCODING="latin-1")
     assert done.returncode == 2 and "\\u5bbf\\u2026 does not exist" in done.stderr

@@ -1,4 +1,4 @@
-"""`rayloom nodes`: the printed commands start a cluster on fresh machines and on used ones."""
+"""Tests of `rayloom nodes`: its commands start a cluster on new machines and on used ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_machine_with_another_token_joins_by_the_printed_commands(tmp_path: Pa
     homes = {name: tmp_path / name for name in ("head", "other")}
     for home in homes.values():
         (home / ".ray").mkdir(parents=True)
-    # A local run has left a token on the other machine.
+    # A local run left a token on the other machine.
     (homes["other"] / ".ray" / "auth_token").write_text("f" * 64)
     port = str(free_port())
     blocks = printed(homes["head"], "127.0.0.1", f"--port={port}")

@@ -1,4 +1,4 @@
-"""A display whose reader is gone: the run goes on, and nothing is said of it at the end."""
+"""Tests of output whose reader is gone: the run continues, and the command ends as usual."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worlds.runs.run_driver import ROOT
 from service.cli.display import LineDisplay, LiveDisplay, open_display
 from service.cli.outlet import OutletConsole, outlet, say
 
-# As `rayloom train` writes: a display, then a sentence, then the interpreter's own flush.
+# Write as `rayloom train` does: a display, then a sentence, then the interpreter's flush.
 TALKATIVE = """
 import os, sys
 sys.path[:0] = ["tests"]
@@ -65,7 +65,7 @@ def test_a_display_survives_a_full_disk() -> None:
 
 
 @pytest.mark.parametrize("is_stderr_lost", [False, True], ids=["stdout", "both"])
-def test_a_command_whose_output_is_cut_off_ends_as_if_it_were_not(is_stderr_lost: bool) -> None:
+def test_a_command_with_a_closed_output_ends_as_usual(is_stderr_lost: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", TALKATIVE],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -90,7 +90,7 @@ def bytes_of(stream: io.TextIOWrapper) -> bytes:
     return stream.buffer.getvalue()
 
 
-def test_what_an_encoding_lacks_is_shown_as_an_escape() -> None:
+def test_characters_that_an_encoding_lacks_are_shown_as_escapes() -> None:
     stream = latin_stream()
     for words in ("größer …", "and on"):
         with outlet(stream):
@@ -107,13 +107,13 @@ def test_lines_reach_a_terminal_that_lacks_their_characters() -> None:
     assert "warning: part \\u2026 was lost" in written and "warning: once more" in written
 
 
-def test_a_text_that_cannot_be_encoded_passes_for_no_closed_terminal() -> None:
+def test_a_text_that_cannot_be_encoded_is_not_taken_for_a_closed_terminal() -> None:
     with pytest.raises(UnicodeEncodeError), outlet(None):
         "…".encode("latin-1")
 
 
 @pytest.mark.parametrize(("encoding", "kind"), [("latin-1", LineDisplay), ("utf-8", LiveDisplay)])
-def test_a_picture_is_drawn_only_where_its_bars_can_be(encoding: str, kind: type) -> None:
+def test_the_live_display_needs_an_encoding_that_has_its_bars(encoding: str, kind: type) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = OutletConsole(file=stream, force_terminal=True, width=80, height=24)
     display = open_display(environ={}, console=console)
@@ -121,7 +121,9 @@ def test_a_picture_is_drawn_only_where_its_bars_can_be(encoding: str, kind: type
     assert type(display) is kind
 
 
-def test_what_others_wrote_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_codes_in_foreign_text_are_not_sent_to_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     say("the first line\nsays \x1b[2J", err=True)
     assert capsys.readouterr().err == "the first line\nsays \\x1b[2J\n"
     file = io.StringIO()

@@ -1,4 +1,4 @@
-"""What a user sees during a run: the step's line, the plain display, the live one."""
+"""Tests of what a user sees during a run: the line of a step, the plain and the live display."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lines_of(statuses: list[RunStatus]) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_step_line_tells_the_step_on_one_line_and_how_long_is_left() -> None:
+def test_step_line_shows_the_step_on_one_line_and_the_remaining_time() -> None:
     record = step_record(12, scaled_reward_mean=0.412, mismatch_k3_mean=2e-9)
     assert step_line(record, 120, left_s=252.4) == (
         "step  12/120  reward 0.41  loss 0.01  267 tok/s  1.5 s (collect 0.8)"
@@ -79,7 +79,7 @@ def test_a_step_line_fits_120_columns_whatever_happens(
     assert len(line) <= 120 and line.endswith("left") and line.startswith("step")
 
 
-def test_step_line_says_that_an_update_was_skipped() -> None:
+def test_step_line_shows_that_an_update_was_skipped() -> None:
     record = step_record(1, loss=float("nan"), is_skipped=True)
     line = step_line(record, 1)
     assert "loss" not in line
@@ -87,7 +87,7 @@ def test_step_line_says_that_an_update_was_skipped() -> None:
 
 
 def test_plain_display_prints_one_line_a_step_phase_evaluation_and_notice() -> None:
-    # The command, not the display, says how the run ended.
+    # The command and not the display reports how the run ended.
     lines = lines_of(
         [
             status_of(0, phase="starting", phase_detail="2 engines"),
@@ -135,11 +135,11 @@ def test_plain_display_writes_no_escape_codes_and_does_not_wrap() -> None:
         ({}, False, LineDisplay),
         ({"CI": "true"}, True, LineDisplay),
         ({"NO_COLOR": "1"}, True, LineDisplay),
-        # A command in a cell of a notebook.
+        # The command was started in a cell of a notebook.
         ({"JPY_PARENT_PID": "7"}, True, LineDisplay),
     ],
 )
-def test_display_is_live_only_where_a_person_looks(
+def test_display_is_live_only_in_an_interactive_terminal(
     environ: dict[str, str], is_terminal: bool, expected: type
 ) -> None:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, _environ={"TERM": "xterm"})
@@ -149,7 +149,7 @@ def test_display_is_live_only_where_a_person_looks(
 
 
 @pytest.mark.parametrize(("width", "expected"), [(49, LineDisplay), (50, LiveDisplay)])
-def test_a_terminal_that_is_too_narrow_for_a_picture_gets_lines(width: int, expected: type) -> None:
+def test_a_terminal_too_narrow_for_the_live_display_gets_lines(width: int, expected: type) -> None:
     console = Console(
         file=io.StringIO(), width=width, force_terminal=True, _environ={"TERM": "xterm"}
     )
@@ -158,13 +158,13 @@ def test_a_terminal_that_is_too_narrow_for_a_picture_gets_lines(width: int, expe
     assert isinstance(display, expected)
 
 
-def test_a_live_display_is_left_and_drawn_again() -> None:
+def test_a_live_display_can_be_stopped_and_drawn_again() -> None:
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, _environ={"TERM": "xterm"})
     display = LiveDisplay(console)
     display.update(status_of(1))
     display.leave()
-    # The cursor is there again.
+    # The cursor is visible again.
     assert file.getvalue().rstrip().endswith("\x1b[?25h")
     display.update(status_of(2))
     display.close()
@@ -186,7 +186,7 @@ def test_live_display_fits_its_terminal(width: int, height: int) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_live_display_shows_what_a_run_is_about(width: int) -> None:
+def test_live_display_shows_the_state_of_the_run(width: int) -> None:
     state = ProgressState()
     shown = state.absorb(status_of(1, evaluations=(evaluation_record(0),)), now=START + 65)
     shown += state.absorb(status_of(2), now=START + 67)
@@ -223,7 +223,7 @@ def test_live_display_survives_unmeasured_steps_and_keeps_notices() -> None:
     assert "does not balance" in written
 
 
-def test_a_step_taken_again_after_a_recovery_replaces_what_was_shown() -> None:
+def test_a_step_repeated_after_a_recovery_replaces_the_shown_step() -> None:
     state = ProgressState()
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
         record = step_record(step, scaled_reward_mean=reward)
@@ -239,7 +239,7 @@ def test_every_stage_has_a_style() -> None:
     assert set(STAGE_STYLES) == set(StageSeconds().by_name())
 
 
-def test_sparkline_climbs_and_leaves_gaps() -> None:
+def test_sparkline_rises_with_its_values_and_leaves_gaps() -> None:
     assert sparkline([0.0, 0.5, 1.0], width=3, low=0.0, high=1.0) == "▁▅█"
     assert sparkline([0.0, None, 1.0], width=10, low=None, high=None) == "▁ █"
     assert sparkline([None], width=10, low=None, high=None) == ""
@@ -253,7 +253,7 @@ def test_sparkline_never_exceeds_its_width(values: list[float | None], width: in
     assert len(sparkline(values, width=width, low=0.0, high=1.0)) <= max(width, 0)
 
 
-def test_the_rewards_of_a_long_run_are_thinned_out_evenly() -> None:
+def test_the_rewards_of_a_long_run_are_sampled_evenly() -> None:
     state = ProgressState()
     for step in range(1, 2 * MAX_REWARDS, 99):
         records = tuple(step_record(each) for each in range(step, step + 99))

@@ -1,4 +1,4 @@
-"""What `rayloom serve` refuses before anything starts: open doors and ports that are taken."""
+"""Tests of what `rayloom serve` refuses before it starts: missing keys and used ports."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def test_beyond_loopback_a_key_is_needed(host: str, monkeypatch: pytest.MonkeyPa
     assert http_settings(config(host=host)).key_digest == digest_of(KEY)
 
 
-def test_behind_haproxy_a_key_is_needed_on_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replicas listen on every interface."""
+def test_with_haproxy_a_key_is_needed_on_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     with pytest.raises(ConfigError, match=r"listen on every interface.* 127\.0\.0\.1; set RAYLOOM"):
         http_settings(config())
@@ -69,7 +68,7 @@ def test_a_key_that_can_be_guessed_is_refused(key: str, monkeypatch: pytest.Monk
         http_settings(config())
 
 
-def test_the_key_is_not_inherited_by_what_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_not_inherited_by_later_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
     assert http_settings(config()).key_digest == digest_of(KEY)
     child = [sys.executable, "-c", "import os; print('RAYLOOM_API_KEY' in os.environ)"]
@@ -77,7 +76,7 @@ def test_the_key_is_not_inherited_by_what_is_started_later(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc on this machine")
-def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> None:
+def test_the_key_is_removed_from_the_environment_in_proc() -> None:
     code = (
         "from pathlib import Path; from service.api.settings import take_key; "
         "print(take_key(), Path('/proc/self/environ').read_text())"
@@ -89,14 +88,14 @@ def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> 
     assert found.stdout.count(KEY) == 1 and "RAYLOOM_API_KEY=xxxx" in found.stdout
 
 
-def test_the_routes_get_what_the_configuration_says() -> None:
+def test_the_routes_get_the_settings_of_the_configuration() -> None:
     settings = http_settings(config(max_body_kib=2, max_tasks_per_request=3))
     assert settings.service.max_body_kib == 2 and settings.service.max_tasks_per_request == 3
     assert settings.environments == ("guessing",)
     assert settings.algorithm.group_size == 16
 
 
-def test_port_0_becomes_a_free_one_and_a_taken_one_is_refused() -> None:
+def test_port_0_becomes_a_free_port_and_a_used_port_is_refused() -> None:
     chosen = with_free_port(config(port=0), is_local=True).service.port
     assert chosen > 0
     with socket.socket() as other:
@@ -114,17 +113,17 @@ def test_the_api_and_the_metrics_need_two_ports() -> None:
         checked_service(both, is_local=False)
 
 
-def test_on_another_machine_the_port_has_to_be_named() -> None:
+def test_port_0_is_refused_on_another_machine() -> None:
     with pytest.raises(ConfigError, match=r"service\.port is 0 with --address"):
         with_free_port(config(port=0), is_local=False)
 
 
-def test_an_address_of_ip_version_6_stands_in_brackets() -> None:
+def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert api_address(config(host="::1", port=80).service) == "http://[::1]:80"
     assert api_address(config(port=80).service) == "http://127.0.0.1:80"
 
 
-def test_two_runs_on_a_cluster_have_applications_and_routes_of_their_own() -> None:
+def test_two_runs_on_a_cluster_have_different_applications_and_routes() -> None:
     service = config(port=80).service
     assert api_route("rayloom-a-1", is_local=True) == "/"
     routes = [api_route(run_id, is_local=False) for run_id in ("rayloom-a-1", "rayloom-a-2")]

@@ -1,4 +1,4 @@
-"""`rayloom check --size`: disks and memory of a configuration, and the table of docs/deploy.md."""
+"""Tests of `rayloom check --size`: disks and memory of a run, and the table in docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parts_of(tree: Mapping[str, object], **options: float) -> dict[str, Need]:
     return {each.part: each for each in found}
 
 
-def test_the_documents_table_is_what_the_command_prints() -> None:
+def test_the_table_on_the_page_is_the_output_of_the_command() -> None:
     done = CliRunner().invoke(app, ["check", str(SEVERAL), "--size", "--parameters", "8e9"])
     assert done.exit_code == 0, done.output
     text = (ROOT / "docs" / "deploy.md").read_text("utf-8")
@@ -43,8 +43,8 @@ def test_the_documents_table_is_what_the_command_prints() -> None:
     assert done.stdout.strip() == table and f"\n{table}\n" in text
 
 
-def test_a_measured_run_of_the_tiny_model_is_below_its_bounds() -> None:
-    """60 steps of 256 guessing games, measured: bytes of its files."""
+def test_a_measured_run_of_the_tiny_model_stays_below_the_estimate() -> None:
+    """Compare with the measured file sizes of a run of 60 steps with 256 guessing games each."""
     tree = {
         "model": {"tiny": {}, "max_context_tokens": 256},
         "tasks": {"environment": "guessing"},
@@ -59,10 +59,11 @@ def test_a_measured_run_of_the_tiny_model_is_below_its_bounds() -> None:
     assert all(size <= found[part] * 1.01 for part, size in measured.items()), found
 
 
-def test_what_is_kept_decides_about_the_disks() -> None:
+def test_the_retention_settings_decide_the_size_of_the_disks() -> None:
     usual = of()
     assert of(keep_checkpoints=6)["checkpoints"] == 2 * usual["checkpoints"]
-    # Every five steps, there is another one between the newest two and the one of 20 steps ago.
+    # With one every five steps, there is one more checkpoint between the newest two and that of 20
+    # steps before.
     assert of(checkpoint_every=5)["checkpoints"] == 5 / 4 * usual["checkpoints"]
     assert of(journal_steps=50)["journal"] == usual["journal"] / 2
     assert of(journal_steps=0)["journal"] == 0
@@ -97,13 +98,13 @@ SERVICE = "database of `rayloom serve`, in addition"
 
 
 @pytest.mark.parametrize("number", ["inf", "nan", "-1", "0", "1e30"])
-def test_a_number_of_parameters_that_no_model_has_is_refused(number: str) -> None:
+def test_an_impossible_number_of_parameters_is_refused(number: str) -> None:
     done = CliRunner().invoke(app, ["check", str(SEVERAL), "--size", f"--parameters={number}"])
     assert isinstance(done.exception, ConfigError)
     assert "--parameters: got " in str(done.exception) and "such as 8e9" in str(done.exception)
 
 
-def test_adapters_alone_are_in_checkpoints_and_publications(small_model: str) -> None:
+def test_with_lora_checkpoints_and_publications_contain_only_adapters(small_model: str) -> None:
     model: dict[str, Any] = {"model": {"path": small_model}}
     lora = {"rank": 8, "targets": ["q_proj", "v_proj"]}
     whole = parts_of(model)
@@ -125,21 +126,21 @@ def test_adapters_alone_are_in_checkpoints_and_publications(small_model: str) ->
         parts_of({**model, "trainer": {"lora": {"targets": ["q_prj"]}}})
 
 
-def test_adapters_of_the_tiny_model_are_counted_and_of_an_absent_one_not() -> None:
+def test_the_adapters_of_a_model_that_is_not_here_cannot_be_counted() -> None:
     assert "each export of adapters" in parts_of({**TINY, "trainer": {"lora": {"rank": 4}}})
     absent = {"model": {"path": "nobody/no-such-model"}, "trainer": {"lora": {"rank": 4}}}
     with pytest.raises(ConfigError, match=r"cannot be counted; download the model"):
         parts_of(absent, num_parameters=8e9)
 
 
-def test_evaluations_count_their_largest_set() -> None:
+def test_the_largest_evaluation_set_is_counted() -> None:
     def size(**evaluation: object) -> float:
         return parts_of({**TINY, "evaluation": evaluation})["evaluations"].num_bytes
 
     usual = size()
     assert size(samples=4, temperature=1.0) == 4 * usual and size(keep_results=10) == usual / 2
     assert size(keep_results=0) == 0
-    # 640 samples in place of 64.
+    # The larger set has 640 samples instead of 64.
     held_out = {"easy": {"samples": 10, "temperature": 1.0}}
     assert size(sets=held_out) == 10 * usual
     assert size(sets={"easy": {**held_out["easy"], "tasks": 32}}) == 5 * usual
@@ -161,7 +162,7 @@ def test_experts_that_engines_record_are_counted(tmp_path: Path) -> None:
     assert "recorded experts, if the model is a mixture" in unknown["journal"].formula
 
 
-def test_turns_of_sessions_are_counted_where_agents_play() -> None:
+def test_turns_of_sessions_are_counted_if_external_agents_play() -> None:
     usual = parts_of(TINY)[SERVICE].num_bytes
     tasks = {"environment": "session", "evaluation_tasks": 0}
     sessions = {**TINY, "tasks": tasks, "sessions": {"max_open": 100}}

@@ -1,4 +1,4 @@
-"""The stages of a start: a line at once, and each one's seconds."""
+"""Tests of the stages of a start: each is shown at once, and with its seconds when it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate
 from service.cli.outlet import Stages
 
 
-def test_each_stage_is_told_with_its_seconds_and_the_next_one() -> None:
+def test_each_stage_is_shown_with_its_seconds_and_the_next_stage() -> None:
     lines: list[str] = []
     moments = accumulate([10.0, 1.5, 0.5, 0.2])
     stages = Stages("reading CONFIG", tell=lines.append, clock=lambda: next(moments))

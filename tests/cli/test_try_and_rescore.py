@@ -1,4 +1,4 @@
-"""Tasks that are played without a run, and trajectories that are scored again."""
+"""Tests of `rayloom try`, which plays tasks without a run, and of `rayloom rescore`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_reference_answer_is_played_and_its_parts_are_shown(
     assert "reward 1.5 (right 1, short 0.5)" in shown and "mean reward 1.5" in shown
 
 
-def test_calls_and_answers_are_typed_in(
+def test_a_person_can_type_calls_and_answers(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"first": 1, "second": 2}}</tool_call>'
@@ -124,7 +124,10 @@ def test_a_group_function_scores_the_answers_to_a_task_together(
 
 @pytest.fixture
 def run(place: Path) -> Path:
-    """A run of a step: an answer, a call at the last turn, an answer of 5, and one cut off."""
+    """Make a run with one step of four trajectories and return its directory.
+
+    They are an answer, a call at the last turn, the answer 5, and an answer that was cut off.
+    """
     run_dir = RunDir(path=place / "runs" / "one")
     run_dir.path.mkdir(parents=True)
     run_dir.config_file.write_text(dump_config(config_of(tools=["of_try.py:add"])))
@@ -168,22 +171,22 @@ def table_of(shown: str) -> dict[str, tuple[float, float]]:
     return {row[1]: (float(row[2]), float(row[3])) for row in rows}
 
 
-def test_functions_are_called_again_for_what_a_run_calls_them_for(
+def test_functions_are_called_again_only_for_trajectories_that_a_run_scores(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_rescore(run, rewards=["of_try.py:score"], limit=0) == 0
     shown = capsys.readouterr().out
-    # A run does not call them for a call at the last turn, or for an answer that was cut off.
+    # A run does not score a call at the last turn or an answer that was cut off.
     assert table_of(shown) == {"g000016.0-3.a0": (0.25, 0.0)}
     assert "4 trajectories that were scored" in shown
-    # The step is that of the group's number, 16 groups a step.
+    # The step follows from the group's number: there are 16 groups in a step.
     assert run_rescore(run, rewards=["of_try.py:step_of"], limit=0) == 0
     changed = table_of(capsys.readouterr().out)
     steps = config_of().run.steps
     assert changed["g000016.0-0.a0"] == (1.5, pytest.approx(1 + steps / 1000, rel=1e-3))
 
 
-def test_a_group_function_is_called_again_beside_those_of_one_answer(
+def test_a_group_function_is_called_again_in_addition_to_other_functions(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"rewards": ["of_try.py:score"], "group_rewards": ["of_try.py:lengths"]}
@@ -215,7 +218,7 @@ def test_a_session_is_scored_by_its_last_reply(
         num_packed_trained=0, entries=(entry,),
     )  # fmt: skip
     write_file(RunDir(path=run).journal, step)
-    # Its task has no columns.
+    # The task of a session has no columns.
     assert run_rescore(run, rewards=["of_try.py:score"], limit=0) == 0
     shown = capsys.readouterr().out
     assert "not scored  1; the first: reward function score needs answer" in shown
@@ -230,14 +233,14 @@ def test_a_session_is_scored_by_its_last_reply(
         (["of_try.py:of_messages"], "needs messages, which the journal does not hold"),
     ],
 )
-def test_functions_that_cannot_score_a_run_again_are_refused(
+def test_functions_that_cannot_rescore_a_run_are_refused(
     run: Path, names: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         run_rescore(run, rewards=names, limit=1)
 
 
-def test_a_task_that_a_run_leaves_out_for_its_length_is_named(
+def test_a_task_that_a_run_leaves_out_for_its_length_is_reported(
     place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     row = {"task_id": "long", "prompt": "1 + 2? " * 500, "answer": "3"}
@@ -265,14 +268,14 @@ def test_a_task_is_played_with_the_time_limit_of_the_configuration(
     assert "hangs did not answer within 0.3 s" in capsys.readouterr().out
 
 
-def test_a_run_is_not_scored_again_without_a_function(place: Path) -> None:
+def test_rescore_without_a_function_is_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="got no function, expected one or more"):
         run_rescore(place, rewards=[], limit=1)
 
 
 @pytest.fixture
 def api() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that calls `add` and then repeats its answer; what it was asked."""
+    """Start a chat API that calls `add` and repeats the answer; yield its URL and its requests."""
     asked: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -325,12 +328,14 @@ def test_a_model_plays_with_its_calls_and_the_given_sampling(
         ({"answer": "author"}, "--answer author: task one has the columns answer, prompt"),
     ],
 )
-def test_what_cannot_reply_is_refused(place: Path, fields: dict[str, Any], words: str) -> None:
+def test_options_without_a_source_of_replies_are_refused(
+    place: Path, fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         run_try(TryRequest(config=config_of(), num_tasks=1, **fields))
 
 
-def test_the_table_begins_with_what_differs_most() -> None:
+def test_the_table_begins_with_the_largest_difference() -> None:
     def rescored(number: int, new: float | str) -> Rescored:
         prompt, sampled = (tokenizer().encode(text) for text in ("Say it", "4<|im_end|>"))
         made = make_trajectory([make_turn(prompt, sampled)], rollout_id=f"g{number:06d}.0-0")

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Tests of the formats of numbers, durations and counts for people."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_short_count_has_three_digits(value: float | None, expected: str) -> Non
         (2.5e7, "2.5e7"),
     ],
 )
-def test_significant_is_plain_where_it_can_be(value: float | None, expected: str) -> None:
+def test_significant_avoids_exponents_if_possible(value: float | None, expected: str) -> None:
     assert units.significant(value) == expected
 
 
@@ -60,24 +60,24 @@ def test_no_number_is_longer_than_a_line() -> None:
     assert len(units.short_count(1e300)) < 10
 
 
-def test_small_shares_are_not_written_as_none() -> None:
+def test_small_shares_are_not_written_as_zero() -> None:
     assert units.percent(0.0002) == "<\u00a00.1\u00a0%"
     assert units.percent(0.0) == "0\u00a0%"
     assert units.percent(1.0) == "100\u00a0%"
     assert units.percent(None) == units.UNKNOWN
 
 
-def test_clock_ticks_in_fixed_places() -> None:
+def test_clock_has_a_fixed_width() -> None:
     assert units.clock(252.4) == "4:12"
     assert units.clock(3700) == "1:01:40"
 
 
-def test_plural_counts() -> None:
+def test_plural_adds_an_s_except_for_one() -> None:
     assert units.plural(1, "step") == "1 step"
     assert units.plural(30720, "step") == "30\u202f720 steps"
 
 
-def test_own_spaces_are_shown_and_not_escaped() -> None:
+def test_nonbreaking_spaces_are_shown_and_not_escaped() -> None:
     shown = f"{units.plural(30720, 'step')}, {units.percent(1.0)}"
     assert units.visible_lines(shown) == units.visible_text(shown) == shown
     assert units.visible_text("a\u200bb\x1b") == "a\\u200bb\\x1b"

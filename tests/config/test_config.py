@@ -1,4 +1,4 @@
-"""The configuration tree and what it refuses, with sentences that name the remedy."""
+"""Tests of the configuration: what it accepts, and refusals that name the remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_section_without_keys_means_its_defaults(tmp_path: Path) -> None:
     assert load_config(file, ["trainer.num_ranks=1"]) == expected
 
 
-def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
+def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree()))
     config = load_config(file, ["run.steps=7", "trainer.betas=[0.8, 0.9]", "model.tiny.seed=3"])
@@ -64,10 +64,10 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
+def test_a_removed_setting_is_ignored_with_a_notice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: bool
 ) -> None:
-    """A run's own configuration names every setting, and is read when the run is resumed."""
+    """Accept the stored configuration of an older run, which names every setting, on a resume."""
     file = tmp_path / "config.yaml"
     stored = yaml.safe_load(dump_config(parse_config(tree(), source="")))
     stored["sessions"]["trains_single_turns"] = value
@@ -281,7 +281,7 @@ def test_an_override_without_a_value_is_refused(override: str, words: str) -> No
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_a_wrong_configuration_is_refused_with_what_got_and_remedy(
+def test_a_wrong_configuration_is_refused_with_its_value_and_a_remedy(
     sections: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -301,7 +301,7 @@ def test_all_wrong_values_of_a_file_are_named_at_once() -> None:
     ["- a\n- b\n", "a: [1,\n", "", "run: {name: 2026-11-31}"],
     ids=["list", "broken", "empty", "no date"],
 )
-def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_sections_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"expected sections|is not YAML"):
@@ -316,7 +316,7 @@ def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
         ("tasks: {options: {a: 1, a: 2}}", r"'a' appears a second time"),
     ],
 )
-def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_duplicate_key_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
@@ -331,7 +331,7 @@ def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, wor
         ("", "is empty, expected sections such as run, model, tasks; write them"),
     ],
 )
-def test_a_key_that_is_no_name_and_an_empty_file_are_refused(
+def test_a_key_that_is_not_text_and_an_empty_file_are_refused(
     tmp_path: Path, text: str, words: str
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -343,7 +343,7 @@ def test_a_key_that_is_no_name_and_an_empty_file_are_refused(
 @pytest.mark.parametrize(
     ("text", "number"), [("010", 8), ("12:30", 750), ("-1:30", -90), ("1:30.5", 90.5)]
 )
-def test_a_number_of_another_base_that_looks_like_something_else_is_refused(
+def test_an_unquoted_octal_or_sexagesimal_number_is_refused(
     tmp_path: Path, text: str, number: float
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -355,7 +355,7 @@ def test_a_number_of_another_base_that_looks_like_something_else_is_refused(
         parse_config(tree, source="test", overrides=[f"tasks.options.at={text}"])
     config = parse_config(tree, source="test", overrides=[f"tasks.options.at='{text}'"])
     assert config.tasks.options["at"] == text
-    # What a run writes is read again.
+    # The dumped configuration of a run can be read again.
     assert parse_config(yaml.safe_load(dump_config(config)), source="test") == config
     path.write_text(dump_config(config))
     assert load_config(path).tasks.options["at"] == text
@@ -373,7 +373,7 @@ def test_an_override_below_a_value_is_refused_and_keeps_the_value() -> None:
         parse_config(tree, source="test", overrides=["run.steps=" + "[" * 20_000])
 
 
-def test_aliases_that_no_memory_could_hold_are_refused(tmp_path: Path) -> None:
+def test_aliases_that_expand_to_too_many_values_are_refused(tmp_path: Path) -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     bomb = "\n".join(["a0: &a0 [1, 1]", *levels, "run: {name: *a11}"])
     file = tmp_path / "config.yaml"
@@ -396,7 +396,7 @@ def test_merged_keys_may_be_replaced(tmp_path: Path) -> None:
     assert sorted(rule.max_retries for rule in rules.values()) == [1, 2]
 
 
-def test_a_directory_is_refused_as_one(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a directory; give the path of a YAML file"):
         load_config(tmp_path)
 
@@ -410,7 +410,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     ("max_lag", "window_groups", "groups_per_step", "age"),
     [(1, 3, 3, 2), (3, 9, 8, 4), (0, 1, 5, 0)],
 )
-def test_the_age_bound_is_the_worked_example(
+def test_the_age_bound_equals_the_worked_example(
     max_lag: int, window_groups: int, groups_per_step: int, age: int
 ) -> None:
     config = parse_config(
@@ -426,7 +426,7 @@ def test_the_age_bound_is_the_worked_example(
     assert config.algorithm.max_policy_age == age
 
 
-def test_scale_mean_goes_with_what_may_make_a_return_negative() -> None:
+def test_scale_mean_is_accepted_with_settings_that_make_returns_negative() -> None:
     reward = {"kl": {"coefficient": 0.1}, "clip": [-2, -1], "missing_end_penalty": 1}
     outcomes = {
         "max_turns": {"disposition": "train_penalised", "penalty": 1},
@@ -449,7 +449,7 @@ def test_every_setting_has_a_description() -> None:
 
 
 def _section_of(setting: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """The section that a setting is, or may be."""
+    """Return the schema of the section that a setting refers to; empty if it is a plain value."""
     references = [each["$ref"] for each in (setting, *setting.get("anyOf", ())) if "$ref" in each]
     return sections[references[0].rpartition("/")[2]] if references else {}
 
@@ -486,7 +486,7 @@ def test_the_options_of_the_environment_are_described_too(tmp_path: Path) -> Non
 
 @dataclass
 class Aliased:
-    """Options of a user, with a name of their own in the configuration."""
+    """Options of a user's environment; a field has another name in the configuration."""
 
     high: Annotated[int, Field(alias="max-high", description="The largest number.")] = 3
 
@@ -527,15 +527,15 @@ def test_the_options_of_judges_and_servers_are_described_without_their_secrets(
     assert lines[lines.index("per: actor") - 1].startswith("# actor: all episodes of an actor")
 
 
-def test_a_tree_travels_to_another_process_as_it_is() -> None:
+def test_a_configuration_is_equal_after_pickling() -> None:
     config = parse_config(tree(algorithm={"max_lag": 2, "scale": "mean"}), source="test")
     assert pickle.loads(pickle.dumps(config)) == config
 
 
 def _repeated_settings(path: Path, declared: set[str]) -> Iterator[str]:
-    """Yield what a component holds beside leaves and that has a setting's name and a default.
+    """Yield fields of other settings classes that repeat a setting's name and have a default.
 
-    None says that nobody has named the setting, and is no second default.
+    The default None is allowed: it means that the setting was not given.
     """
     for component in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(component, ast.ClassDef):
@@ -550,7 +550,7 @@ def _repeated_settings(path: Path, declared: set[str]) -> Iterator[str]:
 
 
 def test_no_setting_is_declared_twice(tmp_path: Path) -> None:
-    """A default stands in the leaf of the tree and nowhere else."""
+    """Check that a default is declared only in the section of the tree that has the setting."""
     sections = config_schema()["$defs"].values()
     declared = {key for section in sections for key in section.get("properties", {})}
     assert {"num_ranks", "max_lag", "enforce_eager", "seed"} <= declared
@@ -563,7 +563,7 @@ def test_no_setting_is_declared_twice(tmp_path: Path) -> None:
     assert list(_repeated_settings(copy, declared)) == ["copy.py: EngineSettings.enforce_eager"]
 
 
-def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag() -> None:
+def test_a_run_without_lag_is_synchronous() -> None:
     assert AlgorithmSettings(max_lag=0).is_synchronous
     assert not AlgorithmSettings(max_lag=1).is_synchronous
 
@@ -579,6 +579,6 @@ def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag
         ({"sets": {"a b": {}}}, "expected a text that matches"),
     ],
 )
-def test_evaluations_that_mean_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_meaningless_evaluation_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config(tree(evaluation=settings), source="test")

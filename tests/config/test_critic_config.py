@@ -1,4 +1,4 @@
-"""Critics, references and KL in the reward, as the configuration has them."""
+"""Tests of the configuration of critics, reference models and KL in the reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_with(*, outcomes: dict[str, Any] | None = None, **algorithm: Any) -> 
     return parse_config(tree, source="test")
 
 
-def test_what_is_loaded_and_scored_follows_from_the_settings() -> None:
+def test_the_settings_decide_which_models_are_loaded_and_which_values_are_scored() -> None:
     plain = config_with().algorithm
     assert not (plain.has_critic or plain.needs_reference or plain.scores_first)
     critic = config_with(baseline="critic", scale="none").algorithm
@@ -51,7 +51,7 @@ def test_what_is_loaded_and_scored_follows_from_the_settings() -> None:
         ({"truncation": "drop"}, Disposition.DROP, 0.0),
     ],
 )
-def test_a_critic_has_a_rule_of_its_own_for_what_was_cut_off(
+def test_a_critic_sets_the_rule_for_truncated_rollouts(
     critic: dict[str, Any], disposition: Disposition, penalty: float
 ) -> None:
     policy = config_with(baseline="critic", scale="none", critic=critic).outcome_policy
@@ -62,14 +62,14 @@ def test_a_critic_has_a_rule_of_its_own_for_what_was_cut_off(
     assert policy.rule(Outcome.MAX_TURNS) == plain.rule(Outcome.MAX_TURNS)
 
 
-def test_a_rule_that_the_run_gives_comes_before_the_critics() -> None:
+def test_a_configured_rule_takes_precedence_over_the_critics() -> None:
     outcomes = {"truncated_tokens": {"disposition": "drop"}}
     policy = config_with(baseline="critic", scale="none", outcomes=outcomes).outcome_policy
     assert policy.rule(Outcome.TRUNCATED_TOKENS).disposition is Disposition.DROP
     assert policy.rule(Outcome.TRUNCATED_CONTEXT).disposition is Disposition.TRAIN
 
 
-def test_a_session_is_never_played_again_and_has_the_runs_dispositions() -> None:
+def test_a_session_is_never_retried_and_has_the_dispositions_of_the_run() -> None:
     outcomes = {"wall_timeout": {"disposition": "mask", "max_retries": 3}}
     config = config_with(baseline="critic", scale="none", outcomes=outcomes)
     own, of_sessions = config.policies["guessing"], config.policies[SESSION]
@@ -85,7 +85,7 @@ def test_a_session_is_never_played_again_and_has_the_runs_dispositions() -> None
 @pytest.mark.parametrize(
     "algorithm", [{"baseline": "critic", "scale": "none"}, {"reward": {"kl": {"coefficient": 1}}}]
 )
-def test_the_audit_does_not_compare_what_a_group_alone_cannot_tell(
+def test_there_is_no_group_rule_if_returns_need_a_critic_or_kl(
     algorithm: dict[str, Any],
 ) -> None:
     assert config_with(**algorithm).group_rule is None
@@ -121,14 +121,16 @@ def test_the_audit_does_not_compare_what_a_group_alone_cannot_tell(
         ({"reward": {"kl": {"coefficient": 0}}}, ["algorithm.reward.kl.coefficient", "got 0"]),
     ],
 )
-def test_what_could_never_be_of_use_is_refused(algorithm: dict[str, Any], words: list[str]) -> None:
+def test_settings_without_an_effect_are_refused(
+    algorithm: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with(**algorithm)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_run_is_not_resumed_with_a_critic_that_it_did_not_have() -> None:
+def test_a_run_is_not_resumed_with_or_without_a_critic_if_it_began_otherwise() -> None:
     plain, with_critic = config_with(), config_with(baseline="critic", scale="none")
     for before, now in ((plain, with_critic), (with_critic, plain)):
         (refusal,) = refused_changes(before, now)

@@ -1,4 +1,4 @@
-"""The configuration's part of the loss: its defaults, its way to the packages, what it refuses."""
+"""Tests of the loss settings: their defaults, where they are used, and what is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_key_of_the_loss_is_read_from_the_configuration() -> None:
     ("loss", "trains"),
     [({}, False), ({"kl": {"coefficient": 0.1}}, True), ({"entropy_coefficient": 0.1}, True)],
 )
-def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zero(
+def test_groups_without_a_signal_are_trained_if_a_loss_term_is_not_zero(
     loss: dict[str, Any], trains: bool
 ) -> None:
     assert config_with(**loss).algorithm.trains_without_signal is trains
@@ -92,7 +92,7 @@ def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zer
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, ["k1 without importance correction"]),
     ],
 )
-def test_a_loss_that_makes_no_sense_is_refused(loss: dict[str, Any], words: list[str]) -> None:
+def test_a_contradictory_loss_is_refused(loss: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with(**loss)
     for word in words:

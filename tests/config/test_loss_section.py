@@ -1,4 +1,4 @@
-"""The report's tables "Statistics of the loss": what they show, and what they leave out."""
+"""Tests of the report's tables "Statistics of the loss"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def with_statistics(*each: dict[str, float]) -> tuple[StepRecord, ...]:
     return tuple(step_record(step, statistics=known) for step, known in enumerate(each, 1))
 
 
-def test_every_group_has_a_table_where_everything_is_known() -> None:
+def test_each_group_of_statistics_has_a_table_if_all_are_known() -> None:
     tables = {each.caption: each.rows for each in statistic_tables(learning_run(3).totals)}
     rows = tables["Log-probabilities, policy"]
     assert [row[0] for row in rows if row[0].startswith("positive")] == [
@@ -22,11 +22,11 @@ def test_every_group_has_a_table_where_everything_is_known() -> None:
     ]
 
 
-def test_there_is_no_table_where_no_step_has_statistics() -> None:
+def test_there_is_no_table_if_no_step_has_statistics() -> None:
     assert statistic_tables(totals_of(with_statistics({}, {}))) == ()
 
 
-def test_what_was_not_known_has_no_row() -> None:
+def test_an_unknown_statistic_has_no_row() -> None:
     known = known_statistics(1)
     del known["kl_mean"], known["kl_min"], known["kl_max"]
     tables = statistic_tables(totals_of(with_statistics(known, known)))
@@ -34,7 +34,7 @@ def test_what_was_not_known_has_no_row() -> None:
     assert "surrogate mean" in rows and not [row for row in rows if row.startswith("kl ")]
 
 
-def test_a_table_tells_where_a_number_began_where_it_went_and_where_it_ended() -> None:
+def test_a_table_shows_the_first_lowest_highest_and_last_value() -> None:
     records = with_statistics(
         {}, {"kl_mean": 0.5}, {"kl_mean": 8.0, "ratio_max": 2.0}, {"kl_mean": -1.0}, {}
     )

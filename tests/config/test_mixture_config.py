@@ -1,4 +1,4 @@
-"""Mixtures, curricula and named evaluation sets in a configuration."""
+"""Tests of mixtures, curricula and named evaluation sets in a configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mixture(**sections: Any) -> dict[str, Any]:
     return {"model": {"tiny": {}}, "mixture": {"easy": easy, "hard": hard}, **sections}
 
 
-def test_a_part_of_a_mixture_has_its_own_limits_rules_and_sampling() -> None:
+def test_an_entry_of_a_mixture_has_its_own_limits_rules_and_sampling() -> None:
     asked = mixture(
         rollouts={
             "max_turns": 3,
@@ -104,12 +104,12 @@ def test_a_part_of_a_mixture_has_its_own_limits_rules_and_sampling() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_mixture_that_does_not_agree_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_contradictory_mixture_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config(mixture(**changes), source="test")
 
 
-def test_a_part_that_cannot_begin_is_named() -> None:
+def test_the_error_of_an_entry_that_cannot_begin_names_the_entry() -> None:
     asked = mixture()
     asked["mixture"]["hard"]["tasks"]["options"] = {"low": 9, "high": 3}
     with pytest.raises(ConfigError, match=r"mixture\.hard: tasks\.environment .*low: got 9"):
@@ -124,7 +124,7 @@ def test_a_part_that_cannot_begin_is_named() -> None:
         ({"resting_share": 2}, r"resting_share: got 2"),
     ],
 )
-def test_a_curriculum_that_can_choose_nothing_is_refused(
+def test_a_curriculum_without_a_choice_of_tasks_is_refused(
     settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -133,7 +133,7 @@ def test_a_curriculum_that_can_choose_nothing_is_refused(
         assert parse_config(mixture(curriculum=settings), source="test").curriculum.is_on
 
 
-def test_a_set_without_tasks_of_its_own_is_refused_where_none_are_held_out() -> None:
+def test_an_evaluation_set_without_tasks_is_refused_if_none_are_held_out() -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.a names no tasks"):
         parse_config(
             {**tree(evaluation={"sets": {"a": {}}}), "tasks": {
@@ -143,7 +143,7 @@ def test_a_set_without_tasks_of_its_own_is_refused_where_none_are_held_out() -> 
         )  # fmt: skip
 
 
-def test_sets_are_opened_by_name_behind_the_runs_own_held_out_tasks(tmp_path: Path) -> None:
+def test_evaluation_sets_are_opened_by_name_after_the_held_out_tasks(tmp_path: Path) -> None:
     file = tmp_path / "hard.jsonl"
     hard = [Task(task_id=f"h{number}", environment="guessing", seed=number) for number in range(5)]
     write_tasks(file, hard)

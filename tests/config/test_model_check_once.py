@@ -1,4 +1,4 @@
-"""The check of a model's architecture, which a user's later starts do not repeat."""
+"""Tests of the cached check of a model's architecture, which later starts do not repeat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(directory: Path, *, max_context_tokens: int = 64) -> None:
 
 
 def imports_torch(directory: Path, *, max_context_tokens: int = 64) -> bool:
-    """Check in another process. Returns: whether it needed torch."""
+    """Run the check in another process and return whether it imported torch."""
     done = subprocess.run(
         [sys.executable, "-c", CHECK, str(directory), str(max_context_tokens)],
         env=dict(os.environ),

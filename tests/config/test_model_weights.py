@@ -1,4 +1,4 @@
-"""Weights, tokens and tools that do not fit a model's settings: refused before anything starts."""
+"""Tests of the checks, before a start, of a model's weights, tokens, chat template and tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model, to be changed."""
+    """Return the directory of a copy of the tiny model, which a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_the_settings_are_refused_before_anything_starts
         check_all(config_with(path), path)
 
 
-def test_layers_that_predict_several_tokens_are_left_out(directory: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(directory: Path) -> None:
     stored(directory, of_five_layers)
     path = with_settings(directory, num_nextn_predict_layers=1)
     check_all(config_with(path), path)
@@ -127,7 +127,7 @@ def test_layers_that_predict_several_tokens_are_left_out(directory: Path) -> Non
         ("both", r"has model\.safetensors, which the trainer reads, and old\.safetensors"),
     ],
 )
-def test_weights_that_trainer_and_engine_would_read_from_other_files_are_refused(
+def test_weights_are_refused_if_trainer_and_engine_would_read_different_files(
     directory: Path, kept: str, expected: str
 ) -> None:
     if kept == "both":
@@ -149,7 +149,8 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
             "twice",
             rf"model\.norm\.weight is in {FIRST} and {SECOND} of .*expected each tensor once",
         ),
-        # A tensor may be in another file than the index says; one that is not needed, in none.
+        # A tensor may be in another file than the index says. A tensor that the model does not need
+        # may be in no file.
         ("elsewhere", None),
         ("unneeded", None),
         ("missing", r"its files lack 1 of its parameters, such as model\.norm\.weight"),
@@ -159,7 +160,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
         ),
     ],
 )
-def test_sharded_weights_are_refused_if_a_tensor_is_in_two_files_or_one_is_elsewhere(
+def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside(
     directory: Path, fault: str, expected: str | None
 ) -> None:
     whole = directory / "model.safetensors"
@@ -171,7 +172,7 @@ def test_sharded_weights_are_refused_if_a_tensor_is_in_two_files_or_one_is_elsew
     save_file({"other" if fault == "missing" else "model.norm.weight": norm}, directory / SECOND)
     named = dict.fromkeys(weights, FIRST) | {"model.norm.weight": SECOND}
     if fault == "elsewhere":
-        # The index still names both files.
+        # The index still names both files, but exchanges two tensors.
         named |= {"model.norm.weight": FIRST, next(iter(weights)): SECOND}
     if fault == "unneeded":
         named["model.rotary_emb.inv_freq"] = FIRST
@@ -186,7 +187,9 @@ def test_sharded_weights_are_refused_if_a_tensor_is_in_two_files_or_one_is_elsew
 
 
 @pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "algorithm.critic.model"])
-def test_an_adapter_beside_whole_weights_is_refused(tiny: Path, directory: Path, key: str) -> None:
+def test_an_adapter_in_the_directory_of_full_weights_is_refused(
+    tiny: Path, directory: Path, key: str
+) -> None:
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     algorithms: dict[str, dict[str, Any]] = {
         "model.path": {},
@@ -216,7 +219,7 @@ def with_token(directory: Path, token: str) -> None:
 
 def test_a_template_with_a_token_that_the_model_lacks_is_refused(directory: Path) -> None:
     with_token(directory, "<|image|>")
-    # Gemma 3 has such a token, which no prompt of text contains.
+    # Gemma 3 has such a token. No prompt of plain text contains it.
     check_all(config_with(directory), directory)
     template = directory / "template.jinja"
     template.write_text("<|image|>{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -227,10 +230,10 @@ def test_a_template_with_a_token_that_the_model_lacks_is_refused(directory: Path
         check_all(config, directory)
 
 
-def test_code_of_the_models_own_is_refused_without_a_question(
+def test_a_model_with_its_own_code_is_refused_without_a_question(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a terminal, transformers asks whether to run it."""
+    """Refuse the code in a terminal too, where transformers would ask whether to run it."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked in the terminal"))
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     path = with_settings(directory, model_type="own", auto_map=code)
@@ -243,20 +246,20 @@ def test_code_of_the_models_own_is_refused_without_a_question(
         load_tokenizer(path)
 
 
-def test_an_end_that_the_model_can_never_sample_is_refused(directory: Path) -> None:
+def test_an_end_token_that_the_model_can_never_sample_is_refused(directory: Path) -> None:
     (directory / "generation_config.json").write_text("{}")
     file = directory / "tokenizer_config.json"
-    # A typing error: transformers adds a token of this name.
+    # The name is misspelt; transformers adds a token of this name.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|ned|>"}))
     with pytest.raises(ConfigError, match=r"end with token 512, which it can never sample"):
         check_all(config_with(directory), directory)
 
 
-def test_a_template_whose_end_of_a_reply_stops_no_engine_is_warned_of(directory: Path) -> None:
+def test_a_warning_names_a_templates_end_token_that_stops_no_engine(directory: Path) -> None:
     assert [*template_warnings(config_with(directory), str(directory))] == []
     (directory / "generation_config.json").write_text("{}")
     file = directory / "tokenizer_config.json"
-    # The template's own end is also the padding, at which an engine does not stop.
+    # The template's end token is also the padding token, at which an engine does not stop.
     changes = {"eos_token": "<|user|>", "pad_token": "<|end|>"}
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     found: list[str] = []
@@ -285,13 +288,13 @@ def test_a_template_whose_end_of_a_reply_stops_no_engine_is_warned_of(directory:
             "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}",
             "assistant: ",
         ),
-        # As Mistral's: a reply has no header.
+        # Like the template of Mistral, this one has no header before a reply.
         (
             "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
             "{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}",
             None,
         ),
-        # The header is at the end of each rendering.
+        # This template writes the header at the end of each rendering.
         (
             "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
             "<|assistant|>",
@@ -299,7 +302,7 @@ def test_a_template_whose_end_of_a_reply_stops_no_engine_is_warned_of(directory:
         ),
     ],
 )
-def test_a_template_without_a_header_at_the_end_of_a_prompt_is_warned_of(
+def test_a_warning_names_a_header_that_a_template_omits_at_the_end_of_prompts(
     tiny: Path, template: str, header: str | None
 ) -> None:
     config = config_with(tiny, model={"path": str(tiny), "chat_template": template})
@@ -321,7 +324,7 @@ def test_a_template_without_a_header_at_the_end_of_a_prompt_is_warned_of(
         ("m.content[:2]", None),
     ],
 )
-def test_a_template_that_changes_letters_or_white_space_is_warned_of(
+def test_a_warning_shows_how_a_template_changes_letters_or_white_space(
     tiny: Path, content: str, shown: str | None
 ) -> None:
     template = (
@@ -337,7 +340,7 @@ def test_a_template_that_changes_letters_or_white_space_is_warned_of(
         assert f"'First Line  has\\n\\n\\tTwo Spaces' as {shown!r}" in found[0]
 
 
-def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:
+def test_a_template_that_raises_any_error_is_refused(tiny: Path) -> None:
     config = config_with(tiny, model={"path": str(tiny), "chat_template": "{{ 1 // 0 }}"})
     with pytest.raises(ConfigError, match=r"chat template.*ZeroDivisionError"):
         check_all(config, tiny)
@@ -365,7 +368,7 @@ def test_a_template_that_ends_by_any_error_is_refused(tiny: Path) -> None:
         ("model.chat_template", "\n{{ 1 }}{% if %}", r"model\.chat_template, line 2: Expected an"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_named_with_its_file_and_line(
+def test_the_error_of_an_unusable_template_names_its_file_and_line(
     directory: Path, name: str, template: Any, expected: str
 ) -> None:
     file = directory / "tokenizer_config.json"
@@ -384,13 +387,13 @@ def test_a_template_that_cannot_be_used_is_named_with_its_file_and_line(
         check_all(config_with(directory, model=model), directory)
 
 
-def test_a_reference_needs_no_token_that_the_policy_lacks_too(directory: Path) -> None:
+def test_a_reference_may_lack_a_token_that_the_policy_lacks_too(directory: Path) -> None:
     with_token(directory, "<|image|>")
     algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": str(directory)}
     check_all(config_with(directory, algorithm=algorithm), directory)
 
 
-def test_a_critic_needs_no_output_head_and_all_of_its_body(tiny: Path, directory: Path) -> None:
+def test_a_critic_needs_all_of_its_body_but_no_output_head(tiny: Path, directory: Path) -> None:
     path = with_settings(directory, tie_word_embeddings=False)
     algorithm = {"baseline": "critic", "scale": "none", "critic": {"model": path}}
     check_all(config_with(tiny, algorithm=algorithm), tiny)
@@ -406,7 +409,7 @@ def test_a_critic_needs_no_output_head_and_all_of_its_body(tiny: Path, directory
         ({"type": "nope"}, 1, r"tool f: its parameters are not a JSON schema \('nope' is not"),
     ],
 )
-def test_tools_that_no_call_could_use_are_refused(
+def test_duplicate_tools_and_invalid_tool_schemas_are_refused(
     tiny: Path, parameters: dict[str, Any], count: int, expected: str
 ) -> None:
     tool = ToolSchema(name="f", description="Do it.", parameters=parameters)
@@ -416,7 +419,7 @@ def test_tools_that_no_call_could_use_are_refused(
         preflight.check_with_model(config, {"calculator": begun}, model_path=str(tiny))
 
 
-def test_a_schema_of_an_older_draft_is_a_schema(tiny: Path) -> None:
+def test_a_tool_schema_of_an_older_draft_is_accepted(tiny: Path) -> None:
     draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
     pair = {"type": "array", "items": [{"type": "string"}, {"type": "number"}]}
     positive = {"type": "number", "minimum": 0, "exclusiveMinimum": True}
@@ -430,7 +433,7 @@ def test_a_schema_of_an_older_draft_is_a_schema(tiny: Path) -> None:
         preflight.check_with_model(config, {"calculator": begun}, model_path=str(tiny))
 
 
-def test_files_that_are_not_loaded_are_not_read_and_pointers_are_refused(
+def test_a_git_lfs_pointer_is_refused_only_in_place_of_a_loaded_file(
     tiny: Path, directory: Path
 ) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

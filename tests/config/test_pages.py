@@ -1,4 +1,4 @@
-"""Code and commands of pages of docs/, up to the first answer's score."""
+"""Tests of code and commands on pages of docs/, up to the score of the first answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from service.config.tree import Config
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coming-from.md"
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef
-# Those of TRL and verifiers; the other examples have tests of their own (test_coming_from.py).
+# The commands of the TRL and verifiers examples; test_coming_from.py tests the other examples.
 COMMANDS = re.findall(
     r"^\$ cd (\S+)\n\$ rayloom train (--dataset \S+ --reward \S+(?: --tools \S+)?)$",
     PAGE.read_text(),
@@ -46,11 +46,11 @@ def options_of(line: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(("place", "line"), COMMANDS)
-def test_a_ported_example_scores_its_right_answer_above_a_wrong_one(
+def test_a_ported_example_gives_a_right_answer_a_higher_score_than_a_wrong_one(
     place: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT / place)
-    # As the command line has the directory that it is started in.
+    # The command line has the directory that it is started in on its path.
     monkeypatch.syspath_prepend(str(ROOT / place))
     monkeypatch.delitem(sys.modules, "my", raising=False)
     asked = options_of(line)
@@ -72,7 +72,7 @@ def test_a_ported_example_scores_its_right_answer_above_a_wrong_one(
 
 
 async def reward_of(config: Config, task: Task, answer: str) -> float:
-    """Play the task; where there is a calculator it is called first."""
+    """Play the task with an answer, after a call of the calculator if there is one."""
     environment = resolve(str(config.tasks.environment), config.tasks.options)()
     if (await environment.reset(task)).tools:
         call = ToolCall(name="calculator", arguments={"expression": "1+2"}, id="c")
@@ -83,7 +83,7 @@ async def reward_of(config: Config, task: Task, answer: str) -> float:
     return result.reward
 
 
-def test_the_settings_that_replace_those_of_others_exist() -> None:
+def test_the_settings_in_the_comparison_with_other_libraries_exist() -> None:
     rows = re.findall(r"^\| `.+? \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     words = {word for row in rows for word in re.findall(r"`(\w+(?:\.\w+)+)[`:]", row)}
     sections = {field.name for field in fields(Config)}
@@ -94,7 +94,7 @@ def test_the_settings_that_replace_those_of_others_exist() -> None:
     assert {word for word in named if not word.startswith(free)} <= {*known}
 
 
-def test_the_environment_of_the_page_is_played(
+def test_the_environment_on_the_page_can_be_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
@@ -113,7 +113,7 @@ def test_the_environment_of_the_page_is_played(
     assert asyncio.run(reward_of(config, task, wrong)) == 0.0
 
 
-def test_the_game_of_the_tutorial_is_its_example_and_is_played_as_shown(
+def test_the_tutorials_game_equals_its_example_and_plays_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = ROOT / "docs" / "examples" / "sticks"

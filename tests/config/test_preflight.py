@@ -1,4 +1,4 @@
-"""What is refused before anything starts, because this machine or these files cannot run it."""
+"""Tests of what is refused before a start, because the machine or the files cannot run it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def without_weights(directory: Path) -> Path:
         without_weights,
     ],
 )
-def test_a_damaged_model_is_refused_and_the_file_is_named(
+def test_a_damaged_model_is_refused_with_the_name_of_the_file(
     model: str, tmp_path: Path, damage: Any
 ) -> None:
     directory = tmp_path / "model"
@@ -172,13 +172,13 @@ def test_a_model_that_trainer_or_engine_cannot_run_is_refused_before_anything_st
     path = with_settings(directory, **changes)
     with pytest.raises(ConfigError, match=rf"model\.path: {re.escape(path)} {expected}"):
         check_all(config_with(path), path)
-    # A run that goes on has loaded it before, and need not wait for the imports.
+    # A resumed run loaded the model before, so it skips this check and its imports.
     config = config_with(path)
     observations = preflight.check_without_model(config)
     preflight.check_with_model(config, observations, model_path=path, was_loaded=True)
 
 
-def test_a_reference_that_the_trainer_cannot_run_is_refused_by_its_own_key(
+def test_a_reference_that_the_trainer_cannot_run_is_refused_under_its_key(
     model: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "reference"
@@ -188,7 +188,7 @@ def test_a_reference_that_the_trainer_cannot_run_is_refused_by_its_own_key(
     algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": path}
     with pytest.raises(ConfigError, match=rf"algorithm\.reference: {re.escape(path)} cannot be"):
         check_all(config_with(model, algorithm=algorithm), model)
-    # Heads of any size: no engine serves it.
+    # The head size does not matter, because no engine serves a reference.
     path = with_settings(directory, rope_parameters={"rope_type": "default"}, head_dim=16)
     settings = AutoConfig.from_pretrained(path)
     AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(path)
@@ -208,10 +208,10 @@ def test_a_model_whose_answers_would_never_end_is_refused(model: str, tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "none"])
-def test_a_model_that_is_not_there_is_refused(path: str) -> None:
+def test_a_missing_model_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*does not exist.*rayloom model tiny"):
         preflight.check_model_source(path, key="model.path")
-    # Whoever starts the run: one that is resumed may have lost its model.
+    # A resumed run may have lost its model too, so each start checks this.
     with pytest.raises(ConfigError, match=r"model\.path.*does not exist"):
         preflight.check_without_model(config_with(path))
 
@@ -232,7 +232,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_reference_or_critic_that_is_not_there_is_refused_by_its_own_key(
+def test_a_missing_reference_or_critic_is_refused_under_its_key(
     model: str, algorithm: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: /nope does not exist"):
@@ -261,7 +261,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model: str) -> None:
     config = config_with(
         model,
         model={"path": model, "max_context_tokens": 32},
-        # The tool's schema stands in the prompt.
+        # The prompt contains the schema of the tool.
         tasks={"environment": "calculator"},
         rollouts={"max_tokens_per_turn": 8},
     )
@@ -379,7 +379,7 @@ class NoStep:
         ("NoStep", r"it has no method step, expected `async def step\(self, action\)`"),
     ],
 )
-def test_whatever_an_environment_does_at_the_start_is_told_in_a_sentence(
+def test_each_fault_of_an_environment_at_the_start_is_reported_in_a_sentence(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
 ) -> None:
     (tmp_path / "hostile.py").write_text(ENVIRONMENTS)
@@ -424,13 +424,13 @@ def test_more_memory_than_the_machine_has_is_refused(model: str) -> None:
         check_all(config, model)
 
 
-def test_gpus_that_are_not_there_are_refused(model: str) -> None:
+def test_more_gpus_than_the_machine_has_are_refused(model: str) -> None:
     config = config_with(model, inference={"gpus_per_replica": 512.0})
     with pytest.raises(ConfigError, match=r"asks for 512 GPUs.*--address"):
         check_all(config, model)
 
 
-def test_a_cluster_is_not_asked_for_this_machines_gpus(model: str) -> None:
+def test_gpus_of_a_cluster_are_not_checked_on_this_machine(model: str) -> None:
     config = config_with(model, inference={"gpus_per_replica": 512.0})
     preflight.check_without_model(config, is_local=False)
 
@@ -449,7 +449,7 @@ def test_more_processes_than_the_machine_could_hold_are_refused(
 
 @pytest.mark.parametrize("port", [0, 9000])
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 70])
-def test_a_metrics_host_that_is_not_here_is_refused(model: str, host: str, port: int) -> None:
+def test_a_metrics_host_of_another_machine_is_refused(model: str, host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.host: .*expected"):
         preflight.check_without_model(config_with(model, metrics={"host": host, "port": port}))
 
@@ -461,7 +461,7 @@ def test_a_metrics_port_in_use_is_refused(model: str) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=r"metrics\.port.*or 0 for any free one"):
             preflight.check_without_model(config_with(model, metrics={"port": port}))
-        # On a cluster another machine opens it.
+        # On a cluster, another machine opens the port.
         preflight.check_machine(config_with(model, metrics={"port": port}), is_local=False)
 
 
@@ -474,12 +474,14 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
         run_dir.check_new(run_dir.RunDir(path=tmp_path))
 
 
-def test_what_a_cut_short_start_left_is_no_run(model: str, tmp_path: Path) -> None:
+def test_the_files_of_an_interrupted_start_do_not_prevent_a_new_one(
+    model: str, tmp_path: Path
+) -> None:
     place = run_dir.RunDir(path=tmp_path)
     shutil.copytree(model, place.tiny_model)
     run_dir.write_config(place, config_with(model))
     run_dir.check_new(place)
-    # A hand-written configuration would be written over.
+    # The start would overwrite a configuration that was edited by hand.
     place.config_file.write_text("# mine\n" + place.config_file.read_text())
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         run_dir.check_new(place)
@@ -500,7 +502,7 @@ def test_a_refused_start_leaves_nothing_behind(model: str, tmp_path: Path) -> No
     assert place.config_file.is_file()
 
 
-def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
+def test_a_second_start_in_one_directory_is_refused_and_removes_nothing(
     model: str, tmp_path: Path
 ) -> None:
     place = run_dir.RunDir(path=tmp_path / "one")
@@ -513,7 +515,7 @@ def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
             raise AssertionError("two starts at once")
         assert place.config_file.is_file()
         place.database_file.touch()
-        # From here on the run's own lease says who may go on with it.
+        # From here on, the run's lease decides which process may continue the run.
         with run_dir.prepared_directory(place):
             pass
     assert place.config_file.is_file()
@@ -530,7 +532,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, name: st
         raise AssertionError("it was made")
 
 
-def test_resuming_where_no_run_lies_is_refused(model: str, tmp_path: Path) -> None:
+def test_resuming_a_directory_without_a_run_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run"):
         run_dir.check_resumable(run_dir.RunDir(path=tmp_path), config_with(model))
 

@@ -1,4 +1,4 @@
-"""A run from a data set and a reward function, without a configuration's file."""
+"""Tests of a run from a data set and a reward function, without a configuration file."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_a_data_set_and_a_function_are_enough(data: str) -> None:
     assert first_observation(config).messages[0].content == f"{tasks.task(0).data['prompt']}"
 
 
-def test_a_model_that_an_override_names_takes_the_place_of_the_tiny_model(data: str) -> None:
+def test_a_model_named_by_an_override_replaces_the_tiny_model(data: str) -> None:
     config = asked(data, "model.path=models/mine")
     assert (config.model.path, config.model.tiny) == ("models/mine", None)
-    # It is trained as one that --model names, and not as the tiny model is.
+    # It is trained with the settings for --model and not with those for the tiny model.
     assert config.trainer.learning_rate == 1e-6
     assert asked(data, "model.path=null").model.tiny is not None
     with pytest.raises(ConfigError, match=r"exactly one of model\.path and model\.tiny; got both"):
@@ -70,7 +70,7 @@ def test_a_model_that_an_override_names_takes_the_place_of_the_tiny_model(data: 
     assert (sft.model.path, sft.model.tiny) == ("models/mine", None)
 
 
-def test_they_are_laid_over_a_file(tmp_path: Path, data: str) -> None:
+def test_the_data_set_and_function_replace_those_of_a_file(tmp_path: Path, data: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: {tiny: {}}\nrun: {steps: 3}\n"
@@ -83,7 +83,7 @@ def test_they_are_laid_over_a_file(tmp_path: Path, data: str) -> None:
     assert config.tasks.evaluation_tasks == 5
 
 
-def test_what_a_function_needs_is_told_before_the_start(data: str) -> None:
+def test_missing_columns_of_a_function_are_reported_before_the_start(data: str) -> None:
     config = asked(data, "tasks.columns={result: answer}")
     with pytest.raises(ConfigError, match="score needs answer, got the columns prompt, result"):
         first_observation(config)
@@ -92,14 +92,14 @@ def test_what_a_function_needs_is_told_before_the_start(data: str) -> None:
         open_tasks(config)
 
 
-def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
+def test_a_users_model_has_a_small_learning_rate_and_shares_the_gpu() -> None:
     tree = quick_tree("org/set", model="org/model", has_gpu=True, has_tools=False)
     assert tree["model"] == {"path": "org/model", "dtype": "bfloat16"}
     assert tree["trainer"]["learning_rate"] == 1e-6 and tree["trainer"]["device"] == "cuda"
     assert tree["inference"]["gpus_per_replica"] + tree["trainer"]["gpus_per_rank"] == 1
     on_cpu = quick_tree("org/set", model="org/model", has_gpu=False, has_tools=False)
     assert on_cpu["inference"] == {"enforce_eager": True} and "dtype" not in on_cpu["model"]
-    # The tiny model is for the CPU.
+    # The tiny model runs on the CPU.
     tiny = quick_tree("d.csv", model=None, has_gpu=True, has_tools=True)
     assert "device" not in tiny["trainer"] and tiny["rollouts"]["max_turns"] == MAX_TOOL_TURNS
     for each in (tree, tiny):
@@ -115,7 +115,7 @@ def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
 def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
     tmp_path: Path, data: str, small_model: str
 ) -> None:
-    """The tokenizer has a token for images, and the model has no row for it."""
+    """Check this for an image token in the tokenizer that has no row in the model's embedding."""
     model = Path(shutil.copytree(small_model, tmp_path / "model"))
     tokenizer: Any = load_tokenizer(str(model))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
@@ -129,7 +129,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
         open_tasks(config, model_path=str(model), tell=print)
 
 
-def test_prompts_to_which_the_template_was_applied_already_are_reported(
+def test_prompts_with_the_chat_template_already_applied_are_reported(
     tmp_path: Path, data: str, small_model: str
 ) -> None:
     file = tmp_path / "rendered.jsonl"
@@ -165,7 +165,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
     own, more = open_sets(config, tasks, model_path=small_model, tell=told.append)
     assert (len(own.tasks), len(more.tasks)) == (1, 3)
     assert told[1] == f"evaluation.sets.more: {told[0]}"
-    # Its prompts are measured too if the tasks of the training are generated.
+    # The evaluation's prompts are measured even if the training tasks are generated.
     made = replace(config, tasks=replace(config.tasks, dataset=None, evaluation_tasks=0))
     (measured,) = open_sets(made, open_tasks(made), model_path=small_model, tell=told.append)
     assert len(measured.tasks) == 3

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as the configuration has them."""
+"""Tests of the configuration of learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_critic(critic: dict[str, Any], **trainer: Any) -> Config:
     return config_with(trainer, baseline="critic", scale="none", critic=critic)
 
 
-def test_a_schedule_ends_with_the_run_where_no_number_is_given() -> None:
+def test_a_schedule_without_a_length_ends_with_the_run() -> None:
     config = config_with({"schedule": {"kind": "cosine"}}, steps=50, minibatches=4, epochs=2)
     ranks = config.rank_settings(model="m", checkpoint_dir=Path("c"))
     assert ranks.trainer.schedule.updates == 50 * 4 * 2
@@ -41,7 +41,7 @@ def test_a_schedule_ends_with_the_run_where_no_number_is_given() -> None:
     assert own.policy_schedule.updates == 30
 
 
-def test_a_critic_has_a_schedule_of_its_own_of_one_update_a_step() -> None:
+def test_a_critics_schedule_has_one_update_for_each_step() -> None:
     config = with_critic({"schedule": {"kind": "wsd", "decay_updates": 10}})
     ranks = config.rank_settings(model="m", checkpoint_dir=Path("c"))
     assert ranks.algorithm.critic.schedule.updates == 50
@@ -72,19 +72,19 @@ def test_a_critic_has_a_schedule_of_its_own_of_one_update_a_step() -> None:
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(schedule: dict[str, Any], words: list[str]) -> None:
+def test_an_impossible_schedule_is_refused(schedule: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with({"schedule": schedule})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_schedule_may_fill_the_updates_to_the_last() -> None:
+def test_a_schedule_may_use_all_updates() -> None:
     assert config_with({"schedule": {"kind": "wsd", "decay_updates": 45}})
     assert config_with({"schedule": {"kind": "linear", "updates": 6}})
     assert config_with({"schedule": {"kind": "linear", "updates": 1}, "warmup_updates": 0})
 
 
-def test_a_critics_schedule_is_held_to_the_same() -> None:
+def test_a_critics_schedule_is_checked_in_the_same_way() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.critic\.schedule\.decay_updates is null"):
         with_critic({"schedule": {"kind": "wsd"}})
     with pytest.raises(ConfigError, match=r"algorithm\.critic\.warmup_updates is 50"):
@@ -93,7 +93,7 @@ def test_a_critics_schedule_is_held_to_the_same() -> None:
         config_with({}, critic={"schedule": {"kind": "linear"}})
 
 
-def test_a_constant_rate_that_the_run_never_reaches_is_a_warning() -> None:
+def test_a_warmup_longer_than_the_run_is_a_warning() -> None:
     config = with_critic({"warmup_updates": 3}, warmup_updates=51)
     (warning,) = schedule_warnings(config)
     assert "trainer.warmup_updates is 51, and the run has 50 updates" in warning
@@ -114,7 +114,7 @@ def test_a_run_may_be_resumed_with_another_schedule_or_length() -> None:
         assert refused_changes(before, now) == []
 
 
-def test_the_pages_block_is_a_schedule() -> None:
+def test_the_block_on_the_page_is_a_valid_schedule() -> None:
     (block,) = re.findall(r"```yaml\n(trainer:.*?)```", PAGE.read_text(), re.DOTALL)
     config = config_with(yaml.safe_load(block)["trainer"], steps=200)
     assert config.policy_schedule.updates == 200 and config.policy_schedule.decay_updates == 100

@@ -1,4 +1,4 @@
-"""The configuration of `rayloom sft`, and what it refuses before anything starts."""
+"""Tests of the configuration of `rayloom sft` and of what it refuses before a start."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_options_make_a_configuration() -> None:
         sft_configuration(None, dataset=None, model="007", overrides=[])
 
 
-def test_a_bad_row_and_a_foreign_directory_leave_nothing(
+def test_a_bad_row_or_a_directory_with_other_files_is_refused_without_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def test_a_bad_row_and_a_foreign_directory_leave_nothing(
     assert "there is no supervised training" in str(refused)
 
 
-def test_the_python_door_refuses_as_the_command_does(
+def test_the_python_api_refuses_what_the_command_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_the_python_door_refuses_as_the_command_does(
 @pytest.mark.parametrize(
     ("command", "named"), [(["train", "--resume"], "--resume"), (["move"], "move")]
 )
-def test_commands_of_runs_refuse_the_directory_of_a_training(
+def test_commands_for_runs_refuse_the_directory_of_a_supervised_training(
     command: list[str], named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(parse_sft(TREE, source="test")))

@@ -1,4 +1,4 @@
-"""A user's functions before the start: what is refused, what is a warning, and what is left."""
+"""Tests of the trial of a user's functions before a start: what is refused or a warning."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# A zombie has been ended too.
+# A zombie process has ended too.
 GONE = ("", "Z")
 
 
@@ -226,26 +226,26 @@ def one(completion, answer):
 """
 
 
-def test_a_helper_that_is_taken_from_another_directory_is_a_warning(
+def test_a_helper_imported_from_another_directory_is_a_warning(
     place: Path,
 ) -> None:
     (place / "own").mkdir()
     (place / "own" / "scores.py").write_text(SCORES)
-    # helper.py exists twice; the others exist once, or have the name of a module of Python's own.
+    # helper.py exists twice. The others exist once, or have the name of a standard module.
     for name in ("helper.py", "own/helper.py", "other.py", "own/unused.py", "own/colorsys.py"):
         (place / name).write_text("SCORE = 1.0\n")
-    told: list[str] = []
-    tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=told.append)
-    (warning,) = told
+    reported: list[str] = []
+    tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=reported.append)
+    (warning,) = reported
     imported = f"{place}/own/scores.py imports helper, which is {place}/helper.py"
     assert warning.startswith(f"{imported}, and {place}/own/helper.py is not used")
     assert f"start the command in {place}/own, or import the file by its name" in warning
     (place / "own" / "scores.py").write_text(SCORES.replace("helper,", "own.helper as helper,"))
-    tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=told.append)
-    assert told == [warning]
+    tried(config_of(options={"reward": "own/scores.py:one"}), Trial(), tell=reported.append)
+    assert reported == [warning]
 
 
-def test_a_helper_whose_file_is_not_there_and_a_module_that_is_not_loaded_raise_nothing(
+def test_a_missing_helper_file_and_an_unloaded_module_raise_no_error(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (place / "own").mkdir()
@@ -261,14 +261,14 @@ def test_a_helper_whose_file_is_not_there_and_a_module_that_is_not_loaded_raise_
     assert list(helpers_from_elsewhere("not_loaded:score")) == []
 
 
-def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path) -> None:
-    told: list[str] = []
+def test_a_failure_for_one_answer_is_a_warning_and_leaves_no_process(place: Path) -> None:
+    reported: list[str] = []
     names = ("right", "prints", "forks", "reads", "dies_once", "silent")
     (place / "starts.py").write_text(STARTS)
     functions = [*(f"of_trial.py:{name}" for name in names), "starts.py:one"]
-    begun = tried(config_of(options={"reward": functions}), Trial(), tell=told.append)
+    begun = tried(config_of(options={"reward": functions}), Trial(), tell=reported.append)
     assert begun["single_turn"].messages[0].content.endswith("?")
-    reads, dies, silent = told
+    reads, dies, silent = reported
     assert "reads raised EOFError: EOF when reading a line" in reads and "2 answers" in reads
     assert "dies_once ended its process (its process ended itself with status 11) for" in dies
     assert "silent gave None" in silent
@@ -316,7 +316,7 @@ def test_a_function_that_can_never_work_is_refused(
         ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),
     ],
 )
-def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: str) -> None:
+def test_a_users_environment_is_tried_too(place: Path, name: str, words: str) -> None:
     config = config_of(environment=f"of_trial:{name}", options={}, dataset=None)
     with pytest.raises(ConfigError, match=words):
         check_without_model(config)
@@ -329,13 +329,13 @@ def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: 
         ("Blocks", "score_group is not a coroutine, expected `async def score_group"),
     ],
 )
-def test_an_environments_score_of_a_group_is_tried_too(place: Path, name: str, words: str) -> None:
+def test_an_environments_group_score_is_tried_too(place: Path, name: str, words: str) -> None:
     config = config_of(environment=f"of_trial:{name}", options={"group_reward": True}, dataset=None)
     with pytest.raises(ConfigError, match=words):
         check_without_model(config)
 
 
-# It waits for the limit of a trial: 13 s.
+# This test waits for the time limits of two trials: 13 s.
 @pytest.mark.proof
 @pytest.mark.slow
 def test_an_import_that_does_not_end_is_refused_with_its_file_and_the_limit(
@@ -353,14 +353,14 @@ def test_an_import_that_does_not_end_is_refused_with_its_file_and_the_limit(
         tried(config_of("right"), Trial(begins=False, others=others), tell=lambda _: None)
 
 
-def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(place: Path) -> None:
+def test_a_file_with_the_name_of_an_imported_module_is_refused(place: Path) -> None:
     (place / "json.py").write_text("def score(completion): return 1.0")
     config = config_of(options={"reward": "json.py:score"})
     with pytest.raises(ConfigError, match=r"json\.py: by this name Python imports .*rename"):
         tried(config, Trial(), tell=lambda _: None)
 
 
-def test_an_exception_of_the_reader_is_not_told_as_the_end_of_a_process(place: Path) -> None:
+def test_an_exception_of_the_reader_is_reported_as_an_exception(place: Path) -> None:
     (place / "breaks.py").write_text(
         "from actors.environment import data_sets\n\n"
         "def _open(*args, **options):\n    return {}['rows']\n\n"
@@ -375,68 +375,69 @@ def test_an_exception_of_the_reader_is_not_told_as_the_end_of_a_process(place: P
         tried(config_of(options={"reward": "breaks.py:one"}), Trial(), tell=lambda _: None)
 
 
-def test_an_environment_that_begins_without_a_message_is_named(place: Path) -> None:
+def test_the_error_of_an_environment_that_begins_without_a_message_names_it(place: Path) -> None:
     config = config_of(environment="of_trial:SaysNothing", options={}, dataset=None)
     with pytest.raises(ConfigError, match=r"of_trial:SaysNothing' could .*messages: got none, exp"):
         check_without_model(config)
 
 
 def test_an_environment_may_change_its_own_copy_of_the_data(place: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     config = config_of(environment="of_trial:Deals", options={}, dataset=None)
-    tried(config, Trial(), tell=told.append)
-    assert not told
+    tried(config, Trial(), tell=reported.append)
+    assert not reported
 
 
 def test_an_environment_that_begins_a_task_differently_each_time_is_reported(place: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     config = config_of(environment="of_trial:Counts", options={}, dataset=None)
-    tried(config, Trial(), tell=told.append)
-    assert [text.partition("; ")[0] for text in told] == [
+    tried(config, Trial(), tell=reported.append)
+    assert [text.partition("; ")[0] for text in reported] == [
         "reset of of_trial:Counts began the same task with different messages"
     ]
 
 
-def test_a_step_that_raises_is_shown_before_its_close(place: Path) -> None:
-    told: list[str] = []
+def test_the_error_of_a_step_is_shown_before_that_of_its_close(place: Path) -> None:
+    reported: list[str] = []
     config = config_of(environment="of_trial:StepsOnce", options={}, dataset=None)
     with pytest.raises(ConfigError, match="OSError: already closed"):
-        tried(config, Trial(), tell=told.append)
-    tried(config, Trial(begins=False), tell=told.append)
-    assert "KeyError: 'no such move'; its close failed too: OSError: already closed" in told[0]
+        tried(config, Trial(), tell=reported.append)
+    tried(config, Trial(begins=False), tell=reported.append)
+    assert "KeyError: 'no such move'; its close failed too: OSError: already closed" in reported[0]
 
 
-def test_functions_that_a_decorator_hides_work_if_they_take_every_column(place: Path) -> None:
-    told: list[str] = []
-    tried(config_of("hidden_all", "runs"), Trial(), tell=told.append)
-    assert not told
+def test_decorated_functions_work_if_they_accept_every_column(place: Path) -> None:
+    reported: list[str] = []
+    tried(config_of("hidden_all", "runs"), Trial(), tell=reported.append)
+    assert not reported
 
 
-def test_a_reference_answer_that_is_worth_no_more_than_another_is_told(place: Path) -> None:
-    told: list[str] = []
-    tried(config_of("constant"), Trial(), tell=told.append)
+def test_a_reference_answer_that_scores_no_more_than_another_is_reported(place: Path) -> None:
+    reported: list[str] = []
+    tried(config_of("constant"), Trial(), tell=reported.append)
     assert (
-        len(told) == 1 and "scores 1, and the reference answer of another task scores 1" in told[0]
+        len(reported) == 1
+        and "scores 1, and the reference answer of another task scores 1" in reported[0]
     )
-    # A group function compares answers: equal ones are worth the same.
+    # A group function compares answers, so equal ones may have the same score.
     options = {"reward": "of_trial.py:right", "group_reward": "of_trial.py:ranks"}
-    tried(config_of(options=options), Trial(), tell=told.append)
-    tried(config_of(options={"group_reward": "of_trial.py:ranks"}), Trial(), tell=told.append)
-    assert len(told) == 1
-    # Nothing is called, so nothing is found.
-    assert "single_turn" in tried(config_of("raises"), Trial(functions=False), tell=told.append)
-    assert len(told) == 1
+    tried(config_of(options=options), Trial(), tell=reported.append)
+    tried(config_of(options={"group_reward": "of_trial.py:ranks"}), Trial(), tell=reported.append)
+    assert len(reported) == 1
+    # No function is called, so there is nothing to report.
+    assert "single_turn" in tried(config_of("raises"), Trial(functions=False), tell=reported.append)
+    assert len(reported) == 1
 
 
 def test_an_argument_that_is_probably_a_misspelt_column_is_reported(place: Path) -> None:
-    told: list[str] = []
-    tried(config_of("misspelt"), Trial(), tell=told.append)
-    assert "misspelt: the data have no column anwser, so" in told[0]
-    assert told[0].endswith("did you mean the column answer?")
-    assert not [each for each in told if "strict" in each or "completion_ids" in each]
+    reported: list[str] = []
+    tried(config_of("misspelt"), Trial(), tell=reported.append)
+    assert "misspelt: the data have no column anwser, so" in reported[0]
+    assert reported[0].endswith("did you mean the column answer?")
+    assert not [each for each in reported if "strict" in each or "completion_ids" in each]
 
 
-def test_a_column_of_reference_answers_that_is_not_there_is_refused(place: Path) -> None:
+def test_a_missing_column_of_reference_answers_is_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="--answer rihgt: got the columns answer, prompt"):
         tried(config_of("right"), Trial(answer="rihgt"), tell=lambda _: None)
 
@@ -470,7 +471,9 @@ def test_the_reference_answer_is_found_by_its_column(
         ),
     ],
 )  # fmt: skip
-def test_a_bad_row_at_the_end_is_named(place: Path, last: dict[str, Any], words: str) -> None:
+def test_the_error_of_a_bad_last_row_names_the_row(
+    place: Path, last: dict[str, Any], words: str
+) -> None:
     with (place / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"task_id": "last", **last}) + "\n")
     with pytest.raises(ConfigError, match=words):
