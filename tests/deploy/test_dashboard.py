@@ -1,4 +1,4 @@
-"""The dashboards as they are committed: the rules that each panel keeps, and what it shows."""
+"""Tests of the committed dashboards: their panels, queries, labels and links."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ NOT_SHOWN = {
     "rayloom_sampled_tokens": "the newest step's are shown, right at any pace",
     "rayloom_trained_tokens": "the newest step's are shown, right at any pace",
 }
-# What grows only when a step is stored or a version published: a rate over minutes is 0 between two
-# slow steps.
+# Metrics that grow only when a step is stored or a version is published. Between two slow steps,
+# their rate over minutes is 0.
 OF_STEPS = {
     "rayloom_ledger_events", "rayloom_merge_samples", "rayloom_merge_branches",
     "rayloom_played_tokens", "rayloom_train_steps", "rayloom_stage_seconds",
@@ -77,12 +77,12 @@ def family(name: str) -> str:
 
 
 def is_shown_by_replicas(query: str) -> bool:
-    """Whether it asks for vLLM's own metrics, all of which replicas push."""
+    """Whether a query only uses metrics of vLLM that the replicas push."""
     names = set(re.findall(r"\bvllm:[a-z_]+", query))
     return bool(names) and {family(name) for name in names} <= SHOWN
 
 
-def test_the_committed_files_are_what_the_code_makes() -> None:
+def test_the_committed_files_are_up_to_date() -> None:
     committed = {file.name: file.read_text(encoding="utf-8") for file in DASHBOARDS.iterdir()}
     assert committed == dashboards(), "run python -m deploy.dashboards"
 
@@ -105,7 +105,7 @@ def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:
         _ = panel.series_unit
 
 
-def test_grafanas_own_types_take_every_dashboard_and_refuse_a_wrong_one(tmp_path: Path) -> None:
+def test_grafanas_types_accept_every_dashboard_and_refuse_a_wrong_one(tmp_path: Path) -> None:
     broken = json.loads(json.dumps(TREES["rayloom-overview"]))
     broken["panels"][1]["options"]["colorMode"] = "loud"
     broken["panels"][2]["fieldConfig"]["defaults"]["unitt"] = "s"
@@ -128,14 +128,14 @@ def test_the_variables_are_those_that_the_queries_use(name: str) -> None:
     for choice in (*PLACE_LABELS, *spec.choices):
         chosen = variables[choice]
         assert chosen["multi"] and chosen["includeAll"] and chosen["current"]["value"] == "$__all"
-        # A laptop's series have none of the labels of a place.
+        # The series of a run on a laptop have no labels of a place.
         assert chosen["allValue"] == ".*"
     for name in ("run", *spec.choices):
         for label in PLACE_LABELS:
             assert f'{label}=~"${label}"' in variables[name]["query"]["query"], name
 
 
-def test_a_dashboard_asks_for_what_its_series_tell_apart_beside_place_and_run() -> None:
+def test_a_dashboard_has_variables_for_the_other_labels_of_its_series() -> None:
     assert {spec.uid: set(spec.choices) for spec in SPECS if spec.choices} == {
         "rayloom-rollouts": {"environment"},
         "rayloom-inference": {"replica"},
@@ -145,7 +145,7 @@ def test_a_dashboard_asks_for_what_its_series_tell_apart_beside_place_and_run() 
 
 
 @every_dashboard
-def test_ids_are_unique_and_every_panel_has_its_own_place(name: str) -> None:
+def test_ids_are_unique_and_panels_do_not_overlap(name: str) -> None:
     panels = TREES[name]["panels"]
     assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     cells = Counter(
@@ -164,7 +164,7 @@ def test_a_file_is_small_enough_for_a_config_map(name: str) -> None:
 
 
 @every_dashboard
-def test_alerts_are_annotations_and_the_others_are_linked(name: str) -> None:
+def test_alerts_are_annotations_and_other_dashboards_are_linked(name: str) -> None:
     tree = TREES[name]
     [alerts] = tree["annotations"]["list"]
     assert alerts["enable"] and alerts["datasource"] == SOURCE
@@ -174,7 +174,7 @@ def test_alerts_are_annotations_and_the_others_are_linked(name: str) -> None:
     assert link["includeVars"] and link["keepTime"]
 
 
-def test_a_panel_says_what_it_shows_and_where_from() -> None:
+def test_a_panel_has_a_description_and_unique_complete_queries() -> None:
     def is_complete(panel: dict[str, Any]) -> bool:
         targets = panel["targets"]
         references = [target["refId"] for target in targets]
@@ -191,8 +191,8 @@ def test_a_panel_says_what_it_shows_and_where_from() -> None:
     assert [panel["title"] for panel in PANELS if not is_complete(panel)] == []
 
 
-def test_a_panel_that_shows_the_present_asks_for_no_past() -> None:
-    """Over a range the last value of a series that has ended would stand there for an hour."""
+def test_a_panel_of_current_values_uses_instant_queries() -> None:
+    """Check this because a range query would show the last value of an ended series for an hour."""
     asked = {
         (panel["type"], target["instant"], target["range"])
         for panel in PANELS
@@ -207,7 +207,7 @@ def test_a_panel_that_shows_the_present_asks_for_no_past() -> None:
     assert {panel["options"]["graphMode"] for panel in stats} == {"none"}
 
 
-def test_every_line_of_panels_is_as_wide_as_the_dashboard() -> None:
+def test_every_row_of_panels_fills_the_width() -> None:
     for tree in TREES.values():
         widths: Counter[int] = Counter()
         for panel in tree["panels"]:
@@ -219,24 +219,24 @@ def test_axes_and_legends_suit_what_a_panel_shows() -> None:
     shown = {panel["title"]: panel for panel in TREES["rayloom-inference"]["panels"]}
     custom = {title: panel["fieldConfig"]["defaults"] for title, panel in shown.items()
               if panel["type"] == "timeseries"}  # fmt: skip
-    # Grafana begins a stack at its lowest series, and shows a count of 0 on an axis to 100.
+    # Grafana's default begins a stack at its lowest series, and shows a 0 on an axis to 100.
     assert custom["Time of a publish, by phase"]["min"] == 0
     assert custom["Failed publishes"]["custom"]["axisSoftMax"] == 1
     assert "axisSoftMax" not in custom["KV cache in use"]["custom"]
     places = {title: shown[title]["options"]["legend"]["placement"] for title in custom}
     assert places["Requests that end, by reason"] == "right"
     assert places["Failed publishes"] == places["KV cache in use"] == "bottom"
-    # Grafana puts a space before a suffix itself.
+    # Grafana adds a space before a suffix.
     assert not [item for item in PANELS if "suffix: " in item["fieldConfig"]["defaults"]["unit"]]
 
 
-def test_a_title_stands_once_in_a_dashboard() -> None:
+def test_titles_are_unique_in_a_dashboard() -> None:
     for spec in SPECS:
         titles = [panel.title for panel in spec.panels]
         assert len(set(titles)) == len(titles)
 
 
-def test_thresholds_ascend_from_the_least_number_on() -> None:
+def test_thresholds_ascend_from_minus_infinity() -> None:
     for panel in (panel for spec in SPECS for panel in spec.panels if panel.thresholds):
         values = list(panel.thresholds.values())
         assert values[0] == -math.inf and values == sorted(set(values)), panel.title
@@ -255,8 +255,8 @@ def test_every_alert_has_a_panel_that_links_to_its_runbook() -> None:
     assert urls == {f"${{runbooks:raw}}#{alert.lower()}" for alert in ALERTS}
 
 
-def test_a_query_asks_for_one_run_of_a_place_or_one_ray_cluster() -> None:
-    """The chart's value files name their runs, so that two releases may have runs of one name."""
+def test_a_query_selects_one_run_of_a_place_or_one_ray_cluster() -> None:
+    """Select by place too, because two releases of the chart may have runs of the same name."""
 
     def fits(query: str) -> bool:
         ours = re.findall(r"\b(?:rayloom_|vllm:)[a-z0-9_]+(\S*)", query)
@@ -273,8 +273,8 @@ def test_a_query_asks_for_one_run_of_a_place_or_one_ray_cluster() -> None:
     assert [query for query in QUERIES if not fits(query)] == []
 
 
-def test_a_range_fits_the_scrapes_or_the_pace_of_the_run() -> None:
-    """A panel never writes a range of its own; the windows of several steps are made of one."""
+def test_a_query_uses_only_the_common_ranges() -> None:
+    """Check that a rate uses Grafana's interval, and an increase the window of several steps."""
     wrong = []
     for query in (q for spec in SPECS for panel in spec.panels for q in panel.queries.values()):
         ranges = Counter(re.findall(r"\[([^\]]*)\]", query))
@@ -293,12 +293,12 @@ def test_a_range_fits_the_scrapes_or_the_pace_of_the_run() -> None:
     assert ranges == {"$__rate_interval", *WINDOWS, *(f"{window}:1m" for window in WINDOWS)}
 
 
-def test_what_grows_with_steps_is_never_a_rate_over_minutes() -> None:
+def test_metrics_that_grow_with_steps_have_no_rate_over_minutes() -> None:
     rated = {family(name) for query in QUERIES for name in re.findall(r"\brate\(\s*(\w+)", query)}
     assert rated and rated & OF_STEPS == set()
 
 
-def test_a_query_takes_the_rate_of_what_grows_and_of_nothing_else() -> None:
+def test_a_query_takes_no_rate_of_a_gauge() -> None:
     gauges = {item.name for item in declared() if item.kind == "gauge"}
     rated = {
         query: set(re.findall(r"\b(?:rate|increase)\(\s*(rayloom_\w+)", query)) for query in QUERIES
@@ -327,7 +327,7 @@ def test_every_metric_and_label_of_a_query_is_declared() -> None:
 
 
 def test_a_legend_names_labels_that_the_query_keeps() -> None:
-    """A legend with a label that was summed away shows nothing in its place."""
+    """Check this because Grafana shows nothing for a label that the query summed away."""
     wrong = []
     for spec in SPECS:
         for panel in spec.panels:
@@ -344,7 +344,7 @@ def test_a_legend_names_labels_that_the_query_keeps() -> None:
     assert wrong == []
 
 
-def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:
+def test_every_declared_metric_is_shown_or_listed_as_not_shown() -> None:
     asked = {name for query in QUERIES for name in names_in(query)}
     hidden = {item.name for item in declared() if not asked & set(item.series)}
     assert hidden - {each.metric for each in STATISTICS} == NOT_SHOWN.keys()

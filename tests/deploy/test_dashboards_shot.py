@@ -1,4 +1,4 @@
-"""The series and the packages from which `make dashboards-shot` draws the dashboards."""
+"""Tests of the series and the packages that `make dashboards-shot` uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.dashboards.grafana import SOURCES
 SHOT = SOURCES / "shot"
 
 
-def test_a_series_has_the_labels_by_which_a_panel_selects_groups_and_names() -> None:
+def test_a_series_has_the_labels_that_panels_use() -> None:
     query = 'sum by (route, le) (rate(rayloom_x_bucket{run="$run",phase=~"load|send"}[5m]))'
     assert dict(labels_of(query, "{{route}}, {{environment}}")) == {
         "rayloom_x_bucket": {
@@ -40,7 +40,7 @@ def test_every_panel_of_the_pipeline_has_data_in_a_real_prometheus(tmp_path: Pat
     assert len(found) > 20 and [name for name, number in found.items() if not number] == []
 
 
-def test_packages_are_pinned_without_the_address_of_a_registry() -> None:
+def test_packages_are_pinned_without_a_registry_address() -> None:
     lock = json.loads((SHOT / "package-lock.json").read_text(encoding="utf-8"))
     package = json.loads((SHOT / "package.json").read_text(encoding="utf-8"))
     wanted = package["dependencies"] | package["devDependencies"]

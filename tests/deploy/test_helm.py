@@ -1,4 +1,4 @@
-"""The objects that real helm renders: valid, of their mode, and with the run's configuration."""
+"""Tests of the objects that Helm renders: validity, modes, secrets, claims and labels."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ OF_THE_API = {"RAYLOOM_API_KEY_FILE", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
 
 
 def without_secrets(manifests: list[Manifest]) -> list[Manifest]:
-    """Each rendering draws new ones, with no cluster to look them up in."""
+    """Return sorted objects without Secrets, because each rendering draws new keys."""
     rest = [manifest for manifest in manifests if manifest["kind"] != "Secret"]
     return sorted(rest, key=lambda manifest: (manifest["kind"], manifest["metadata"]["name"]))
 
 
 def mounted_secrets(template: Manifest) -> dict[str, tuple[str, str]]:
-    """The Secret and its key by the variable that names the mounted file."""
+    """Return the Secret and key of each mounted file, by the variable that names the file."""
     [volume] = [v for v in template["spec"]["volumes"] if v["name"] == "secrets"]
     [mount] = [m for m in ray_container(template)["volumeMounts"] if m["name"] == "secrets"]
-    # A file that is mounted by subPath would never change.
+    # A file that is mounted with subPath would not be updated.
     assert mount == {"name": "secrets", "mountPath": "/secrets", "readOnly": True}
     files = {
         f"/secrets/{item['path']}": (source["secret"]["name"], item["key"])
@@ -81,7 +81,7 @@ def mounted_secrets(template: Manifest) -> dict[str, tuple[str, str]]:
 @in_proof
 @every_variant
 @every_mode
-def test_both_helms_find_nothing_to_warn_of_and_render_the_same(
+def test_helm_3_and_helm_4_render_the_same_without_warnings(
     files: tuple[Path, ...], mode: str, tmp_path: Path
 ) -> None:
     helm_3 = helm_binary(HELM_3)
@@ -95,11 +95,11 @@ def test_both_helms_find_nothing_to_warn_of_and_render_the_same(
 
 @every_variant
 @every_mode
-def test_every_object_is_valid_to_kubernetes_and_to_the_operator(
+def test_every_object_is_valid_for_kubernetes_and_the_operator(
     files: tuple[Path, ...], mode: str
 ) -> None:
     manifests = rendered(in_mode(mode), *files)
-    # At least a service, three budgets and four pod templates.
+    # There are at least a service, three budgets and four pod templates.
     assert check_core(manifests) >= 7
     check_subset(manifests)
     check_operator_rules(manifests)
@@ -115,13 +115,13 @@ def crds() -> Path:
 
 @every_variant
 @every_mode
-def test_the_ray_object_is_valid_to_the_operators_own_schema(
+def test_the_ray_object_is_valid_by_the_operators_schema(
     files: tuple[Path, ...], mode: str, crds: Path
 ) -> None:
     check_operator_schema(rendered(in_mode(mode), *files), crds)
 
 
-def test_the_operators_own_schema_refuses_what_it_does_not_know(crds: Path) -> None:
+def test_the_operators_schema_refuses_an_unknown_field(crds: Path) -> None:
     wrong = copy.deepcopy(rendered())
     cluster_of(wrong)["workerGroupSpecs"][0]["template"]["spec"]["contaners"] = []
     with pytest.raises(jsonschema.ValidationError, match="contaners"):
@@ -141,7 +141,7 @@ def test_the_checks_refuse_what_an_api_server_would() -> None:
 
 
 @every_variant
-def test_serve_is_told_to_start_one_application_on_the_head(files: tuple[Path, ...]) -> None:
+def test_the_serve_config_starts_one_application_on_the_head(files: tuple[Path, ...]) -> None:
     manifests = rendered({}, *files)
     config, templates = serve_config_of(manifests), pod_templates(manifests)
     assert config["proxy_location"] == "HeadOnly"
@@ -152,7 +152,7 @@ def test_serve_is_told_to_start_one_application_on_the_head(files: tuple[Path, .
     assert config["http_options"] == {"host": "0.0.0.0", "port": ports["serve"]}
 
 
-def test_a_new_release_of_the_chart_asks_for_no_new_cluster(tmp_path: Path) -> None:
+def test_a_new_version_of_the_chart_keeps_the_cluster(tmp_path: Path) -> None:
     newer = tmp_path / "rayloom"
     shutil.copytree(CHART, newer)
     file = newer / "Chart.yaml"
@@ -164,22 +164,22 @@ def test_a_new_release_of_the_chart_asks_for_no_new_cluster(tmp_path: Path) -> N
     assert old["spec"] == new["spec"]
 
 
-def test_secrets_stand_in_secrets_alone() -> None:
+def test_keys_are_only_in_secrets() -> None:
     first, second = rendered(), rendered(options=["--is-upgrade"])
     rest = [m for m in first if m["kind"] != "Secret"]
-    # With no cluster to look them up in, each rendering draws new ones: nothing else differs.
+    # Without a cluster to look the keys up in, each rendering draws new ones. Nothing else differs.
     assert rest == [m for m in second if m["kind"] != "Secret"] and first != second
     secrets = [manifest for manifest in first if manifest["kind"] == "Secret"]
     assert len(secrets) == 2
     for secret in secrets:
         for value in secret["data"].values():
             key = base64.b64decode(value).decode()
-            # The service asks for 16 characters at least.
+            # The service requires at least 16 characters.
             assert re.fullmatch(r"[A-Za-z0-9]{48}", key)
             assert key not in json.dumps(rest) and value not in json.dumps(rest)
 
 
-def test_existing_secrets_are_named_and_none_is_made() -> None:
+def test_existing_secrets_are_used_and_none_is_created() -> None:
     manifests = rendered({}, *VARIANTS["existing-secrets"])
     kinds = {manifest["kind"] for manifest in manifests}
     assert not kinds & {"Secret", "PersistentVolumeClaim", "ServiceAccount"}
@@ -189,7 +189,7 @@ def test_existing_secrets_are_named_and_none_is_made() -> None:
     assert cluster["authOptions"] == {"mode": "token", "secretName": "ray-token"}
 
 
-def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
+def test_only_the_head_has_the_database_volume_or_the_secret_with_its_url() -> None:
     for files in ((), VARIANTS["existing-secrets"]):
         manifests = rendered({}, *files)
         templates = pod_templates(manifests)
@@ -210,14 +210,14 @@ def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
             assert "database" not in {volume["name"] for volume in template["spec"]["volumes"]}
 
 
-def test_a_database_that_was_kept_is_gone_on_with_by_the_name_of_its_claim() -> None:
+def test_an_existing_claim_of_a_database_is_used() -> None:
     manifests = rendered({"database": {"existingClaim": "restored"}})
     volumes = {each["name"]: each for each in pod_templates(manifests)["head"]["spec"]["volumes"]}
     assert volumes["database"]["persistentVolumeClaim"] == {"claimName": "restored"}
     assert arguments_of(manifests)["state_dir"].startswith("/database/")
     claims = [each for each in manifests if each["kind"] == "PersistentVolumeClaim"]
     assert [each["metadata"]["name"] for each in claims] == ["demo-rayloom-checkpoints"]
-    # What class it is of, the chart does not know.
+    # The chart does not know the storage class of an existing claim, so it accepts this.
     rendered(
         {
             "database": {"existingClaim": "restored"},
@@ -226,7 +226,7 @@ def test_a_database_that_was_kept_is_gone_on_with_by_the_name_of_its_claim() -> 
     )
 
 
-def test_the_claim_outlives_the_release_unless_it_is_told_otherwise() -> None:
+def test_a_claim_outlives_the_release_unless_keep_is_false() -> None:
     for name in ("checkpoints", "database"):
         claim = one(rendered(), "PersistentVolumeClaim", f"-{name}")
         assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -239,24 +239,24 @@ def test_the_ray_version_is_the_locked_one() -> None:
     assert f"\nray=={cluster['rayVersion']} " in (ROOT / "locks" / "cpu.txt").read_text("utf-8")
 
 
-def test_the_schema_is_in_step_with_the_tree_and_with_kubernetes() -> None:
+def test_the_schema_is_up_to_date_with_the_settings_and_kubernetes() -> None:
     text = SCHEMA.read_text("utf-8")
     assert text == schema_text(text), "run python -m deploy.chart_schema"
     assert DEFAULTS.read_text("utf-8") == defaults_text(), "run python -m deploy.chart_schema"
 
 
-def test_every_value_has_a_default_and_every_default_a_place_in_the_schema() -> None:
+def test_every_value_has_a_default_and_a_schema() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
     schema = json.loads(SCHEMA.read_text("utf-8"))
     assert set(values) == set(schema["properties"]) - {"global", "enabled", "tags"}
     assert schema["additionalProperties"] is False
-    # What every pod may have, each group may have.
+    # Each group may have all values that `pods` may have.
     pods = schema["properties"]["pods"]["properties"]
     for group in ("headGroup", "workerGroup"):
         assert pods.items() <= schema["$defs"][group]["properties"].items()
 
 
-def test_checkpoints_for_many_nodes_go_with_a_database_on_block_storage() -> None:
+def test_checkpoints_on_shared_storage_keep_the_database_on_block_storage() -> None:
     many = {"accessModes": ["ReadWriteMany"], "storageClass": "nfs"}
     manifests = rendered({"checkpoints": many})
     claims = {
@@ -272,7 +272,7 @@ def test_checkpoints_for_many_nodes_go_with_a_database_on_block_storage() -> Non
 def test_each_mode_is_one_object_of_its_kind_that_can_be_suspended(mode: str) -> None:
     running = rendered({"mode": mode})
     assert ray_object(running)["kind"] == KINDS[mode]
-    # Kueue sets the field too: what is not suspended here does not name it.
+    # Kueue sets the field too, so an object that is not suspended does not name it.
     assert "suspend" not in ray_object(running)["spec"]
     suspended = rendered({"mode": mode, "suspend": True})
     spec = dict(ray_object(suspended)["spec"])
@@ -282,13 +282,13 @@ def test_each_mode_is_one_object_of_its_kind_that_can_be_suspended(mode: str) ->
     check_operator_rules(suspended)
 
 
-def test_the_cluster_is_the_same_in_every_mode_but_for_the_api() -> None:
+def test_the_cluster_is_the_same_in_every_mode_except_for_the_api() -> None:
     clusters = {}
     for mode in KINDS:
         cluster = json.loads(json.dumps(cluster_of(rendered({"mode": mode}))))
         cluster.pop("upgradeStrategy", None)
         for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-            # A digest of the template.
+            # This label is a digest of the template.
             del group["labels"]
             container = group["template"]["spec"]["containers"][0]
             before = len(container["env"])
@@ -309,15 +309,15 @@ def test_a_job_has_no_api() -> None:
     assert ("Service", "demo-rayloom-control") in names
 
 
-def test_a_job_ends_its_attempts_and_its_pods_as_it_is_told() -> None:
+def test_the_limits_of_a_job_reach_the_ray_job() -> None:
     job = {"backoffLimit": 5, "activeDeadlineSeconds": 31536000, "ttlSecondsAfterFinished": 60}
     spec = one(rendered({"mode": "job", "job": job}), "RayJob")["spec"]
     assert {key: spec[key] for key in job} == job
-    # Nought seconds would end it at once.
+    # A deadline of 0 seconds would end the job at once.
     assert "activeDeadlineSeconds" not in one(rendered({"mode": "job"}), "RayJob")["spec"]
 
 
-def test_the_control_store_outlives_the_head_by_redis() -> None:
+def test_the_control_store_outlives_the_head_with_redis() -> None:
     redis = {"address": "redis.db:6379", "existingSecret": "redis", "key": "1e3"}
     manifests = rendered({"gcs": {"backend": "redis", "redis": redis}})
     check_subset(manifests)
@@ -327,7 +327,7 @@ def test_the_control_store_outlives_the_head_by_redis() -> None:
         "redisPassword": password,
     }
     for template in pod_templates(manifests).values():
-        # Ray's own 60 s are shorter than a head needs to come back.
+        # Ray's default of 60 s is shorter than the restart of a head.
         assert (
             by_name(ray_container(template)["env"])["RAY_gcs_rpc_server_reconnect_timeout_s"][
                 "value"
@@ -351,7 +351,7 @@ def test_the_control_store_outlives_the_head_on_a_volume() -> None:
     assert "gcsFaultToleranceOptions" not in cluster_of(rendered())
 
 
-def test_evictions_spare_what_no_step_can_do_without() -> None:
+def test_disruption_budgets_keep_the_pods_that_every_step_needs() -> None:
     manifests = rendered({}, PRODUCTION)
     budgets = {
         manifest["metadata"]["name"].removeprefix("demo-rayloom-"): manifest["spec"]
@@ -359,7 +359,7 @@ def test_evictions_spare_what_no_step_can_do_without() -> None:
         if manifest["kind"] == "PodDisruptionBudget"
     }
     kept = {name: budget["minAvailable"] for name, budget in budgets.items()}
-    # Two pods each of inference and environment, one of which may go.
+    # Of the two pods of inference and of environment, one may be evicted.
     assert kept == {"head": 1, "trainer": 1, "inference": 1, "environment": 1}
     for name, template in pod_templates(manifests).items():
         selector = budgets[name]["selector"]["matchLabels"].items()
@@ -401,7 +401,7 @@ def test_the_notes_say_what_to_do_next(values: dict[str, Any], words: list[str])
 @in_proof
 @pytest.mark.parametrize("is_helm_3", [False, True])
 @pytest.mark.parametrize("own", [{"enabled": True}, {"enabled": False}, {}])
-def test_the_chart_is_a_dependency_that_a_condition_turns_on_and_off(
+def test_the_chart_works_as_a_conditional_dependency(
     own: dict[str, Any], is_helm_3: bool, tmp_path: Path
 ) -> None:
     shutil.copytree(CHART, tmp_path / "charts" / "rayloom")
@@ -433,7 +433,7 @@ def test_queues_are_named_on_the_ray_object(mode: str) -> None:
     metadata = ray_object(manifests)["metadata"]
     assert {**labels, "kueue.x-k8s.io/queue-name": "queue"}.items() <= metadata["labels"].items()
     assert annotations.items() <= metadata["annotations"].items()
-    # Kueue suspends and resumes the object: an upgrade does not.
+    # Only Kueue suspends and resumes the object, an upgrade does not.
     assert "suspend" not in ray_object(manifests)["spec"]
     assert cluster_of(manifests) == cluster_of(before)
 
@@ -454,7 +454,7 @@ def test_common_labels_are_on_every_object_and_change_no_pod() -> None:
 
 
 @in_proof
-def test_claims_have_labels_and_choose_their_volume_by_labels() -> None:
+def test_claims_have_labels_and_may_select_a_volume_by_labels() -> None:
     selector = {"matchLabels": {"tier": "fast"}}
     values = {"modelCache": {"enabled": True}, "database": {"accessModes": ["ReadWriteOncePod"]}}
     for claim in ("checkpoints", "database", "modelCache"):
@@ -470,7 +470,7 @@ def test_claims_have_labels_and_choose_their_volume_by_labels() -> None:
 
 
 @every_mode
-def test_the_ray_object_waits_in_kueues_queue(mode: str) -> None:
+def test_the_ray_object_has_the_queue_label_of_kueue(mode: str) -> None:
     found = ray_object(rendered({"mode": mode, "kueue": {"queueName": "research"}}))
     assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     assert "kueue.x-k8s.io/queue-name" not in ray_object(rendered())["metadata"]["labels"]
@@ -482,7 +482,7 @@ def test_further_manifests_are_rendered_as_templates() -> None:
 
 
 @pytest.mark.parametrize("create", [True, False])
-def test_no_pod_has_a_token_and_environments_run_under_an_account_without_rights(
+def test_no_pod_has_a_token_and_environments_have_an_account_without_rights(
     create: bool,
 ) -> None:
     account = {"create": create, "name": "trainers", "annotations": {"cloud/role": "bucket"}}
@@ -504,7 +504,7 @@ def test_no_pod_has_a_token_and_environments_run_under_an_account_without_rights
         )
 
 
-def test_a_new_text_of_rotation_is_noted_on_the_secrets_that_it_draws() -> None:
+def test_a_new_rotation_text_is_an_annotation_of_the_drawn_secrets() -> None:
     manifests = rendered({"auth": {"rotation": "1e3"}})
     secrets = [each for each in manifests if each["kind"] == "Secret"]
     assert len(secrets) == 2

@@ -1,6 +1,6 @@
-"""The chart at a real API server: installed, upgraded, rolled back, uninstalled, by both helms.
+"""Tests of the chart with a real API server and with Helm 3 and Helm 4.
 
-Optional: see `worlds.servers.kube_api_server`. There is no kubelet, so that no pod runs.
+They are optional (see `worlds.servers.kube_api_server`). There is no kubelet, so no pod runs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 class Release:
-    """One release in a namespace of its own."""
+    """A release in its own namespace."""
 
     def __init__(self, server: ApiServer, pinned: Pinned, mode: str) -> None:
         self.server, self.mode, self.binary = server, mode, helm_binary(pinned)
-        # All digits, which YAML would read as a number.
+        # The name is all digits, which YAML would read as a number.
         self.namespace = f"2026{next(NUMBERS)}"
         body = {"metadata": {"name": self.namespace}}
         server.client.post("/api/v1/namespaces", json=body).raise_for_status()
@@ -44,7 +44,7 @@ class Release:
         return helm(command, "demo", *arguments, *options, binary=self.binary)
 
     def apply(self, command: str, values: Values, *, chart: Path = CHART) -> None:
-        # An API server of before 1.21 does not know the budgets' version.
+        # An API server before 1.21 does not know the API version of the budgets.
         known = self.server.find("/apis/policy/v1") is not None
         whole = {"mode": self.mode, "podDisruptionBudgets": {"enabled": known}, **values}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -82,7 +82,7 @@ def test_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
     first, keys = release.ray(), release.secrets()
     assert len(keys) == (1 if mode == "job" else 2)
 
-    # The same again changes nothing, and no key.
+    # The same upgrade again changes nothing, not even a key.
     release.apply("upgrade", {})
     assert release.ray()["spec"] == first["spec"] and release.secrets() == keys
 
@@ -103,7 +103,7 @@ def test_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
     release.run("uninstall")
     assert not release.secrets()
     assert not release.names("services")
-    # Runs and their database outlive the release, and are found by the next.
+    # Runs and their database outlive the release, and the next release finds them.
     claims = {"demo-rayloom-checkpoints", "demo-rayloom-database"}
     assert release.names("persistentvolumeclaims") == claims
     release.apply("install", {})
@@ -113,14 +113,14 @@ def test_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
 
 @pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
 @pytest.mark.parametrize("mode", PLURALS)
-def test_a_release_of_the_version_before_is_upgraded_and_rolled_back(
+def test_a_release_of_the_previous_version_is_upgraded_and_rolled_back(
     server: ApiServer, pinned: Pinned, mode: str, tmp_path: Path
 ) -> None:
     release = Release(server, pinned, mode)
     release.apply("install", {}, chart=unpack_chart(tmp_path))
     first, keys = release.ray(), release.secrets()
     claims = release.names("persistentvolumeclaims")
-    # An upgrade changes configuration and pods, which it refuses while the service runs.
+    # The upgrade changes configuration and pods, which the chart refuses while the service runs.
     release.apply("upgrade", {"suspend": True})
     release.apply("upgrade", {})
     assert f"{VERSION}-cpu" in json.dumps(release.ray()["spec"])
@@ -130,7 +130,7 @@ def test_a_release_of_the_version_before_is_upgraded_and_rolled_back(
     release.run("uninstall")
 
 
-def test_the_server_refuses_what_it_does_not_know(server: ApiServer, tmp_path: Path) -> None:
+def test_the_server_refuses_unknown_fields(server: ApiServer, tmp_path: Path) -> None:
     broken = tmp_path / "rayloom"
     broken.mkdir()
     for file in CHART.rglob("*"):
@@ -148,7 +148,9 @@ def test_the_server_refuses_what_it_does_not_know(server: ApiServer, tmp_path: P
 
 
 @pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
-def test_what_runs_is_not_changed_by_halves_nor_replaced(server: ApiServer, pinned: Pinned) -> None:
+def test_a_running_service_is_not_replaced_or_changed_in_both_parts_at_once(
+    server: ApiServer, pinned: Pinned
+) -> None:
     release = Release(server, pinned, "service")
     release.apply("install", {})
     both: Values = {"image": {"tag": "9.9.9-cpu"}, "config": {"run": {"steps": 7}}}

@@ -1,4 +1,4 @@
-"""Changes of values: the table of docs/deploy.md, and what an upgrade keeps or refuses."""
+"""Tests of changed values: the table in docs/deploy.md, and what an upgrade keeps or refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DOCUMENT = CHART.parent / "docs" / "deploy.md"
 # | `a`, `b` | yes | | | in place, and why |
 EFFECT = r" \| (in place|at the next resume|refused)"
 ROW = re.compile(r"^\| (`[^|]+)" + 3 * r" \| ?(yes|)" + EFFECT)
-# Keys of the user's own choice: the map as a whole is the value.
+# The user chooses the keys of these maps, so each map counts as one value.
 OPEN_MAPS = (
     "labels",
     "annotations",
@@ -77,7 +77,7 @@ GPUS = {
 MOUNT = {"volumes": [{"name": "v", "emptyDir": {}}]}
 CONTAINER = [{"name": "c", "image": "i"}]
 
-# Of each value: another one, and the values under which it means something.
+# For each value, another value, and the values that it needs to have an effect.
 CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "mode": ("job", {}),
     "suspend": (True, {}),
@@ -257,9 +257,9 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "serviceAccount.annotations": ({"a": "b"}, {}),
 }
 
-# What the kinds of objects that change do not tell.
+# Effects that do not follow from the kinds of the changed objects.
 RULED = {
-    # The chart does not replace what runs (below), nor Kubernetes a claim's class.
+    # The chart does not replace a running object, and Kubernetes does not change a claim's class.
     "refused": {
         "mode",
         "nameOverride",
@@ -270,7 +270,7 @@ RULED = {
             for key in ("storageClass", "accessModes", "dataSource", "volumeName", "selector")
         ),
     },
-    # Read when a pod starts; or by the operator when it starts a job.
+    # These are read when a pod starts, or by the operator when it starts a job.
     "at the next resume": {"auth.rotation", "workspace.files", "job.*"},
 }
 
@@ -285,7 +285,7 @@ def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def parts(manifests: list[Manifest]) -> tuple[Any, Any, Any]:
-    """The run's arguments, the cluster, and all the rest without keys that each rendering draws."""
+    """Return the run's arguments, the cluster, and all other objects without their drawn keys."""
     own = json.loads(json.dumps(ray_object(manifests)))
     for digest in [each for each in own["metadata"]["annotations"] if each.startswith("rayloom/")]:
         del own["metadata"]["annotations"][digest]
@@ -298,23 +298,23 @@ def parts(manifests: list[Manifest]) -> tuple[Any, Any, Any]:
     for manifest in manifests:
         if manifest["kind"] == "Secret":
             rest.append({**manifest, "data": sorted(manifest["data"])})
-        # `helm test` is told what ought to run; that is no effect of its own.
-        elif not is_told(manifest) and not manifest["apiVersion"].startswith("ray.io/"):
+        # The pod of `helm test` contains what should run; its change is not a separate effect.
+        elif not is_test_pod(manifest) and not manifest["apiVersion"].startswith("ray.io/"):
             rest.append(manifest)
     return run, cluster, sorted(json.dumps(each, sort_keys=True) for each in rest)
 
 
-def is_told(manifest: Manifest) -> bool:
+def is_test_pod(manifest: Manifest) -> bool:
     return bool(manifest["kind"] == "Pod")
 
 
 def effect(path: str) -> tuple[tuple[bool, bool, bool], str]:
-    """What a change of the value changes (the run, pods, other objects), and what comes of it."""
+    """Return what a changed value changes (run, pods, other objects), and when it takes effect."""
     value, under = CHANGES[path]
     before, after = (rendered(values) for values in (under, merged(under, nested(path, value))))
     differs = [old != new for old, new in zip(parts(before), parts(after), strict=True)]
     if path.startswith("test."):
-        pods = [[each for each in objects if is_told(each)] for objects in (before, after)]
+        pods = [[each for each in objects if is_test_pod(each)] for objects in (before, after)]
         differs[2] = pods[0] != pods[1]
     run, pods_differ, others = differs
     for ruled, patterns in RULED.items():
@@ -326,7 +326,7 @@ def effect(path: str) -> tuple[tuple[bool, bool, bool], str]:
 
 
 def documented() -> dict[str, tuple[tuple[bool, bool, bool], str]]:
-    """By the pattern of a value, as it stands in the table."""
+    """Return the rows of the page's table, by the pattern of a value."""
     rows = {}
     for line in DOCUMENT.read_text("utf-8").splitlines():
         if found := ROW.match(line):
@@ -338,7 +338,7 @@ def documented() -> dict[str, tuple[tuple[bool, bool, bool], str]]:
 
 
 def row_of(path: str) -> tuple[tuple[bool, bool, bool], str]:
-    """The row that names the value itself, or else the only one whose pattern it fits."""
+    """Return the row that names a value, or else the only row whose pattern matches it."""
     rows = documented()
     if path in rows:
         return rows[path]
@@ -346,7 +346,7 @@ def row_of(path: str) -> tuple[tuple[bool, bool, bool], str]:
     return rows[pattern]
 
 
-def test_every_value_stands_in_the_table_and_is_tried() -> None:
+def test_every_value_is_in_the_table_and_is_tried() -> None:
     values = set(leaves(yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))))
     tried = {path for path in CHANGES if not path.startswith("config.")}
     assert tried == values
@@ -366,7 +366,7 @@ def test_a_change_does_what_the_table_says(path: str) -> None:
 def upgraded(
     before: Sequence[Manifest], values: Values, binary: Path | None = None
 ) -> list[Manifest]:
-    """The objects of an upgrade in a cluster that has those of before."""
+    """Return the objects of an upgrade in a cluster that contains the objects `before`."""
     with cluster_with(before) as address, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(values))
         file.flush()
@@ -389,7 +389,7 @@ def keys_of(manifests: Sequence[Manifest]) -> dict[str, str]:
 
 @in_proof
 @both_helms
-def test_keys_are_kept_until_the_text_of_rotation_is_another(pinned: Pinned) -> None:
+def test_keys_are_kept_until_the_rotation_text_changes(pinned: Pinned) -> None:
     binary = helm_binary(pinned)
     before = rendered()
     kept = upgraded(before, {}, binary)
@@ -408,7 +408,7 @@ def test_an_installation_into_an_empty_cluster_draws_its_keys() -> None:
 
 @in_proof
 @pytest.mark.parametrize("mode", MODES)
-def test_a_release_of_the_version_before_is_upgraded_without_a_change_that_kubernetes_refuses(
+def test_an_upgrade_from_the_previous_version_changes_no_immutable_field(
     mode: str, tmp_path: Path
 ) -> None:
     old = unpack_chart(tmp_path)
@@ -452,10 +452,10 @@ def test_configuration_and_pods_do_not_change_together_while_the_service_runs(
         upgraded(running, alone, binary)
     with pytest.raises(HelmError, match="both its configuration and its pods change"):
         upgraded(running, {**STEPS, **OWN_IMAGE}, binary)
-    # To suspend it at once is as good as to have done so.
+    # An upgrade that also suspends the release is accepted, like one of a suspended release.
     upgraded(running, {**STEPS, **OWN_IMAGE, "suspend": True}, binary)
     upgraded(rendered({"suspend": True}), {**STEPS, **OWN_IMAGE}, binary)
-    # One after the other is allowed: the second upgrade finds what the first has stored.
+    # Two upgrades in sequence are accepted: the second finds what the first has stored.
     upgraded(upgraded(running, OWN_IMAGE, binary), {**STEPS, **OWN_IMAGE}, binary)
 
 
@@ -464,7 +464,7 @@ def test_configuration_and_pods_do_not_change_together_while_the_service_runs(
 @pytest.mark.parametrize(
     "change", [{"mode": "job"}, {"mode": "cluster"}, {"fullnameOverride": "other"}], ids=json.dumps
 )
-def test_what_runs_is_not_replaced_by_another_object(
+def test_a_running_service_is_not_replaced_by_another_object(
     pinned: Pinned, change: dict[str, Any]
 ) -> None:
     binary = helm_binary(pinned)
@@ -474,7 +474,7 @@ def test_what_runs_is_not_replaced_by_another_object(
 
 
 @in_proof
-def test_objects_of_others_and_of_the_operator_are_let_be() -> None:
+def test_objects_of_other_releases_and_of_the_operator_are_ignored() -> None:
     running = rendered()
     foreign = copy.deepcopy(rendered({"mode": "cluster"}))
     ray_object(foreign)["metadata"]["labels"]["app.kubernetes.io/instance"] = "other"
@@ -486,7 +486,7 @@ def test_objects_of_others_and_of_the_operator_are_let_be() -> None:
 
 
 @in_proof
-def test_the_digests_change_with_what_they_are_of() -> None:
+def test_the_digests_change_with_their_part_of_the_object() -> None:
     def digests(values: Values) -> dict[str, str]:
         found: dict[str, str] = one(rendered(values), "RayService")["metadata"]["annotations"]
         return found

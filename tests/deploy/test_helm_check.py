@@ -1,4 +1,4 @@
-"""What `helm test` runs: helm/files/check.py as the chart renders it, against answers over HTTP."""
+"""Tests of helm/files/check.py, which `helm test` runs, with scripted answers over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY, TOKEN = "the key of the API", "the token of Ray"
 
 @dataclass
 class Release:
-    """The answers of a release that does what it should; a test changes what goes wrong."""
+    """The answers of a working release; a test changes fields to simulate a fault."""
 
     manifests: list[Manifest]
     is_ready: bool = True
@@ -57,7 +57,7 @@ class Release:
         self.arguments = arguments_of(self.manifests) if has_service else {}
 
     def answer(self, method: str, path: str, token: str, body: Any) -> tuple[int, Any]:
-        """The status, and what is sent as JSON, or a text."""
+        """Return the status of an answer and its body, a JSON value or a text."""
         match method, path.partition("?")[0].split("/")[1:]:
             case "GET", ["readyz"]:
                 return (200, "ready") if self.is_ready else (503, "starting: engines")
@@ -115,7 +115,7 @@ def checked(release: Release, address: str) -> tuple[int, str]:
     container = one(release.manifests, "Pod")["spec"]["containers"][0]
     environment = {each["name"]: each.get("value") for each in container["env"]}
     told = json.loads(environment["RELEASE_CHECK"])
-    # Each Service's address is the server's here.
+    # Here, the addresses of all Services are that of the test's server.
     told |= {name: address for name in ("api", "dashboard") if name in told}
     told["metrics"] = f"{address}/metrics"
     assert container["command"] == ["python", "-c"]
@@ -136,9 +136,7 @@ def checked(release: Release, address: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_release_that_does_what_it_should_passes_and_nothing_is_trained_on(
-    release: Release, address: str
-) -> None:
+def test_a_working_release_passes_and_its_task_is_cancelled(release: Release, address: str) -> None:
     code, said = checked(release, address)
     assert code == 0, said
     assert said.split() == "ok health ok rollout ok metrics ok pods ok serve".split()
@@ -147,7 +145,7 @@ def test_a_release_that_does_what_it_should_passes_and_nothing_is_trained_on(
     assert release.cancelled == [body.tasks[0].id]
 
 
-def test_a_task_that_ends_too_late_is_taken_back_too(release: Release, address: str) -> None:
+def test_a_task_that_ends_too_late_is_cancelled_too(release: Release, address: str) -> None:
     release.outcomes = {}
     code, said = checked(release, address)
     assert code == 1 and "FAILED rollout: waited" in said
@@ -159,7 +157,9 @@ def test_a_task_that_ends_too_late_is_taken_back_too(release: Release, address: 
     [("job", "ok metrics ok pods"), ("cluster", "ok pods")],
     indirect=["release"],
 )
-def test_without_an_api_the_pods_are_compared(release: Release, address: str, checks: str) -> None:
+def test_without_an_api_only_metrics_and_pods_are_checked(
+    release: Release, address: str, checks: str
+) -> None:
     assert checked(release, address) == (0, checks.replace(" ok", "\nok") + "\n")
 
 
@@ -174,7 +174,7 @@ def test_without_an_api_the_pods_are_compared(release: Release, address: str, ch
         ({"arguments": {"run_dir": "/x"}}, "FAILED serve: the application is RUNNING with other"),
     ],
 )
-def test_what_is_wrong_is_told_and_the_rest_is_checked_all_the_same(
+def test_a_fault_is_reported_and_the_other_checks_still_run(
     release: Release, address: str, change: dict[str, Any], words: str
 ) -> None:
     for name, value in change.items():
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_told_and_the_rest_is_checked_all_the_same(
     assert len(said.splitlines()) >= 5 and said.count("FAILED") == 1
 
 
-def test_pods_of_an_older_template_are_told_by_their_group(release: Release, address: str) -> None:
+def test_pods_of_an_older_template_are_reported_by_group(release: Release, address: str) -> None:
     release.nodes[-1]["labels"] = {"rayloom/template": "older"}
     code, said = checked(release, address)
     assert code == 1 and "suspend and resume" in said
@@ -197,14 +197,14 @@ def test_a_dead_node_does_not_count(release: Release, address: str) -> None:
     assert "none of the template inference, 1 to be" in said
 
 
-def test_ray_answers_with_the_fields_that_are_read() -> None:
+def test_rays_answers_have_the_fields_that_the_check_reads() -> None:
     assert {"state", "labels"} <= {each.name for each in fields(NodeState)}
     assert "result" in {each.name for each in fields(ListApiResponse)}
     assert "applications" in ServeInstanceDetails.model_fields
     assert {"status", "message", "deployed_app_config"} <= set(ApplicationDetails.model_fields)
 
 
-def test_a_template_is_named_by_its_content_alone(release: Release) -> None:
+def test_the_label_of_a_template_depends_only_on_its_content(release: Release) -> None:
     def names(values: dict[str, Any]) -> list[str]:
         cluster = cluster_of(rendered(values))
         groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
@@ -216,7 +216,7 @@ def test_a_template_is_named_by_its_content_alone(release: Release) -> None:
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False, True]
 
 
-def test_the_check_is_no_part_of_the_cluster(release: Release) -> None:
+def test_the_pod_of_the_check_does_not_belong_to_the_cluster(release: Release) -> None:
     pod = one(release.manifests, "Pod")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert pod["spec"]["automountServiceAccountToken"] is False

@@ -1,4 +1,4 @@
-"""The requests of `helm test`, as the chart renders them, to the real application of the API."""
+"""Tests of the requests of `helm test` with the real application of the API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from service.config.tree import Config
 from service.gateway.routes import add_sessions
 from service.intake.listing import TaskFilter
 
-# Each starts a process and a server: twenty seconds together.
+# Each test starts a process and a server. Together they take twenty seconds.
 pytestmark = [pytest.mark.proof, pytest.mark.chart]
 
 KEY = "the key of the API, of a release"
@@ -43,7 +43,7 @@ MIXTURE = {
 async def serving(
     config: Config, directory: Path, *, outcome: Outcome = Outcome.COMPLETED
 ) -> AsyncIterator[tuple[str, LocalRun]]:
-    """The API of this configuration on a port of this machine; what is admitted ends so."""
+    """Serve the API of a configuration on this machine; admitted tasks end with the outcome."""
     os.environ[KEY_VARIABLE] = KEY
     settings = http_settings(config)
     service = await Service(directory, settings=config.service).begin()
@@ -82,7 +82,7 @@ async def checked(
     directory: Path,
     outcome: Outcome = Outcome.COMPLETED,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Run the container's program. Returns: its output, and the tasks that it submitted."""
+    """Run the container's program and return its output and the tasks that it submitted."""
     manifests = rendered(values, *files)
     config = RunArguments.model_validate(arguments_of(manifests)).read_config()
     container = one(manifests, "Pod")["spec"]["containers"][0]
@@ -111,7 +111,7 @@ async def checked(
 
 
 def with_tasks(tasks: dict[str, Any], directory: Path) -> Path:
-    """values-cpu-dev with other tasks: helm would lay options over options."""
+    """Write a copy of values-cpu-dev with other tasks, because Helm would merge the options."""
     values = yaml.safe_load(CPU_DEV.read_text("utf-8"))
     values["config"]["tasks"] = tasks
     file = directory / "values.yaml"
@@ -120,7 +120,7 @@ def with_tasks(tasks: dict[str, Any], directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
-async def test_every_value_set_is_checked_with_a_body_that_its_own_api_takes(
+async def test_the_check_of_every_value_set_is_accepted_by_its_api(
     files: tuple[Path, ...], tmp_path: Path
 ) -> None:
     printed, [task] = await checked({}, *files, directory=tmp_path)
@@ -141,14 +141,14 @@ async def test_one_environment_of_a_mixture_is_played(tmp_path: Path) -> None:
     assert task["environment"] in MIXTURE["mixture"]
 
 
-async def test_of_a_mixture_a_part_is_played_whose_tasks_need_no_data(tmp_path: Path) -> None:
+async def test_the_check_plays_an_entry_of_a_mixture_that_needs_no_data(tmp_path: Path) -> None:
     reads = {"tasks": {"environment": "reasoning_gym", "file": "/workspace/a.jsonl"}}
     config = {**MIXTURE, "mixture": {"a": reads, "z": MIXTURE["mixture"]["fit"]}}
     printed, [task] = await checked({"config": config}, directory=tmp_path)
     assert printed == "ok health\nok rollout\n" and task["environment"] == "z"
 
 
-async def test_a_release_for_agents_outside_is_checked_by_a_turn_of_a_session(
+async def test_a_release_for_external_agents_is_checked_with_a_turn_of_a_session(
     tmp_path: Path,
 ) -> None:
     tasks = {"environment": "session", "evaluation_tasks": 0}
@@ -157,7 +157,7 @@ async def test_a_release_for_agents_outside_is_checked_by_a_turn_of_a_session(
     assert task == {"status": "cancelled", "environment": "session", "n": 2}
 
 
-async def test_an_environment_that_needs_data_gets_the_least_that_its_schema_takes(
+async def test_an_environment_that_needs_data_gets_minimal_data_by_its_schema(
     tmp_path: Path,
 ) -> None:
     tasks = {"environment": "reasoning_gym", "file": "/workspace/tasks.jsonl"}

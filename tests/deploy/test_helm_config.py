@@ -1,4 +1,4 @@
-"""The configuration through the chart: every setting reaches the run as it is written."""
+"""Tests of the configuration in the chart: every setting reaches the run unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SETTINGS = config_schema()
 SETTING_DEFAULTS: dict[str, Any] = yaml.safe_load(
     dump_config(parse_config({"model": {"tiny": {}}, "tasks": {"environment": "a"}}, source="x"))
 )
-# Maps whose keys are the user's own: one entry of each stands for all.
+# Maps whose keys the user chooses. One entry of each map represents all.
 ENTRIES: dict[str, Any] = {
     "tasks.options": {"low": 1},
     "tasks.columns": {"prompt": "question", "left": None},
@@ -54,12 +54,12 @@ ENTRIES: dict[str, Any] = {
     "trackers.own.options": {"file": "own.jsonl"},
     "inference.engine_args": {"max_num_batched_tokens": 131072},
 }
-# Values that no rule of the schema shows.
+# Valid values that cannot be derived from the schema.
 OTHERS: dict[str, Any] = {
     "run.checkpoint_url": "s3://bucket/runs/one",
     "rollouts.stop": ["END"],
     "trainer.betas": [0.8, 0.85],
-    # The only value that it can have.
+    # This is the only value that the setting can have.
     "trainer.lora.dropout": 0.0,
     "algorithm.loss.token_band": [0.5, 1.5],
     "algorithm.loss.sequence_band": [0.5, 1.5],
@@ -67,9 +67,9 @@ OTHERS: dict[str, Any] = {
     "evaluation.structured_outputs": {"regex": "[0-9]+"},
     "service.allowed_hosts": ["rayloom.example"],
 }
-# Pods with room for whatever the walk asks for.
+# Pods that are large enough for each changed setting.
 LARGE = {"rayCpus": 100, "replicas": 10}
-# A value set without a configuration, so that none is laid under the walk's.
+# A value set without a configuration, so that Helm merges none into that of the test.
 FEW = CHART / "values.yaml"
 SECTIONS = list(SETTINGS["properties"])
 
@@ -81,7 +81,7 @@ def resolved(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each setting's path and schema; a section that may be null is a section all the same."""
+    """Yield the path and the schema of each setting; a section may also be null."""
     for name, setting in node["properties"].items():
         inner = f"{path}.{name}" if path else name
         kinds = [resolved(each) for each in setting.get("anyOf", [setting])]
@@ -100,7 +100,7 @@ def default_of(path: str) -> Any:
 
 
 def another(path: str, setting: Mapping[str, Any]) -> Any:
-    """A value of the setting's type that is not its default."""
+    """Return a value of the setting's type that is not its default."""
     for known in (ENTRIES, OTHERS):
         if path in known:
             return known[path]
@@ -149,11 +149,11 @@ def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
             assert value != default_of(path), path
             given = merged(given, nested(path, value))
     config = merged(yaml.safe_load(CPU_DEV.read_text("utf-8"))["config"], given)
-    # One of the two names the model.
+    # Only one of the two settings may name the model.
     if section == "model":
         check({"config": {**config, "model": {**config["model"], "path": None}}}, section)
         config["model"]["tiny"] = None
-    # Ports of a pod, and not the metrics' under the API's.
+    # The chart needs ports that a pod can open, with that of the metrics not below the API's.
     for name, port in (("service", 8100), ("metrics", 9500)):
         if name in given:
             config[name] |= {"port": port, "host": "::"}
@@ -162,7 +162,7 @@ def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
 
 @in_proof
 @pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
-def test_every_value_set_is_read_by_rayloom_as_it_is_written(files: Any) -> None:
+def test_rayloom_reads_every_value_set_as_it_is_written(files: Any) -> None:
     given: dict[str, Any] = {}
     for file in files:
         given = merged(given, yaml.safe_load(file.read_text("utf-8")).get("config", {}))
@@ -210,7 +210,7 @@ def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...]) -> No
 def test_a_value_set_has_the_whole_configuration_of_its_file(file: Path, source: str) -> None:
     vetted = CHART.parent / "deploy" / "configs" / source
     assert yaml.safe_load(file.read_text("utf-8"))["config"] == yaml.safe_load(vetted.read_text())
-    # Nothing of the chart's own is mixed into it, but where a pod listens.
+    # The chart adds only the addresses on which a pod listens.
     sent = loaded(rendered({}, file))
     own = replace(sent, service=ServiceSettings(), metrics=MetricsSettings())
     assert own == load_config(vetted)
@@ -233,7 +233,7 @@ def test_the_run_fits_on_the_pods(files: tuple[Path, ...]) -> None:
 
 @every_variant
 @pytest.mark.parametrize("mode", ["service", "job"])
-def test_a_run_is_told_its_configuration_and_where_it_lies(
+def test_a_run_receives_its_configuration_and_its_directories(
     files: tuple[Path, ...], mode: str
 ) -> None:
     manifests = rendered(in_mode(mode), *files)
@@ -248,7 +248,7 @@ def test_a_run_is_told_its_configuration_and_where_it_lies(
         assert arguments["state_dir"] == f"{mounts['database']}/{name}"
 
 
-# What YAML would read as a number or as a truth where it is not quoted.
+# Texts that YAML would read as a number, a boolean or null if they were not quoted.
 MISREAD = ["20261122", "1e3", "true", "0x1f", "null", "1_000"]
 
 
@@ -280,7 +280,7 @@ def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
     arguments = arguments_of(manifests)
     assert arguments["run_dir"] == f"/checkpoints/runs/{text}"
     assert arguments["config"]["run"]["name"] == text
-    # The claims and secrets that the chart makes itself.
+    # Check the claims and secrets that the chart creates.
     del values["checkpoints"], values["database"], values["auth"]
     classes = {"checkpoints": {"storageClass": label}, "database": {"storageClass": label}}
     release = text if text.isdigit() else "demo"
@@ -291,7 +291,7 @@ def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
         assert claim["spec"]["storageClassName"] == label
 
 
-def test_no_text_of_the_configuration_ends_the_jobs_argument() -> None:
+def test_no_text_of_the_configuration_ends_the_quoted_argument_of_a_job() -> None:
     options = {"prompt": 'it\'s $HOME `id` "quoted" \\ <b> \u00e9\n'}
     manifests = rendered({"mode": "job", "config": {"tasks": {"options": options}}})
     entrypoint = one(manifests, "RayJob")["spec"]["entrypoint"]

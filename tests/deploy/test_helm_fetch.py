@@ -1,4 +1,4 @@
-"""The chart's init container fetches from a hub, and offline pods read what it fetched."""
+"""Tests that offline pods can read what the chart's init container fetched from a hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from worlds.servers.helm_chart import pod_templates, rendered
 from worlds.servers.model_hub import model_hub
 
-# Each test starts processes that import the library of data sets, for some seconds each.
+# Each test starts processes that import the library of data sets, which takes seconds.
 pytestmark = [pytest.mark.proof, pytest.mark.chart]
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -79,7 +79,7 @@ def fetch(hub: str, home: Path, revisions: dict[str, str]) -> None:
 
 
 def read(home: Path) -> list[str]:
-    """Read as an offline pod does, with Rayloom's own reader. Returns: the printed lines."""
+    """Read as an offline pod does, with Rayloom's reader, and return the printed lines."""
     return run([sys.executable, "-c", READ], {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
 
 
@@ -95,6 +95,6 @@ def test_pods_read_the_pinned_commit_also_if_another_was_fetched_before(
     fetch(hub, tmp_path, first)
     fetch(hub, tmp_path, {"acme/rows": OLD, "acme/model": OLD})
     assert read(tmp_path) == [OLD, f"of {OLD}", "held out"]
-    # And back again, although both are there.
+    # Return to the first commit, although both are in the cache.
     fetch(hub, tmp_path, {"acme/rows": NEW, "acme/model": NEW})
     assert read(tmp_path) == [NEW, f"of {NEW}", "held out"]

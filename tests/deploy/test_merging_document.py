@@ -1,4 +1,4 @@
-"""The worked branch of docs/merging.md is what merging does."""
+"""Tests that the worked branch of docs/merging.md shows what merging does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TURNS = [
 ]
 
 
-def test_the_worked_branch() -> None:
+def test_the_worked_branch_is_the_result_of_merging() -> None:
     trajectory = make_trajectory(TURNS)
     samples = trajectory.samples
     assert_same_samples(merge_turns(TURNS, trajectory_id=trajectory.trajectory_id), samples)

@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric as actors/metrics.py declares it, and no other."""
+"""Tests that docs/metrics.md has every metric that actors/metrics.py declares, and no other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROWS = [line for line in TEXT.splitlines() if line.startswith("| `rayloom_")]
 
 
 def row_of(metric: Declared) -> str:
-    """A counter stands under the name that a query gives it."""
+    """Return the row of a metric in the page's table; a counter has its name in queries."""
     name = metric.name + ("_total" if metric.kind == "counter" else "")
     labels = ", ".join(f"`{label}`" for label in metric.labels)
     return f"| `{name}` | {metric.kind} | {labels} | {metric.documentation} |"
 
 
-def test_the_page_has_each_metric_as_it_is_declared_and_names_no_other() -> None:
+def test_the_page_has_each_declared_metric_and_no_other() -> None:
     metrics, of_steps = declared(), {each.metric for each in STATISTICS}
     assert ROWS == [row_of(metric) for metric in metrics if metric.name not in of_steps]
     known = {name for metric in metrics for name in (*metric.series, metric.name)}

@@ -1,4 +1,4 @@
-"""The numbers that panels show, by real promtool: right for steps of seconds and of an hour."""
+"""Tests of the numbers that panels show, with promtool, for steps of seconds and of an hour."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from deploy.dashboards.grafana import load_dashboards
 from deploy.rules.__main__ import PLACE_LABELS
 
 HOUR = 3600
-# Of a step's time, until the queue is full; then the environment actors are blocked.
+# The share of a step's time until the queue is full. Then the environment actors are blocked.
 FREE = 0.7
 NUM_ACTORS = 2
 PLANNED_STEPS = 100_000
-# Seconds of a trajectory.
+# Seconds of a trajectory by phase.
 PHASES = {"reset": 2.0, "generate": 30.0, "step": 8.0}
-# Seconds of a publish.
+# Seconds of a publish by phase.
 PUBLISH = {"send": 3.0, "check": 1.0, "load": 6.0}
 OUTCOMES = {"completed": 12, "environment_error": 3, "max_turns": 1}
 
@@ -49,7 +49,7 @@ PANELS = {
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """What a panel shows under one legend: one number, or one for each value of a label."""
+    """A number that a panel shows under one legend, or one number for each value of a label."""
 
     dashboard: str
     panel: str
@@ -65,7 +65,7 @@ def a_run(
     place: Mapping[str, str] = PLACE,
     pod: str = "head",
 ) -> SyntheticRun:
-    """One that plays its rollouts from the begin of a step on, and then waits for the trainer."""
+    """Return a run that plays rollouts at the start of each step and then waits for the trainer."""
     run = SyntheticRun(
         step_s=step_s, scrape_s=scrape_s, seconds=seconds,
         labels={**place, "pod": pod},
@@ -134,7 +134,7 @@ def of_the_newest_step(step_s: float, done: int) -> list[Number]:
 
 
 def over_several_steps() -> list[Number]:
-    """Counted from the first step on, so that each is exact after one step."""
+    """Return numbers that are averages over several steps; they are exact after one step."""
     odd, signal = "Malformed turns and inserted tokens", "Groups without a signal"
     return [
         Number(
@@ -166,7 +166,7 @@ def over_several_steps() -> list[Number]:
 
 
 def levelled_out(step_s: float) -> list[Number]:
-    """Of several steps: a stage's series begin with the first one, which they cannot count."""
+    """Return averages over several steps that are exact only after the first step."""
     return [
         Number(
             "trainer", "Time of a stage, mean", "{{stage}}",
@@ -183,18 +183,23 @@ def count_a_second(run: SyntheticRun, name: str, a_second: float, **labels: str)
 def spread(
     run: SyntheticRun, name: str, a_second: float, low: float, high: float, **labels: str
 ) -> None:
-    """A histogram, half of it spread evenly up to `low`, the rest from there to `high`."""
+    """Add a histogram with half of its values even up to `low`, the rest from there to `high`."""
     for bound, share in ((f"{low:g}", 0.5), (f"{high:g}", 1.0), ("+Inf", 1.0)):
         count_a_second(run, f"{name}_bucket", share * a_second, **labels, le=bound)
 
 
 def quantile(share: float, low: float, high: float) -> float:
-    """Of such a histogram, for a share of at least a half."""
+    """Return a quantile of such a histogram, for a share of at least a half."""
     return low + (share - 0.5) / 0.5 * (high - low)
 
 
 def show_the_rest(run: SyntheticRun, factor: float) -> None:
-    """What no step counts: engines, rollouts, the API, and Ray below. factor: of each amount."""
+    """Add series that do not depend on steps: of engines, rollouts, the API and Ray.
+
+    Args:
+        run: the run that gets the series.
+        factor: multiplies each amount.
+    """
     for name, amount in GAUGES.items():
         run.values[name] = lambda t, amount=amount: factor * amount
     for name, amount in COUNTERS.items():
@@ -247,7 +252,7 @@ GAUGES = {
     series("ray_serve_autoscaling_target_replicas", deployment="engine"): 3.0,
     series("ray_serve_deployment_queued_queries", deployment="engine"): 4.0,
 }
-# What they gain a second.
+# Counters and what they gain a second.
 COUNTERS = {
     series("vllm:num_preemptions_total", replica="a"): 0.5,
     series("vllm:num_preemptions_total", replica="b"): 0.25,
@@ -270,7 +275,7 @@ COUNTERS = {
     series("rayloom_session_refusals_total", code="not_available"): 0.25,
     series("ray_serve_num_http_requests_total", status_code="200"): 3.0,
 }
-# Where their halves end. One of each second.
+# Histograms with the ends of their lower and upper half. Each counts one value a second.
 GAME, OF_GAME = ("environment", "game"), "game, generate"
 HISTOGRAMS: dict[tuple[Any, ...], tuple[float, float]] = {
     ("vllm:request_queue_time_seconds", ("replica", "a")): (0.1, 1.0),
@@ -288,7 +293,7 @@ HISTOGRAMS: dict[tuple[Any, ...], tuple[float, float]] = {
 
 
 def of_the_rest(step_s: float, second: float) -> list[Number]:
-    """Of `show_the_rest` with the factor 1."""
+    """Return the numbers of the series of `show_the_rest` with factor 1."""
     infrastructure = "infrastructure"
     parts = infrastructure, "Parts, of those expected"
     ended = {outcome: count / step_s for outcome, count in OUTCOMES.items()}
@@ -418,7 +423,7 @@ def check(
     *,
     others: Sequence[SyntheticRun] = (),
 ) -> None:
-    """others: what Prometheus has beside the run's series."""
+    """Check the numbers with promtool; Prometheus also has the series of the other runs."""
     tests = [as_promtool(number, second, run.run) for number in numbers]
     test = {
         "interval": f"{run.scrape_s}s",
@@ -429,7 +434,7 @@ def check(
 
 
 def as_promtool(number: Number, second: float, run: str) -> dict[str, Any]:
-    """Two digits are compared: a window's edges lie between two scrapes."""
+    """Return a test of a number for promtool, rounded because windows end between scrapes."""
     query = fill(PANELS[number.dashboard, number.panel][number.legend], run=run, place=PLACE)
     if isinstance(number.expected, dict):
         labels = re.findall(r"\{\{(\w+)\}\}", number.legend)
@@ -454,7 +459,7 @@ def as_promtool(number: Number, second: float, run: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("step_s", "hours"), [(2.0, 0.5), (600.0, 2.2), (3600.0, 7.5)], ids=["2s", "600s", "3600s"]
 )
-def test_a_panel_shows_what_a_run_of_any_pace_did(
+def test_panels_show_the_numbers_of_a_run_of_any_pace(
     tmp_path: Path, step_s: float, hours: float, scrape_s: int
 ) -> None:
     second = hours * HOUR
@@ -469,7 +474,7 @@ def test_a_panel_shows_what_a_run_of_any_pace_did(
 
 @pytest.mark.parametrize("scrape_s", [15, 60])
 @pytest.mark.parametrize("step_s", [600.0, 3600.0])
-def test_after_one_slow_step_a_panel_shows_that_step(
+def test_panels_show_the_numbers_of_one_slow_step(
     tmp_path: Path, step_s: float, scrape_s: int
 ) -> None:
     second = 1.5 * step_s
@@ -487,8 +492,8 @@ def all_numbers(step_s: float, second: float) -> list[Number]:
     ]
 
 
-def test_every_query_that_computes_has_its_number() -> None:
-    """That is every one which is more than the name of a series and its labels."""
+def test_every_computing_query_has_a_number() -> None:
+    """Count a query as computing if it is more than a series with its labels."""
     computing = {
         (*panel, legend)
         for panel, queries in PANELS.items()
@@ -501,8 +506,8 @@ def test_every_query_that_computes_has_its_number() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_a_panel_shows_the_run_of_its_place_and_of_the_pod_that_there_is(tmp_path: Path) -> None:
-    """Runs of the same name at other places, and the pod that this run had before."""
+def test_panels_show_only_the_run_of_their_place_and_its_current_pod(tmp_path: Path) -> None:
+    """Add runs of the same name at other places, and an earlier pod of this run."""
     step_s, second, replaced = 2.0, 1800, 900
     run, before, *others = (
         a_run(step_s=pace, scrape_s=15, seconds=second, place={**PLACE, **place}, pod=pod)
@@ -520,7 +525,7 @@ def test_a_panel_shows_the_run_of_its_place_and_of_the_pod_that_there_is(tmp_pat
     check(run, second, numbers, tmp_path / "test.yaml", others=(before, *others))
 
 
-def test_what_counts_the_time_since_a_step_is_empty_once_the_run_has_ended(tmp_path: Path) -> None:
+def test_the_time_since_the_newest_step_is_empty_after_the_end(tmp_path: Path) -> None:
     run = a_run(step_s=600.0, scrape_s=15, seconds=2 * HOUR)
     run.enter("finished", since=1.5 * HOUR)
     query = PANELS["overview", "Since the newest step and checkpoint"]["step"]

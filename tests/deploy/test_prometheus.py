@@ -1,4 +1,4 @@
-"""A real Prometheus with the committed configuration, and metrics that a recorder filled."""
+"""Tests of the metrics with a real Prometheus and the committed configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_configuration_for_a_laptop_is_valid() -> None:
 
 
 def pusher_of(metrics: Metrics, endpoint: MetricsEndpoint) -> Pusher:
-    """As a supervisor has one."""
+    """Return a pusher like that of a supervisor."""
 
     def read() -> Reading:
         gained, values = metrics.read()
@@ -50,7 +50,7 @@ def pusher_of(metrics: Metrics, endpoint: MetricsEndpoint) -> Pusher:
 
 
 def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
-    """Of a run whose tasks clients submit."""
+    """Return the recorder of a run whose tasks come from clients."""
     thread = WorkerThread("store")
     submissions = SubmissionQueue(
         store,
@@ -63,7 +63,7 @@ def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
 
 
 async def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
-    """A step of two rollouts, one of them trained."""
+    """Record a step of two rollouts, one of which is trained."""
     for member in range(2):
         rollout_id = f"g{step:06d}.0-{member}"
         ledger.admit(rollout_id)
@@ -79,7 +79,7 @@ async def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
 
 
 async def answer_a_request(endpoint: MetricsEndpoint) -> None:
-    """As a replica of the API does that has just started."""
+    """Push the metrics of a replica of the API that has just started."""
     api = ApiMetrics()
     api.requests.labels(route="/readyz", method="GET", status=200).inc()
     api.seconds.labels(route="/readyz").observe(0.01)
@@ -90,14 +90,14 @@ async def answer_a_request(endpoint: MetricsEndpoint) -> None:
 
 
 async def answer_as_an_engine(endpoint: MetricsEndpoint) -> None:
-    """With one of vLLM's own metrics."""
+    """Push the metrics of an engine: one metric of vLLM."""
     running = GaugeMetricFamily("vllm:num_requests_running", "Requests.", labels=["replica"])
     running.add_metric(["a"], 1.0)
     await Pusher(endpoint.push, role="engine", read=lambda: Reading(values=[running])).push()
 
 
 async def answer_as_a_gateway(endpoint: MetricsEndpoint) -> None:
-    """With one of each of its metrics."""
+    """Push the metrics of a gateway: a value of each."""
     gateway = GatewayMetrics()
     gateway.open.set(2)
     gateway.ended.labels(outcome=Outcome.COMPLETED.value).inc()
@@ -110,10 +110,10 @@ async def answer_as_a_gateway(endpoint: MetricsEndpoint) -> None:
 
 
 async def lint(endpoint: MetricsEndpoint) -> str:
-    """What promtool says against the text of a scrape.
+    """Return promtool's findings about the text of a scrape; empty if it found nothing.
 
-    Not against vLLM's names: they have a colon, which is kept for recording rules, and are vLLM's
-    own, so that its dashboards fit.
+    Metrics of vLLM are left out, because promtool objects to the colon in their names. The names
+    are kept so that vLLM's dashboards work.
     """
     url = await endpoint.address()
     reply = await asyncio.to_thread(urllib.request.urlopen, url, timeout=LIMIT_S)
@@ -125,8 +125,8 @@ async def lint(endpoint: MetricsEndpoint) -> str:
 
 
 @pytest.mark.chaos
-async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
-    """One process ends after step 3; its successor goes on from step 1."""
+async def test_the_counters_of_a_resumed_run_continue(tmp_path: Path) -> None:
+    """Let a process end after step 3 and another one continue from step 1."""
     store, ledger, port = RunStore(f"sqlite:///{tmp_path / 'run.db'}"), Ledger(), free_port()
     done = series("rayloom_train_steps_total")
     started = time.time()
@@ -166,7 +166,7 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         assert seen[series("rayloom_ledger_events_total", kind="trained")] == 4
         assert seen[series("rayloom_ledger_trained_rollouts")] == 2
         assert prometheus.runs() == ["test"]
-        # What no row holds: also what the first process counted.
+        # Counts that no stored row contains include those of the first process.
         counted = sum(
             count for (name, _), count in seen.items() if name == "rayloom_rollouts_total"
         )
@@ -175,9 +175,9 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         await answer_as_an_engine(endpoint)
         assert await lint(endpoint) == ""
 
-        # What came last stands between two scrapes, and so on a panel's grid of seconds.
+        # Two more scrapes enclose the last values, so that panels show them on their grid.
         prometheus.wait_for_scrapes(2, limit_s=LIMIT_S)
-        # test_metrics_scenarios.py shows the rest.
+        # test_metrics_scenarios.py checks the other panels.
         panels = [
             panel
             for dashboard in load_dashboards()

@@ -1,4 +1,4 @@
-"""The generated pages of the documentation. `make docs` builds the whole site, strictly."""
+"""Tests of the generated pages of the documentation. `make docs` builds the whole site."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_generated_pages_have_each_setting_once_and_each_command() -> None:
     page = configuration_page()
     named = re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
     assert len(named) == len(set(named))
-    # The rules of outcomes are a mapping, whose keys are not settings.
+    # The rules of outcomes are a mapping. Its keys are not settings.
     wanted = {leaf for leaf in leaves(whole) if not leaf.startswith("rollouts.outcomes.")}
     assert {leaf for leaf in wanted if "." in leaf} <= set(named)
     # A row has the type, the bounds, the default and the meaning.

@@ -1,4 +1,4 @@
-"""Prometheus' rules by real promtool: each alert fires by its fault and resolves, at any pace."""
+"""Tests of the Prometheus rules with promtool: alerts fire for their fault and then resolve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deploy.rules.__main__ import FOLDER, PLACE_LABELS, rule_files, rules_text
 from service.report.document import Phase
 
 HOUR = 3600
-# Seconds of a step.
+# The seconds of a step for each kind of run.
 PACES = (2.0, 600.0, 3600.0)
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks.md"
 RULES = [rule for group in yaml.safe_load(rules_text())["groups"] for rule in group["rules"]]
@@ -35,13 +35,13 @@ CONSUMER = series("rayloom_queue_blocked_seconds_total", side="consumer")
 PRODUCER = series("rayloom_queue_blocked_seconds_total", side="producer")
 NOT_READY = series("rayloom_http_requests_total", route="/readyz", status="503")
 COMPLETED = series("rayloom_rollouts_total", environment="game", outcome="completed")
-# Beyond it all faults are mended, and their windows have passed.
+# At this time all faults have ended, and so have the windows that contain them.
 LATER = 11 * HOUR
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """What a query has to give at a moment, by the label that it keeps."""
+    """The expected values of a query at a moment, by the label that the query keeps."""
 
     second: float
     query: str
@@ -50,7 +50,7 @@ class At:
 
 
 def firing(run: SyntheticRun, second: float, *alerts: str) -> At:
-    """The alerts of a run, and no other, that fire then."""
+    """Return the expectation that exactly these alerts of a run fire at a moment."""
     query = f'count by (alertname) (ALERTS{{alertstate="firing",run="{run.run}"}})'
     return At(second, query, dict.fromkeys(alerts, 1.0), "alertname")
 
@@ -84,7 +84,7 @@ def test_prometheus_reads_the_rules_on_either_scale_of_time(tmp_path: Path, scal
     assert done.returncode == 0 and f"{len(RULES)} rules found" in done.stdout, done.stdout
 
 
-def test_the_charts_files_are_what_is_generated() -> None:
+def test_the_rule_files_of_the_chart_are_up_to_date() -> None:
     found = {file.name: file.read_text("utf-8") for file in FOLDER.glob("*")}
     assert found == rule_files(), "run python -m deploy.rules"
 
@@ -98,7 +98,7 @@ def test_a_scale_shortens_every_duration_and_nothing_else() -> None:
     assert "{" not in re.sub(r"\{\{.*?\}\}|\{[A-Za-z]\w*(=|!=|!~|: )[^}]*\}", "", whole)
 
 
-def test_the_rules_know_only_metrics_that_are_declared_and_ask_for_no_target() -> None:
+def test_the_rules_use_only_declared_metrics_and_no_labels_of_targets() -> None:
     known = {name for metric in declared() for name in metric.series}
     for rule in RULES:
         assert set(NAME.findall(rule["expr"])) <= known, rule
@@ -141,7 +141,7 @@ def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace
         "collect_share:mean6h": dict.fromkeys(step_s, STAGES["collect"]),
         "trained_share:mean6h": dict.fromkeys(step_s, TRAINED / (TRAINED + EVICTED)),
     }
-    # Not at a step's end: what a panel shows between two of them.
+    # Look between the ends of two steps, as a panel may.
     last = 13.75 * HOUR + 60
     looks += [
         At(
@@ -156,8 +156,8 @@ def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace
 
 @pytest.mark.proof
 @pytest.mark.chart
-def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> None:
-    """One that has failed says so, and nothing else, for as long as it is there."""
+def test_an_ended_run_fires_no_alert_before_or_after_its_pod_is_gone(tmp_path: Path) -> None:
+    """Expect only RayloomRunFailed for a failed run, while its pod exists."""
     runs, looks = [], []
     for step_s in PACES:
         for phase in ("finished", "without its lease", "failed"):
@@ -172,11 +172,11 @@ def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> N
 
 
 def end(run: SyntheticRun, phase: Phase) -> None:
-    """Counters and the newest step stand still, the parts go, and at last the pod."""
+    """End a run after 4 hours: its numbers stop, its parts are lost, and later its pod too."""
     for name, before in list(run.values.items()):
         run.values[name] = lambda t, before=before: before(min(t, 4 * HOUR))
     run.enter(phase, since=4 * HOUR)
-    # Whoever asks goes on asking.
+    # Probes and clients continue to send requests.
     run.count_faster(NOT_READY, since=4 * HOUR, until=12 * HOUR, a_second=1.0)
     for name in ("rayloom_engines_ready", "rayloom_trainer_ranks", "rayloom_environment_actors"):
         run.change(name, since=4 * HOUR, until=math.inf, to=lambda t: 0)
@@ -191,7 +191,7 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
     run.enter("starting", since=4 * HOUR)
     run.enter("training", since=began)
     run.enter("finished", since=5 * HOUR)
-    # A probe a second while it starts, and when it has finished.
+    # A probe fails each second while the run starts and after it has finished.
     for since, until in ((4 * HOUR, began), (5 * HOUR, 6 * HOUR)):
         run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
     run.vanish(since=2 * HOUR, until=4 * HOUR)
@@ -200,7 +200,7 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
 
 
 def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
-    """The first pod goes while the run trains, the second one when the run has finished."""
+    """Remove the first pod while the run trains and the second one after the run has finished."""
     runs = [
         SyntheticRun(
             step_s=60.0, scrape_s=15, seconds=2 * HOUR, run="small",
@@ -215,7 +215,7 @@ def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
     second.enter("finished", since=gone + 600)
     second.vanish(since=gone + 660, until=math.inf)
     lost.vanish(since=gone, until=math.inf)
-    # Between two looks of the rules, which come each half minute.
+    # The rules are evaluated each half minute, so they do not see this phase.
     quick.enter("finished", since=gone + 615)
     quick.vanish(since=gone + 630, until=math.inf)
     query = 'count by (namespace) (ALERTS{alertstate="firing",alertname="RayloomTargetDown"})'
@@ -233,16 +233,16 @@ def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", PLACE_LABELS)
-def test_an_alert_is_of_the_run_that_has_the_fault_and_not_of_its_namesake_elsewhere(
+def test_an_alert_fires_only_for_the_faulty_one_of_two_runs_of_the_same_name(
     tmp_path: Path, label: str
 ) -> None:
-    """Runs of one name in two releases, namespaces or clusters; the second has the faults."""
+    """Give two runs of one name in different places to Prometheus; the second has faults."""
     place = {"cluster": "eu", "namespace": "rl", "release": "a"}
     healthy, faulty = (
         SyntheticRun(step_s=60.0, scrape_s=60, seconds=3 * HOUR, labels={**place, **changed})
         for changed in ({}, {label: "other"})
     )
-    # Other counts than the other run's: the sum of both is in balance, and so is the largest.
+    # The counts differ from the other run's, but the ledgers of both runs are in balance.
     for name in list(faulty.values):
         if name.startswith("rayloom_ledger_") and "_total" not in name:
             before = faulty.values[name]
@@ -265,7 +265,7 @@ def test_an_alert_is_of_the_run_that_has_the_fault_and_not_of_its_namesake_elsew
 
 @pytest.mark.proof
 @pytest.mark.slow
-def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
+def test_a_service_without_clients_fires_no_alert_nor_does_its_next_step(
     tmp_path: Path,
 ) -> None:
     runs, looks = [], []
@@ -278,26 +278,27 @@ def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
     check(tmp_path, runs, looks)
 
 
-def test_rollouts_that_may_last_an_hour_are_waited_for_and_missed_after_that(
+def test_the_alert_for_missing_rollouts_waits_for_their_time_limit(
     tmp_path: Path,
 ) -> None:
-    """They begin together and end together, after 45 minutes; the loop waits for them."""
+    """Let all rollouts begin together and end after 45 minutes, while the loop waits for them."""
     lasts_s, ends = 45 * 60, 6 * 45 * 60
     run = SyntheticRun(step_s=lasts_s, scrape_s=60, seconds=6 * HOUR + 600)
     run.values["rayloom_trajectory_seconds_limit"] = lambda t: HOUR
     run.values[COMPLETED] = lambda t: 16 * run.done(min(t, ends))
     run.values[CONSUMER] = lambda t: 0.99 * t
-    # The limit and 20 minutes; then the window in which the last end is seen, and the wait of 5.
+    # The alert waits for the limit and 20 minutes. Then the window must no longer contain the last
+    # end, and the rule waits 5 minutes more.
     missed = ends + HOUR + 20 * 60
     looks = [firing(run, minutes * 60) for minutes in (44, 89, 134, 200, 269)]
     looks += [firing(run, missed), firing(run, missed + 12 * 60, "RayloomNoRollouts")]
     check(tmp_path, [run], looks)
 
 
-def test_what_is_usual_on_preemptible_nodes_is_quiet_and_the_same_of_a_small_run_is_not(
+def test_usual_losses_of_preemptible_nodes_fire_alerts_only_in_a_small_run(
     tmp_path: Path,
 ) -> None:
-    """One engine is lost every ten minutes, one publish an hour, and once a whole node."""
+    """Lose an engine about every 7 minutes, a publish each hour, and once half of the actors."""
     runs = []
     for name, num_engines in (("large", 200), ("small", 2)):
         run = SyntheticRun(step_s=60.0, scrape_s=60, seconds=4 * HOUR, run=name)
@@ -353,7 +354,7 @@ def wait_for_rollouts(run: SyntheticRun, since: float, until: float) -> None:
 
 
 def collect_longer(run: SyntheticRun, since: float, until: float) -> None:
-    """Each step waits a hundred times as long for its rollouts."""
+    """Let each step wait a hundred times as long for its rollouts."""
     name = series("rayloom_stage_seconds_sum", stage="collect")
     run.count_faster(name, since=since, until=until, a_second=99 * STAGES["collect"])
 
@@ -374,7 +375,7 @@ def keep_old_weights(run: SyntheticRun, since: float, until: float) -> None:
 
 
 def start_over_and_over(run: SyntheticRun, since: float, until: float) -> None:
-    """Refused, then without an engine that comes up, then from a checkpoint."""
+    """Let three starts fail: refused, without a ready engine, and from a checkpoint."""
     for minutes, phase in ((0, "refused"), (20, "starting"), (40, "recovering")):
         run.enter(phase, since=since + 60 * minutes)
     run.enter("training", since=until)
@@ -391,22 +392,22 @@ def fail(run: SyntheticRun, since: float, until: float) -> None:
 
 
 def lose_nodes(run: SyntheticRun, since: float, until: float) -> None:
-    """Two of ten nodes go, and an environment actor with them."""
+    """Remove nodes of the cluster and an environment actor with them."""
     nodes = series("ray_cluster_active_nodes", node_type="worker")
     run.change(nodes, since=since, until=until, to=lambda t: 7)
     run.change("rayloom_environment_actors", since=since, until=until, to=lambda t: 1)
 
 
 def copy_nothing(run: SyntheticRun, since: float, until: float) -> None:
-    """No checkpoint that is committed meanwhile reaches run.checkpoint_url."""
+    """Let no committed checkpoint reach run.checkpoint_url."""
     for name in ("sum", "count"):
         run.stop_counting(f"rayloom_checkpoint_upload_seconds_{name}", since=since, until=until)
     waiting = "rayloom_checkpoint_upload_waiting_timestamp_seconds"
     run.change(waiting, since=since, until=until, to=lambda t: since)
 
 
-# By alert: the fault, after how many minutes it must be told and has not been told too soon (None:
-# at once), and for how many it lasts.
+# For each alert: its fault, the minutes until which it must not fire (None: it may fire at once),
+# the minutes after which it must fire, and the minutes that the fault lasts.
 FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomStalled": (stall, 10, 20, 60),
     "RayloomNotTraining": (start_over_and_over, 59, 62, 90),
@@ -465,8 +466,8 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
 }  # fmt: skip
 
 
-def test_what_is_not_a_fault_of_the_nodes_is_quiet(tmp_path: Path) -> None:
-    """A cluster that was made smaller with its run, and an application that is being deployed."""
+def test_a_smaller_cluster_and_a_deployment_fire_no_alert(tmp_path: Path) -> None:
+    """Check a cluster that was made smaller with its run and an application being deployed."""
     smaller = SyntheticRun(
         step_s=60.0, scrape_s=60, seconds=3 * HOUR, run="smaller", labels={"release": "a"}
     )
@@ -508,8 +509,8 @@ def test_a_collapse_is_reported_with_its_first_step_while_the_run_trains(tmp_pat
     check(tmp_path, runs, looks)
 
 
-def test_copies_of_checkpoints_are_behind_by_the_time_that_a_copy_takes(tmp_path: Path) -> None:
-    """A copy takes a minute, an hour, or has never ended; then a run ends with one that waits."""
+def test_the_alert_for_checkpoint_uploads_depends_on_their_usual_duration(tmp_path: Path) -> None:
+    """Check uploads of a minute, of an hour, never ended, and waiting at the end of a run."""
     waiting = "rayloom_checkpoint_upload_waiting_timestamp_seconds"
     runs, since = [], HOUR
     for name, copy_s in (("quick", 60.0), ("slow", 3600.0), ("first", None), ("over", 60.0)):
@@ -542,20 +543,18 @@ def test_copies_of_checkpoints_are_behind_by_the_time_that_a_copy_takes(tmp_path
     check(tmp_path, runs, looks)
 
 
-def test_every_alert_has_its_fault() -> None:
+def test_every_alert_has_a_fault_in_the_table() -> None:
     assert list(FAULTS) == [rule["alert"] for rule in ALERTS]
 
 
 @pytest.mark.proof
 @pytest.mark.chart
 @pytest.mark.parametrize("third", [0, 1, 2])
-def test_each_alert_fires_by_its_fault_and_by_no_other_and_resolves(
-    tmp_path: Path, third: int
-) -> None:
-    """In thirds, because Prometheus bounds the samples of a query."""
+def test_each_alert_fires_only_for_its_fault_and_resolves(tmp_path: Path, third: int) -> None:
+    """Check the alerts in thirds, because Prometheus limits the samples of a query."""
     since, runs, looks = 3 * HOUR, [], []
     for alert, (fault, quiet_min, told_min, lasts_min) in list(FAULTS.items())[third::3]:
-        # Each at a place of its own: Ray's series have no run.
+        # Each run is in its own place, because the series of Ray have no label for the run.
         run = SyntheticRun(
             step_s=60.0, scrape_s=60, seconds=LATER, run=alert, labels={"release": alert}
         )
