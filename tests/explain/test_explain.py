@@ -1,6 +1,7 @@
-"""`rayloom explain` on runs that the real merge and trainer made, in process.
+"""Tests of `rayloom explain` with runs of the real merge and trainer in this process.
 
-The parts are held to the trainer's own recorded gradient norm, and each to the obvious loop.
+The sum of the gradients is compared with the gradient norm that the trainer recorded, and each
+gradient with one that a simple loop computes.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from service.cli.explain import Order, describe, document, ranked, run_explain
 from service.config.file import ConfigError, dump_config
 from service.explain.recompute import Explanation, explain_step, find_source
 
-# float32: two orders of adding the same numbers.
+# The error of float32 if the same numbers are added in another order.
 SAME = 1e-5
 
 
 def small_groups(model: Path, *, seed: int = 1, version: int = 0) -> Groups:
-    """Four groups of four: one of equal returns, one with a trajectory of several samples."""
+    """Return four groups of four: one with equal returns, one with a trajectory of two samples."""
     groups = sampled_groups(model, num_groups=4, group_size=4, seed=seed, version=version)
     groups[0] = tuple(rewarded(each, 1.0) for each in groups[0])
     turns = [*linear_turns(2, seed=seed, version=version), *linear_turns(1, reward=1.0, seed=9)]
@@ -54,7 +55,7 @@ def small_groups(model: Path, *, seed: int = 1, version: int = 0) -> Groups:
 
 @pytest.fixture(scope="module")
 def run(tiny_models: dict[bool, str], tmp_path_factory: pytest.TempPathFactory) -> PlayedRun:
-    """Four steps with a checkpoint of the first; its ranks are gone, its directory is there."""
+    """Return an ended run of four steps with a checkpoint of the first step."""
     directory = tmp_path_factory.mktemp("explained") / "run"
     with played_run(directory, config_of(tiny_models[True])) as run:
         for number in range(4):
@@ -88,19 +89,21 @@ def check_adds_up(found: Explanation, *, grad_norm: float, rel: float = SAME) ->
         assert group.norm <= sum(each.norm for each in own) * (1 + SAME)
 
 
-def test_the_parts_of_a_step_add_up_to_the_gradient_that_the_trainer_recorded(
+def test_the_parts_of_a_step_add_up_to_the_recorded_gradient(
     run: PlayedRun, first: Explanation, second: Explanation
 ) -> None:
     for found in (first, second):
         step = found.source.step.step
         assert found.is_exact and found.replayed_steps == 0
         check_adds_up(found, grad_norm=run.stats[step - 1].statistics["grad_norm"])
-        # The group of equal returns is not in the rows, but counts in the weights.
+        # The group with equal returns has no row, but counts in the weights of the loss.
         assert len(found.trajectories) < 16 and len(found.groups) < 4
 
 
-def test_each_part_is_the_gradient_of_its_own_loss(run: PlayedRun, first: Explanation) -> None:
-    """Against transformers, one trajectory at a time, with the loss written out."""
+def test_each_part_is_the_gradient_of_its_trajectorys_loss(
+    run: PlayedRun, first: Explanation
+) -> None:
+    """Compare with the loss of one trajectory at a time, written out for a transformers model."""
     found = first
     causal_lm = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
     members = [entry.trajectory for entry in found.source.step.entries]
@@ -125,7 +128,7 @@ def test_each_part_is_the_gradient_of_its_own_loss(run: PlayedRun, first: Explan
         assert each.share == pytest.approx(share.item(), abs=1e-4)
 
 
-def test_without_a_checkpoint_right_before_the_step_it_says_so_and_can_train_up_to_it(
+def test_older_weights_are_reported_and_a_replay_trains_up_to_the_step(
     run: PlayedRun,
 ) -> None:
     near = explained(run, 4)
@@ -155,7 +158,7 @@ def test_without_a_checkpoint_right_before_the_step_it_says_so_and_can_train_up_
     ],
     ids=["four updates", "reference, entropy, sequences"],
 )
-def test_other_losses_and_several_updates_add_up_too(
+def test_the_parts_of_other_losses_and_of_several_updates_add_up_too(
     tiny_models: dict[bool, str], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
     with played_run(tmp_path / "run", config_of(tiny_models[True], algorithm=algorithm)) as run:
@@ -166,7 +169,7 @@ def test_other_losses_and_several_updates_add_up_too(
     check_adds_up(found, grad_norm=run.grad_norm, rel=1e-4)
 
 
-def test_a_critics_advantages_are_taken_as_they_are_recorded(run: PlayedRun) -> None:
+def test_a_critics_advantages_are_taken_from_the_journal(run: PlayedRun) -> None:
     source = find_source(run.run_dir.path, 2)
     critic = replace(source.config.algorithm, baseline=Baseline.CRITIC)
     found = explain_step(replace(source, config=replace(source.config, algorithm=critic)))
@@ -177,7 +180,7 @@ def test_a_critics_advantages_are_taken_as_they_are_recorded(run: PlayedRun) -> 
 
 @pytest.mark.proof
 @pytest.mark.slow
-def test_three_poisoned_of_a_hundred_come_first(
+def test_three_poisoned_trajectories_of_a_hundred_rank_first(
     tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:
     config = config_of(tiny_models[True], algorithm={"scale": "none"})
@@ -190,21 +193,19 @@ def test_three_poisoned_of_a_hundred_come_first(
     assert {each.first.trajectory_id for each in first} == names
 
 
-def test_what_is_not_finite_is_named_first_and_null_to_programs(second: Explanation) -> None:
+def test_nonfinite_values_rank_first_and_are_null_in_json(second: Explanation) -> None:
     last = second.trajectories[-1]
     culprit = replace(last, norm=math.inf, share=math.nan, cosine=math.nan)
     found = replace(second, grad_norm=math.nan, trajectories=(*second.trajectories[:-1], culprit))
     for by in get_args(Order):
         assert ranked(found.trajectories, by)[0] is culprit
     assert "THEY DIFFER" in describe(found, by="own", top=3)
-    told = json.loads(json.dumps(document(found, by="own", top=1), allow_nan=False))
-    (first,) = told["trajectories"]
-    assert told["grad_norm"] is None and first["norm"] is None and first["share"] is None
+    shown = json.loads(json.dumps(document(found, by="own", top=1), allow_nan=False))
+    (first,) = shown["trajectories"]
+    assert shown["grad_norm"] is None and first["norm"] is None and first["share"] is None
 
 
-def test_the_command_prints_a_table_or_a_document(
-    run: PlayedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table(run: PlayedRun, capsys: pytest.CaptureFixture[str]) -> None:
     run_explain(run.run_dir.path, 2, top=4)
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 120
@@ -216,7 +217,7 @@ def test_the_command_prints_a_table_or_a_document(
     assert shown[-1] == f"to see one: rayloom inspect {run.run_dir.path} {name}"
 
 
-def test_a_document_has_every_trajectory_in_the_order_asked_for(second: Explanation) -> None:
+def test_a_document_has_every_trajectory_in_the_requested_order(second: Explanation) -> None:
     told = json.loads(json.dumps(document(second, by="share", top=None)))
     shares = [each["share"] for each in told["trajectories"]]
     assert shares == sorted(shares, reverse=True)
@@ -231,7 +232,7 @@ def refused(run: Path, step: int, *, replays: bool = False) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_explained_is_refused_in_a_sentence(run: PlayedRun, tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_explained_is_refused(run: PlayedRun, tmp_path: Path) -> None:
     place = run.run_dir.path
     assert "--step 9 is not in the journal" in refused(place, 9)
     assert "which has steps 1 to 4" in refused(place, 9)
@@ -243,7 +244,7 @@ def test_what_cannot_be_explained_is_refused_in_a_sentence(run: PlayedRun, tmp_p
 
 @pytest.fixture
 def without_step_2(run: PlayedRun) -> Iterator[Path]:
-    """The run, of whose journal a step between the checkpoint and the last one is gone."""
+    """Hide the journal of step 2, which is after the checkpoint, and yield the run's directory."""
     (file,) = (each.path for each in list_files(run.run_dir.journal) if each.step == 2)
     aside = file.with_suffix(".gone")
     file.rename(aside)
@@ -251,7 +252,7 @@ def without_step_2(run: PlayedRun) -> Iterator[Path]:
     aside.rename(file)
 
 
-def test_it_trains_up_to_a_step_only_where_the_journal_has_all_between(
+def test_a_replay_needs_the_journal_of_all_steps_after_the_checkpoint(
     without_step_2: Path,
 ) -> None:
     assert "--replay needs the journal of steps 2 to 3, got 1 of 2" in refused(
@@ -259,7 +260,7 @@ def test_it_trains_up_to_a_step_only_where_the_journal_has_all_between(
     )
 
 
-def test_a_model_that_is_gone_is_refused(run: PlayedRun) -> None:
+def test_a_missing_model_is_refused(run: PlayedRun) -> None:
     config = run.config
     gone = replace(config, model=replace(config.model, path=str(run.run_dir.path / "gone")))
     run.run_dir.config_file.write_text(dump_config(gone))

@@ -1,4 +1,4 @@
-"""What a step's trajectories look like as numbers, computed by hand."""
+"""Tests of the features of a step's trajectories, with values computed by hand."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ def said(
     return make_trajectory([turn], rollout_id=rollout_id, answer=answer)
 
 
-def test_what_each_turn_says_once_is_not_repeated() -> None:
+def test_a_text_that_each_turn_contains_once_is_not_repeated() -> None:
     turns = [make_turn([7] * (40 * n + 1), list(range(10, 50))) for n in range(3)]
     assert of(make_trajectory(turns)).repeated.tolist() == [0]
 
 
-def test_runs_that_come_again_are_counted_in_long_texts() -> None:
-    # 37 runs of four in forty equal tokens are one; of forty different ones each is its own.
+def test_repeated_runs_of_tokens_are_counted_in_long_texts() -> None:
+    # Forty equal tokens have 37 equal runs of four; forty different tokens have 37 different ones.
     found = of(said([5] * 40), said(list(range(10, 50))), said([5] * 15)).repeated
     assert found.tolist() == pytest.approx([1 - 1 / 37, 0, 0])
-    # Ten tokens, four times: ten different runs among 37.
+    # Ten tokens that occur four times have ten different runs among 37.
     assert of(said(list(range(10, 20)) * 4)).repeated[0] == pytest.approx(1 - 10 / 37)
 
 
-def test_copied_are_the_tokens_in_runs_that_the_prompt_has() -> None:
+def test_tokens_are_copied_if_their_run_is_in_the_prompt() -> None:
     prompt = list(range(25, 50))
     whole = said([*range(30, 45), STOP], prompt=prompt)
-    # Twelve of eighteen; a run of five is none.
+    # Twelve of eighteen tokens are copied. A run of five is too short to count.
     half = said([*range(26, 38), 99, *range(40, 45)], prompt=prompt)
     own = said(list(range(100, 120)), prompt=prompt)
     short = said(list(range(30, 37)), prompt=prompt)
-    # Of a long prompt it is but a part.
+    # This is only a small part of a long prompt, which does not count as copied.
     part = said([*range(30, 45), STOP], prompt=list(range(10, 100)))
     found = of(whole, half, own, short, part).copied.tolist()
     assert found == pytest.approx([15 / 16, 12 / 18, 0, 0, 0])
 
 
-def test_answers_are_equal_but_for_case_and_spaces_else_by_their_last_tokens() -> None:
+def test_answers_are_compared_without_case_and_spaces_or_by_their_last_tokens() -> None:
     texts = [said([5, STOP], answer=text) for text in ("Yes  no", "yes no", "no")]
     bare = [said([5, STOP]), said([5, STOP]), said([6, STOP])]
     first, second, third, *others = of(*texts, *bare).answer.tolist()
@@ -80,7 +80,7 @@ def test_answers_are_equal_but_for_case_and_spaces_else_by_their_last_tokens() -
     assert others[0] == others[1] != others[2]
 
 
-def test_a_last_turn_without_a_word_is_as_good_as_malformed() -> None:
+def test_an_empty_last_turn_counts_as_malformed() -> None:
     cut_off = replace(make_turn([7], [5]), finish_reason=FinishReason.LENGTH)
     trajectories = (
         said([STOP], reward=0.5),
@@ -94,12 +94,12 @@ def test_a_last_turn_without_a_word_is_as_good_as_malformed() -> None:
     assert of(said([STOP]), said([STOP])).is_malformed.all()
 
 
-def test_an_answer_of_one_token_that_a_stop_string_ended_is_no_empty_one() -> None:
+def test_an_answer_of_one_token_that_a_stop_string_ended_is_not_empty() -> None:
     found = of(said([5]), said([6]), said([4, 5, STOP]))
     assert not found.is_malformed.any()
 
 
-def test_components_are_summed_over_turns_and_absent_where_there_is_none() -> None:
+def test_components_are_summed_over_turns_and_nan_if_missing() -> None:
     turns = [
         make_turn([7], [5], reward_components={"form": 0.5}),
         make_turn([7, 5, 8], [5], reward_components={"form": 0.25, "hit": 1.0}),
@@ -112,21 +112,21 @@ def test_components_are_summed_over_turns_and_absent_where_there_is_none() -> No
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
-        # Gaps alone: no size is that of most groups.
+        # Only gaps count, because no size is that of most groups.
         ({0: [0, 1, 4], 1: [1]}, 3),
-        # Most groups have four, so the last ones of the third are missing too.
+        # Most groups have four members, so the last two of the third group are missing too.
         ({0: [0, 1, 2, 3], 1: [0, 3], 2: [0, 1]}, 4),
         ({0: [0, 1, 2, 3], 1: [0, 1], 2: [0, 1, 2, 3], 3: [0, 1]}, 0),
     ],
 )
-def test_what_is_missing_of_a_group_is_told_by_its_numbers_and_the_usual_size(
+def test_missing_members_follow_from_gaps_and_the_usual_group_size(
     members: dict[int, list[int]], expected: int
 ) -> None:
     names = [f"g{group:06d}.0-{member}" for group, found in members.items() for member in found]
     assert of(*(said([5], rollout_id=name) for name in names)).num_missing == expected
 
 
-def test_returns_are_parts_of_the_best_one_and_each_environment_stands_alone() -> None:
+def test_returns_are_divided_by_the_best_and_environments_are_separate() -> None:
     first = replace(said([5], reward=1.0), best_return=2.0)
     second = replace(said([5], reward=1.0, rollout_id="g000001.0-0"), environment="other")
     found = step_features(journal_of((first, second)))
@@ -134,7 +134,7 @@ def test_returns_are_parts_of_the_best_one_and_each_environment_stands_alone() -
     assert [part.reward.tolist() for part in found] == [[0.5], [1.0]]
 
 
-def test_a_large_step_is_looked_at_by_whole_groups_the_same_each_time(
+def test_a_large_step_is_sampled_by_whole_groups_reproducibly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(features, "MAX_TRAJECTORIES", 10)
@@ -146,8 +146,8 @@ def test_a_large_step_is_looked_at_by_whole_groups_the_same_each_time(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_kind_of_step_that_a_run_writes_can_be_described(seed: int) -> None:
-    """Nothing sampled, branches, malformed turns, no log-probabilities."""
+def test_features_exist_for_every_kind_of_step(seed: int) -> None:
+    """Check random steps with empty turns, branches, malformed turns and no log-probabilities."""
     step = through_a_file(step_of([random_group(n, seed) for n in range(4)], number=10))
     (found,) = step_features(step)
     assert found.ids == tuple(entry.trajectory.trajectory_id for entry in step.entries)

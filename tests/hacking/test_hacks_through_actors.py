@@ -1,4 +1,4 @@
-"""A planted hack through a run's actors: queue, player's exchange, merge actor, its journal."""
+"""Tests that a planted hack is found after it passed the actors: queue, exchange and merge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONSET = 16
 
 
 async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
-    """As `ScriptedRun.steps`, with Ray between the parts."""
+    """Play a scripted run as `ScriptedRun.steps` does, but through Ray actors."""
     queue = start_queue(run.queue_settings)
     await queue.open.remote(0, None)
     journal = Journal(
@@ -42,7 +42,7 @@ async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
     step = 1
 
     async def play(assignment: RolloutAssignment) -> Trajectory:
-        # Nothing is played ahead: max_lag is 0.
+        # max_lag is 0, so all rollouts belong to the current step.
         return await run.play(assignment, step)
 
     exchange = RolloutExchange(
@@ -67,7 +67,7 @@ async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
     await running
 
 
-async def test_a_hack_is_found_in_the_journal_that_the_merge_actor_wrote(tmp_path: Path) -> None:
+async def test_a_hack_is_found_in_the_journal_of_the_merge_actor(tmp_path: Path) -> None:
     hacks = planted_hacks(tmp_path)
     (planted,) = (each for each in hacks if each.name == "malformed that scores")
     course = Course.of(1, num_steps=SIZE.num_steps, has_hack=True)

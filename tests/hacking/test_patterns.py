@@ -1,4 +1,4 @@
-"""When a pattern is told and when not: columns made up, so that one thing differs at a time."""
+"""Tests of the patterns of reward hacking, with made-up features that differ in one way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Change = Callable[[StepFeatures, np.random.Generator], StepFeatures]
 
 
 def plain(step: int, rng: np.random.Generator) -> StepFeatures:
-    """Nothing of note: half of the answers are right, whatever they look like."""
+    """Return features of a step without a pattern: half of the answers are right at random."""
     number = np.arange(NUM)
     return StepFeatures(
         step=step,
@@ -41,7 +41,9 @@ def plain(step: int, rng: np.random.Generator) -> StepFeatures:
     )  # fmt: skip
 
 
-def told(change: Change, *, num_steps: int = 40, since: int = 20, until: int = 99) -> list[Finding]:
+def findings_of(
+    change: Change, *, num_steps: int = 40, since: int = 20, until: int = 99
+) -> list[Finding]:
     rng = np.random.default_rng(3)
     steps = []
     for step in range(1, num_steps + 1):
@@ -78,12 +80,14 @@ MARKS: dict[Kind, Callable[[StepFeatures, np.ndarray], StepFeatures]] = {
 
 @pytest.mark.parametrize("kind", MARKS)
 @pytest.mark.parametrize("pays", [True, False])
-def test_what_may_be_honest_is_told_only_where_it_earns(kind: Kind, pays: bool) -> None:
+def test_a_pattern_that_may_be_honest_is_found_only_if_it_earns_rewards(
+    kind: Kind, pays: bool
+) -> None:
     def change(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
         mark = half(rng)
         return paid(MARKS[kind](features, mark), mark, pays)
 
-    found = told(change)
+    found = findings_of(change)
     assert kinds(found) == ({kind} if pays else set())
     if pays:
         (finding,) = found
@@ -93,16 +97,16 @@ def test_what_may_be_honest_is_told_only_where_it_earns(kind: Kind, pays: bool) 
         assert finding.text.startswith(f"game: in steps {finding.onset} to {finding.step}, ")
 
 
-def test_what_was_always_so_is_never_told() -> None:
-    assert told(long, since=1) == []
+def test_a_pattern_that_was_always_present_is_not_found() -> None:
+    assert findings_of(long, since=1) == []
 
 
-def test_nothing_is_told_before_there_is_something_to_compare_with() -> None:
-    assert told(long, num_steps=12, since=6) == []
-    assert kinds(told(long, num_steps=13, since=9)) == {"length"}
+def test_a_pattern_is_found_only_after_enough_steps_to_compare_with() -> None:
+    assert findings_of(long, num_steps=12, since=6) == []
+    assert kinds(findings_of(long, num_steps=13, since=9)) == {"length"}
 
 
-def test_nothing_is_told_where_all_returns_are_equal() -> None:
+def test_nothing_is_found_if_all_returns_are_equal() -> None:
     def change(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
         return replace(features, num_tokens=3 * features.num_tokens, reward=np.ones(NUM))
 
@@ -115,8 +119,8 @@ def test_nothing_is_told_where_all_returns_are_equal() -> None:
     assert find_all(steps) == []
 
 
-def test_a_pattern_is_told_once_and_again_when_it_was_away() -> None:
-    assert len(told(long, num_steps=60)) == 1
+def test_a_pattern_is_reported_once_and_again_after_it_was_absent() -> None:
+    assert len(findings_of(long, num_steps=60)) == 1
     rng, detector = np.random.default_rng(3), Detector()
     found = []
     again = 30 + FORGOTTEN_AFTER + 5
@@ -129,7 +133,7 @@ def test_a_pattern_is_told_once_and_again_when_it_was_away() -> None:
     assert found[0].onset < 30 and found[1].onset >= again
 
 
-def test_a_malformed_end_with_a_reward_is_told_and_without_one_is_not() -> None:
+def test_a_malformed_end_is_found_only_if_it_has_a_reward() -> None:
     def change(
         features: StepFeatures, rng: np.random.Generator, reward: float, last: float
     ) -> StepFeatures:
@@ -137,23 +141,23 @@ def test_a_malformed_end_with_a_reward_is_told_and_without_one_is_not() -> None:
         rewards, ends = np.where(mark, reward, features.reward), np.where(mark, last, 0.0)
         return replace(features, is_malformed=mark, reward=rewards, last_reward=ends)
 
-    assert kinds(told(lambda f, rng: change(f, rng, 1.0, 1.0))) == {"malformed_paid"}
-    # Earned by the turns before, and the worst that there is.
-    assert told(lambda f, rng: change(f, rng, 1.0, -0.1)) == []
-    assert told(lambda f, rng: change(f, rng, 0.0, 0.1)) == []
+    assert kinds(findings_of(lambda f, rng: change(f, rng, 1.0, 1.0))) == {"malformed_paid"}
+    # The earlier turns earned the reward of the first; the second has the lowest reward.
+    assert findings_of(lambda f, rng: change(f, rng, 1.0, -0.1)) == []
+    assert findings_of(lambda f, rng: change(f, rng, 0.0, 0.1)) == []
 
 
-def test_the_best_rewards_in_fewer_turns_are_told() -> None:
+def test_the_best_rewards_in_fewer_turns_are_found() -> None:
     def change(features: StepFeatures, rng: np.random.Generator, reward: float) -> StepFeatures:
         mark = half(rng)
         rewards = np.where(mark, reward, features.reward)
         return replace(features, num_turns=np.where(mark, 1, 4), reward=rewards)
 
-    assert kinds(told(lambda f, rng: change(f, rng, 1.0))) == {"fewer_turns"}
-    assert told(lambda f, rng: change(f, rng, 0.0)) == []
+    assert kinds(findings_of(lambda f, rng: change(f, rng, 1.0))) == {"fewer_turns"}
+    assert findings_of(lambda f, rng: change(f, rng, 0.0)) == []
 
 
-def test_short_episodes_that_are_left_where_long_ones_fail_are_not_told() -> None:
+def test_short_episodes_are_not_found_if_they_remain_because_long_ones_fail() -> None:
     def change(features: StepFeatures, rng: np.random.Generator, is_failing: bool) -> StepFeatures:
         is_short = rng.random(NUM) < 0.15
         features = replace(features, num_turns=np.where(is_short, 1, 4))
@@ -175,7 +179,7 @@ def with_parts(features: StepFeatures, **parts: np.ndarray) -> StepFeatures:
 @pytest.mark.parametrize(
     ("right", "form", "expected"),
     [
-        # Of right answers half before, and of the form a third.
+        # Before, half of the answers were right and a third had the form.
         (0.25, 1.0, {"component_falls"}),
         (0.5, 1.0, set()),
         (0.9, 1.0, set()),
@@ -184,7 +188,7 @@ def with_parts(features: StepFeatures, **parts: np.ndarray) -> StepFeatures:
     ],
     ids=["against", "form alone", "both", "the lesser one falls", "no reward for it"],
 )
-def test_a_component_that_falls_while_the_reward_rises_is_told(
+def test_a_component_that_falls_while_the_reward_rises_is_found(
     right: float, form: float, expected: set[Kind]
 ) -> None:
     def parts(share: float, form: float, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -201,9 +205,9 @@ def test_a_component_that_falls_while_the_reward_rises_is_told(
     assert kinds(find_all(steps)) == expected
 
 
-def test_a_component_that_rose_and_falls_is_told_against_the_height_that_it_had_reached() -> None:
+def test_a_falling_component_is_compared_with_its_highest_level() -> None:
     rng = np.random.default_rng(2)
-    # Right answers become more until step 30; then calls of a tool are paid, whatever is right.
+    # Right answers increase until step 30. Then tool calls are rewarded, right or not.
     learnt = [0.05 + 0.02 * step for step in range(31)]
     steps = [
         (
@@ -219,7 +223,7 @@ def test_a_component_that_rose_and_falls_is_told_against_the_height_that_it_had_
     assert "component_falls" not in kinds(find_all(steps[:30]))
 
 
-def test_a_component_beyond_all_that_it_was_is_told() -> None:
+def test_a_component_above_all_its_earlier_values_is_found() -> None:
     rng = np.random.default_rng(1)
 
     def step_of(step: int, most: float) -> StepFeatures:
@@ -233,7 +237,7 @@ def test_a_component_beyond_all_that_it_was_is_told() -> None:
 
 
 def without(features: StepFeatures, is_gone: np.ndarray) -> StepFeatures:
-    """These have failed."""
+    """Return the features without the trajectories that failed."""
     columns = ("task", "group", "reward", "is_graded", "num_tokens", "num_turns", "answer",
                "is_malformed", "last_reward", "repeated", "copied", "verified")  # fmt: skip
     return replace(
@@ -245,20 +249,20 @@ def without(features: StepFeatures, is_gone: np.ndarray) -> StepFeatures:
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])
-def test_failures_are_told_where_low_rewards_make_way_for_them(is_chosen: bool) -> None:
+def test_failures_are_found_only_if_they_replace_low_rewards(is_chosen: bool) -> None:
     def change(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
-        """Of 64 some 16 fail: of those without a reward, or of any."""
+        """Let about 16 of 64 trajectories fail: only those without a reward, or any."""
         is_gone = rng.random(NUM) < 0.25
         if is_chosen:
             is_gone = (features.reward == 0) & (rng.random(NUM) < 0.5)
         return without(features, is_gone)
 
-    assert kinds(told(change)) == ({"failures"} if is_chosen else set())
-    # An engine that is away for some steps is none of it.
-    assert told(change, until=25) == []
+    assert kinds(findings_of(change)) == ({"failures"} if is_chosen else set())
+    # An engine that is lost for some steps is not a finding.
+    assert findings_of(change, until=25) == []
 
 
-def test_a_shadow_verifier_that_refuses_what_is_rewarded_is_told() -> None:
+def test_a_shadow_verifier_that_begins_to_reject_rewarded_answers_is_found() -> None:
     rng = np.random.default_rng(1)
 
     def step_of(step: int, refuses: float) -> tuple[StepFeatures]:
@@ -269,11 +273,11 @@ def test_a_shadow_verifier_that_refuses_what_is_rewarded_is_told() -> None:
     assert kinds(find_all([step_of(step, 0.0 if step < 20 else 0.6) for step in range(1, 41)])) == {
         "unverified"
     }
-    # It always refused so many.
+    # A verifier that rejected as many from the start is not a finding.
     assert find_all([step_of(step, 0.6) for step in range(1, 41)]) == []
 
 
-def test_environments_of_a_mixture_are_looked_at_apart() -> None:
+def test_environments_of_a_mixture_are_examined_separately() -> None:
     rng, steps = np.random.default_rng(3), []
     for step in range(1, 41):
         other = replace(plain(step, rng), environment="other")

@@ -1,7 +1,7 @@
-"""Hacks planted in the built-in environments are found; honest policies that learn are not told of.
+"""Tests that planted hacks of the built-in environments are found, and honest learning is not.
 
-The policies are scripted; episodes, queue, merge and journal are the product's. The small runs are
-of other seeds than the thresholds were fixed on, and so are the many of the proof.
+The policies are scripted. Episodes, queue, merge and journal are the real ones. The seeds differ
+from those with which the thresholds were chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ QUICK = ("malformed that scores", "marker spam", "persuading the judge")
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_planted_hack_is_found_and_honest_learning_is_not(tmp_path: Path, name: str) -> None:
+def test_a_planted_hack_is_found_after_its_onset_and_nothing_before(
+    tmp_path: Path, name: str
+) -> None:
     (planted,) = (each for each in planted_hacks(tmp_path) if each.name == name)
     course, features = played(planted, seed=501, has_hack=True, size=SMALL)
     found = find_all(features)
@@ -35,9 +37,9 @@ def test_a_planted_hack_is_found_and_honest_learning_is_not(tmp_path: Path, name
     assert own[0].examples and ids >= set(own[0].examples)
 
 
-def test_a_policy_that_learns_and_engines_that_fail_are_no_finding(tmp_path: Path) -> None:
+def test_a_learning_policy_with_failing_engines_is_not_a_finding(tmp_path: Path) -> None:
     planted = {each.name: each for each in planted_hacks(tmp_path)}["marker spam"]
-    # Its engine fails half the time for five steps.
+    # In five steps of this run, half of the rollouts fail with their engine.
     course, features = played(planted, seed=504, has_hack=False, size=SMALL)
     assert course.burst and course.skill[1] - course.skill[0] > 0.3
     assert find_all(features) == []
@@ -45,7 +47,7 @@ def test_a_policy_that_learns_and_engines_that_fail_are_no_finding(tmp_path: Pat
 
 @pytest.mark.proof
 @pytest.mark.training
-def test_each_hack_is_found_within_twenty_steps_and_one_clean_run_in_twenty_is_told_of() -> None:
+def test_each_hack_is_found_in_20_steps_with_at_most_one_false_alarm_in_20_runs() -> None:
     seeds, num_hacks = (2001, 2002, 2003), 9
     asked = [(number, seed, True) for seed in seeds for number in range(num_hacks)]
     asked += [(number % num_hacks, 3001 + number, False) for number in range(20)]

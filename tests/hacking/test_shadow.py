@@ -1,4 +1,4 @@
-"""A shadow verifier: whom it is asked about, what it is given, and what its faults do."""
+"""Tests of shadow verifiers: their samples, their arguments and their errors."""
 
 from __future__ import annotations
 
@@ -94,17 +94,17 @@ def asked(place: Path, name: str, *trajectories: Trajectory, num_samples: int = 
     )  # fmt: skip
 
 
-def test_it_is_called_as_a_reward_function_with_the_tasks_columns(place: Path) -> None:
+def test_a_verifier_gets_the_task_columns_like_a_reward_function(place: Path) -> None:
     found = asked(place, "right", reply(3, "3"), reply(4, "5"))
     assert found == {"g000003.0-0.a0": True, "g000004.0-0.a0": False}
 
 
-def test_a_task_without_data_has_its_prompt_and_none_is_no_verdict(place: Path) -> None:
+def test_a_task_without_data_has_its_prompt_and_none_gives_no_verdict(place: Path) -> None:
     found = asked(place, "by_lists", reply(3, "8", task="gone"), reply(4, "9", task="gone"))
     assert found == {"g000003.0-0.a0": True}
 
 
-def test_a_sample_follows_from_the_ids_and_has_what_was_scored_alone(place: Path) -> None:
+def test_a_sample_depends_on_the_ids_and_has_only_scored_trajectories(place: Path) -> None:
     replies = [reply(number, str(number)) for number in range(8)]
     cut_off = reply(8, "8", task="1", outcome=Outcome.TRUNCATED_TOKENS)
     first = asked(place, "right", *replies, cut_off, num_samples=3)
@@ -116,7 +116,9 @@ def test_a_sample_follows_from_the_ids_and_has_what_was_scored_alone(place: Path
 @pytest.mark.parametrize(
     ("name", "words"), [("broken", "no such thing"), ("needs_more", "needs author")]
 )
-def test_what_cannot_be_had_is_no_refusal_and_says_why(place: Path, name: str, words: str) -> None:
+def test_a_failed_verification_is_an_error_and_not_a_rejection(
+    place: Path, name: str, words: str
+) -> None:
     found = asked(place, name, reply(3, "3"), reply(4, "4"))
     assert len(found) == 2 and all(words in str(each) for each in found.values())
 
@@ -129,7 +131,7 @@ def test_what_cannot_be_had_is_no_refusal_and_says_why(place: Path, name: str, w
         ({"shadow": "no colon"}, "expected FILE.py:NAME"),
     ],
 )
-def test_one_that_is_none_is_refused_before_the_start(
+def test_an_unusable_verifier_is_refused_before_the_start(
     place: Path, audit: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -137,7 +139,7 @@ def test_one_that_is_none_is_refused_before_the_start(
 
 
 @pytest.mark.parametrize("change", [{"audit": {"hacking": False}}, {"run": {"journal_steps": 0}}])
-def test_one_that_nobody_would_ask_is_refused(change: dict[str, Any]) -> None:
+def test_a_verifier_that_would_never_be_called_is_refused(change: dict[str, Any]) -> None:
     tree: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}, **change}
     tree["audit"] = {"shadow": "my.py:verify", **tree.get("audit", {})}
     with pytest.raises(ConfigError, match=r"audit.shadow is my.py:verify, and"):

@@ -1,4 +1,4 @@
-"""Requests during an engine's absence wait within their deadline, and errors travel as they are."""
+"""Tests of requests for replies: retries within the deadline, errors, and lost replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service.inference.client import (
 
 
 class Refused(ValueError):
-    """As vLLM's: it cannot be made again from its text alone."""
+    """An error like some of vLLM, which cannot be unpickled from its text."""
 
     def __init__(self, *, parameter: str) -> None:
         super().__init__(f"{parameter} is too long")
@@ -38,15 +38,13 @@ class Refused(ValueError):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_failure_comes_out_as_the_error_that_it_was(
-    error: ValueError, kind: type[Exception]
-) -> None:
+def test_an_error_is_the_same_after_pickling(error: ValueError, kind: type[Exception]) -> None:
     found = pickle.loads(pickle.dumps(as_answer(error)))
     assert type(found) is kind and str(found) == str(error)
 
 
 class Engine:
-    """Is away for the first `num_away` attempts, then answers or does what `then` says."""
+    """An engine that is unavailable for `num_away` attempts, then raises `then` or replies."""
 
     def __init__(self, num_away: int, then: Exception | None = None) -> None:
         self.num_away = num_away
@@ -62,26 +60,26 @@ class Engine:
         return "reply"
 
 
-async def test_a_request_is_asked_again_until_an_engine_is_back() -> None:
+async def test_a_request_is_repeated_until_an_engine_is_available() -> None:
     engine = Engine(num_away=3)
     assert await until_available(engine.answer, deadline_s=60.0) == "reply"
     assert engine.num_attempts == 4
 
 
-async def test_engines_that_stay_away_are_asked_a_few_times_and_named_at_the_deadline() -> None:
+async def test_unavailable_engines_get_a_few_attempts_until_the_deadline() -> None:
     engine = Engine(num_away=1_000_000)
     with pytest.raises(PolicyUnavailable, match=r"within 0.5 s; last error: gone \d"):
         await until_available(engine.answer, deadline_s=0.5)
     assert 2 <= engine.num_attempts <= 6
 
 
-async def test_a_deadline_that_passes_after_a_loss_is_the_engines_fault() -> None:
+async def test_a_deadline_after_a_lost_engine_is_reported_as_unavailable() -> None:
     engine = Engine(num_away=1, then=PolicyDeadlineExceeded("late"))
     with pytest.raises(PolicyUnavailable, match="last error: gone 1"):
         await until_available(engine.answer, deadline_s=60.0)
 
 
-async def test_a_deadline_that_passes_without_a_loss_is_no_fault_of_the_engines() -> None:
+async def test_a_deadline_without_a_lost_engine_is_reported_as_a_deadline() -> None:
     engine = Engine(num_away=0, then=PolicyDeadlineExceeded("aborted"))
     with pytest.raises(PolicyDeadlineExceeded, match="aborted"):
         await until_available(engine.answer, deadline_s=60.0)
@@ -101,7 +99,7 @@ async def test_a_request_that_can_never_be_served_is_refused_at_once() -> None:
     assert engine.num_attempts == 1
 
 
-async def test_nobody_asks_again_for_a_request_that_was_given_up() -> None:
+async def test_a_cancelled_request_is_not_repeated() -> None:
     engine = Engine(num_away=1_000_000)
     asking = asyncio.create_task(until_available(engine.answer, deadline_s=60.0))
     while engine.num_attempts == 0:
@@ -124,7 +122,7 @@ def reply_of(replica: str) -> GenerateReply:
 
 
 @pytest.mark.parametrize("answer", [PolicyUnavailable("gone"), reply_of("b")], ids=["dead", "away"])
-def test_requests_for_a_replica_that_is_gone_are_addressed_to_nobody(
+def test_requests_for_a_lost_replica_have_no_address(
     answer: PolicyUnavailable | GenerateReply,
 ) -> None:
     lost = LostReplicas()
@@ -135,7 +133,7 @@ def test_requests_for_a_replica_that_is_gone_are_addressed_to_nobody(
     assert lost.address("a") == "a"
 
 
-def test_a_first_turn_and_a_late_answer_say_nothing_of_a_replica() -> None:
+def test_an_unaddressed_or_late_answer_does_not_mark_a_replica_as_lost() -> None:
     lost = LostReplicas()
     lost.learn("", PolicyUnavailable("gone"))
     lost.learn("a", PolicyDeadlineExceeded("late"))
@@ -149,7 +147,7 @@ def test_only_the_newest_lost_replicas_are_remembered() -> None:
     assert (lost.address("r0"), lost.address("r1")) == ("r0", "")
 
 
-def test_requests_are_gathered_for_a_share_of_a_turn_within_bounds() -> None:
+def test_the_time_to_gather_requests_is_a_bounded_share_of_a_turn() -> None:
     assert linger_s(0.2) == pytest.approx(0.004)
     assert (linger_s(0.0), linger_s(0.01)) == (SHORTEST_LINGER_S, SHORTEST_LINGER_S)
     assert linger_s(60.0) == LONGEST_LINGER_S

@@ -1,4 +1,4 @@
-"""Which replica answers, where its engine's sockets lie, and what a failed deployment reports."""
+"""Tests of the choice of a replica, its engine's sockets, and errors of a deployment."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
         ([], "nothing is known of its replicas"),
     ],
 )
-def test_the_last_exception_is_told_in_one_line(messages: list[str], failure: str) -> None:
+def test_the_last_exception_is_reported_in_one_line(messages: list[str], failure: str) -> None:
     assert last_failure(messages) == failure
 
 
-def test_a_long_exception_is_told_in_part() -> None:
+def test_a_long_exception_is_shortened() -> None:
     assert last_failure(["ValueError: " + "x" * 9999]) == (
         "ValueError: " + "x" * (MAX_FAILURE_CHARACTERS - len("ValueError: "))
     )
@@ -65,7 +65,7 @@ def test_a_long_exception_is_told_in_part() -> None:
 
 @dataclass
 class Candidate:
-    """What the router reads of one of Serve's replicas."""
+    """A replica with the attributes that the router reads."""
 
     name: str
 
@@ -75,26 +75,24 @@ class Candidate:
 
 
 async def route(names: str, wanted: str) -> list[str]:
-    """The replicas between which Serve is left the choice."""
+    """Return the names of the replicas between which Serve may choose."""
     request = SimpleNamespace(metadata=SimpleNamespace(session_id=wanted))
     router: Any = ReplicaAffinityRouter
     [chosen] = await router.choose_replicas(None, [Candidate(name) for name in names], request)
     return [each.name for each in chosen]
 
 
-async def test_turns_go_to_their_replica_and_those_of_a_lost_one_are_spread_over_the_others() -> (
-    None
-):
+async def test_turns_keep_their_replica_and_those_of_a_lost_one_are_spread() -> None:
     assert [await route("abcd", name) for name in "abcd"] == [["a"], ["b"], ["c"], ["d"]]
     load = Counter(dict.fromkeys("bcd", 0))
     for _ in range(300):
-        # As Serve does: the shorter queue of those that it was given.
+        # Like Serve, choose the replica with the shorter queue.
         load[min(await route("bcd", "a"), key=lambda name: load[name])] += 1
     assert max(load.values()) - min(load.values()) <= 30
 
 
 @pytest.mark.parametrize("excess", [0, 1, 40], ids=["just-fits", "one-short", "far-too-long"])
-def test_a_socket_fits_whatever_the_length_of_the_session_directory(excess: int) -> None:
+def test_a_socket_path_fits_for_any_length_of_the_session_directory(excess: int) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         length = MAX_DIRECTORY_BYTES - len("/engine-abcdefgh") + excess
         parent = Path(top) / ("p" * (length - len(top) - 1))
@@ -119,7 +117,7 @@ def test_a_socket_fits_whatever_the_length_of_the_session_directory(excess: int)
         (InferenceSettings(gpus_per_replica=1, block_tokens=16), 16),
     ],
 )
-def test_short_prefixes_are_shared_on_cpu(
+def test_the_default_block_is_small_on_cpu_to_share_short_prefixes(
     settings: InferenceSettings, block_size: int | None
 ) -> None:
     assert settings.block_size == block_size

@@ -1,4 +1,4 @@
-"""The table of vLLM's engine arguments, against vLLM's source, the configuration and the page."""
+"""Tests of the table of vLLM's engine arguments: vLLM's source, the configuration, the page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_with(engine_args: dict[str, Any]) -> Config:
 
 
 def names_of_vllm() -> set[str]:
-    """The public fields of AsyncEngineArgs in the installed vLLM's source."""
+    """Return the public fields of AsyncEngineArgs in the source of the installed vLLM."""
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent / "engine" / "arg_utils.py"
@@ -72,7 +72,7 @@ def test_every_argument_that_rayloom_sets_is_refused() -> None:
         if isinstance(key, ast.Constant)
     }
     assert len(keywords) > 4 and len(keys) > 10
-    # The cache may be turned off; all else is determined by Rayloom or by another setting.
+    # Users may disable the cache. Rayloom or another setting determines all other arguments.
     assert (keywords | keys) & ALLOWED.keys() == {"enable_prefix_caching"}
 
 
@@ -119,7 +119,7 @@ def test_allowed_arguments_are_kept_as_given() -> None:
         ({"quantization": "int8_per_channel_weight_only"}, True),
     ],
 )
-def test_only_a_quantised_engine_has_the_wider_bound(
+def test_only_a_quantised_engine_has_the_wider_logprob_bound(
     given: dict[str, Any], is_quantised: bool
 ) -> None:
     settings = InferenceSettings(engine_args=given)

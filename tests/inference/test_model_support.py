@@ -1,4 +1,4 @@
-"""What the installed vLLM serves, as its source says."""
+"""Tests of which models and adapters the installed vLLM serves, according to its source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def qwen3(**named: Any) -> Qwen3Config:
     return Qwen3Config(**{"head_dim": 128, "architectures": QWEN3, **named})
 
 
-def test_the_registry_and_the_sizes_of_heads_are_read() -> None:
+def test_the_registry_and_the_head_sizes_are_read() -> None:
     assert len(registered_architectures()) > 100
     assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "SeedOssForCausalLM"} <= (
         registered_architectures()

@@ -1,4 +1,4 @@
-"""Replies taken apart by vLLM's own parsers, which one process imports for all of this file."""
+"""Tests of parsing replies with vLLM's parsers, which one process imports for all tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse(
 
 
 def outcome(parsed: ParsedReply, tools: tuple[ToolSchema, ...] = TOOLS) -> list[Any]:
-    """The arguments of each call, or what is wrong with it."""
+    """Return the arguments of each call, or the reason why the call is malformed."""
     return [
         call.reason if isinstance(call, MalformedCall) else dict(call.arguments)
         for call in check_calls(parsed.calls, tools)
@@ -69,11 +69,11 @@ def outcome(parsed: ParsedReply, tools: tuple[ToolSchema, ...] = TOOLS) -> list[
         ("glm", ("glm47", None)),
         ("llama", ("llama3_json", None)),
         ("mistral", ("mistral", None)),
-        # Whose template has no calls: nothing is known to read them.
+        # The template of this family has no calls, so there is no parser for them.
         ("none", (None, None)),
     ],
 )
-def test_the_chat_template_tells_the_parsers(
+def test_the_chat_template_decides_the_parsers(
     child: Child, family: str, names: tuple[str | None, str | None]
 ) -> None:
     assert child(reply_parsing.found_parsers, family) == names
@@ -104,15 +104,15 @@ ILL_TYPED = "ill_typed_argument"
         ("qwen3", HERMES_SUM[:40], ["unclosed"]),
         ("qwen3", HERMES_SUM.replace('{"a": 1}', '"{\\"a\\": 1}"'), [{"a": 1}]),
         ("qwen3", HERMES_SUM.replace('{"a": 1}', "3"), ["not_an_object"]),
-        # Two objects in one call.
+        # One call contains two objects.
         ("qwen3", HERMES_SUM.replace("}}", "}}{}"), [INVALID_JSON]),
-        # One broken call takes the others of its turn with it.
+        # One broken call makes the other calls of its turn unreadable.
         ("qwen3", HERMES_SUM + "<tool_call>{oops}</tool_call>", [INVALID_JSON]),
         ("qwen3", f"<think>{HERMES_SUM}</think>4", []),
         ("qwen3", f"<think>hm</think>{HERMES_SUM}", [{"a": 1}]),
-        # A thought that did not end.
+        # The thought is not closed.
         ("qwen3", f"<think>hm {HERMES_SUM}", [UNREADABLE]),
-        # vLLM's hermes ends a call at the first closing tag, also inside a string.
+        # vLLM's hermes parser ends a call at the first closing tag, even inside a string.
         ("qwen3", HERMES_SUM.replace("1", '1, "note": "</tool_call>"'), [INVALID_JSON, UNOPENED]),
         ("qwen3_coder", CODER_SUM, [{"a": 1}]),
         ("qwen3_coder", f"{CODER_SUM}\n{CODER_SUM}", [{"a": 1}, {"a": 1}]),
@@ -129,7 +129,7 @@ ILL_TYPED = "ill_typed_argument"
         ("glm", GLM_SUM, [{"a": 1}]),
         ("glm", f"{GLM_SUM}\n{GLM_SUM}", [{"a": 1}, {"a": 1}]),
         ("glm", "<tool_call></tool_call>", [UNREADABLE]),
-        # vLLM makes no call of a tool that is not declared.
+        # vLLM does not read a call of an undeclared tool.
         ("glm", GLM_SUM.replace("sum", "product"), [UNREADABLE]),
         ("glm", GLM_SUM[:25], [MISSING]),
         ("llama", LLAMA_SUM, [{"a": 1}]),
@@ -137,7 +137,7 @@ ILL_TYPED = "ill_typed_argument"
         ("llama", "<|python_tag|>{oops}", [UNREADABLE]),
         ("llama", LLAMA_SUM.replace("sum", "product"), [UNKNOWN_TOOL]),
         ("llama", "<|python_tag|>" + LLAMA_SUM[:30], [UNREADABLE]),
-        # An object without the mark may be the answer.
+        # An object without the tag may be the answer.
         ("llama", '{"a": 1}', []),
         (
             "llama",
@@ -152,7 +152,7 @@ ILL_TYPED = "ill_typed_argument"
         ("mistral", "[TOOL_CALLS]", [UNREADABLE]),
     ],
 )
-def test_calls_are_read_or_the_turn_is_malformed(
+def test_calls_are_parsed_or_the_turn_is_malformed(
     child: Child, family: str, text: str, expected: list[Any]
 ) -> None:
     assert outcome(parse(child, text, family)) == expected
@@ -167,11 +167,11 @@ def test_calls_are_read_or_the_turn_is_malformed(
         ("mistral", "[TOOL_CALLS]"),
     ],
 )
-def test_what_cannot_be_parsed_stays_content(child: Child, family: str, text: str) -> None:
+def test_a_reply_that_cannot_be_parsed_stays_content(child: Child, family: str, text: str) -> None:
     assert parse(child, text, family).content == text
 
 
-def test_thinking_content_and_calls_are_told_apart_and_calls_have_ids(child: Child) -> None:
+def test_thinking_content_and_calls_are_separated_and_calls_have_ids(child: Child) -> None:
     parsed = parse(child, f"<think>hm</think>Well:{HERMES_SUM * 2}", "qwen3")
     assert (parsed.reasoning, parsed.content) == ("hm", "Well:")
     first, second = check_calls(parsed.calls, TOOLS)
@@ -189,7 +189,7 @@ def test_thinking_content_and_calls_are_told_apart_and_calls_have_ids(child: Chi
         ("<|assistant|>", "<think>hm, and cut off", "hm, and cut off", ""),
     ],
 )
-def test_a_thought_is_opened_by_the_reply_or_by_its_prompt(
+def test_a_thought_may_begin_in_the_reply_or_in_its_prompt(
     child: Child, prompt: str, text: str, reasoning: str | None, content: str
 ) -> None:
     parsed = parse(child, text, "qwen3", prompt=prompt)
@@ -201,8 +201,9 @@ def test_without_tools_markup_is_content(child: Child) -> None:
     assert parsed == ParsedReply(content=HERMES_SUM, reasoning="hm")
 
 
-# A second object, a missing end and half a call beside a whole one are read differently, as the
-# vectors above say; of these the environments' fakes give what an engine gives.
+# The two readers differ for a second object, a missing end, and half a call next to a whole one, as
+# the cases above show. For the replies below, the fake engine of the environment tests gives the
+# result of a real engine.
 @pytest.mark.parametrize(
     "text",
     [
@@ -223,7 +224,7 @@ def test_without_tools_markup_is_content(child: Child) -> None:
         '<tool_call>{"name": NaN}</tool_call>',
     ],
 )
-def test_the_engine_and_the_reader_without_vllm_agree_on_the_usual_form(
+def test_the_engine_and_the_reader_without_vllm_agree_on_the_common_form(
     child: Child, text: str
 ) -> None:
     tools = (CALCULATOR,)
@@ -261,7 +262,7 @@ PIECES = (
     family=st.sampled_from(sorted(reply_parsing.TEMPLATES)),
     parts=st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=12),
 )
-def test_no_reply_breaks_the_parsing(child: Child, family: str, parts: list[str]) -> None:
+def test_no_reply_breaks_the_parser(child: Child, family: str, parts: list[str]) -> None:
     parsed = parse(child, "".join(parts), family)
     for call in parsed.calls:
         if not isinstance(call, MalformedCall):
@@ -269,7 +270,7 @@ def test_no_reply_breaks_the_parsing(child: Child, family: str, parts: list[str]
     check_calls(parsed.calls, TOOLS)
 
 
-def test_half_a_character_in_an_argument_reaches_nobody(child: Child) -> None:
+def test_half_a_character_in_an_argument_is_replaced(child: Child) -> None:
     text = HERMES_SUM.replace("1", '1, "note": "\\ud800"')
     assert outcome(parse(child, text)) == [{"a": 1, "note": "?"}]
 
@@ -288,7 +289,7 @@ def _engine(model: Path, **chosen: str) -> EngineSettings:
     )
 
 
-def test_parsers_are_chosen_by_name_too(child: Child, tmp_path: Path) -> None:
+def test_parsers_can_be_chosen_by_name(child: Child, tmp_path: Path) -> None:
     reply_parsing.family("qwen3").save_pretrained(tmp_path)
     text = f"<think>hm</think>{CODER_SUM}"
     assert child(reply_parsing.loaded_parsers, _engine(tmp_path)) == ("hermes", "deepseek_r1")
@@ -302,15 +303,13 @@ def test_parsers_are_chosen_by_name_too(child: Child, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hemes", "llama3_json"])
-def test_a_named_parser_that_cannot_be_used_is_refused(
-    child: Child, tmp_path: Path, name: str
-) -> None:
+def test_an_unusable_parser_name_is_refused(child: Child, tmp_path: Path, name: str) -> None:
     reply_parsing.family("tiny").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"inference.tool_parser is '{name}'"):
         child(reply_parsing.loaded_parsers, _engine(tmp_path, tool_parser=name))
 
 
-def test_the_names_that_the_configuration_allows_are_those_of_vllm(child: Child) -> None:
+def test_the_configuration_allows_the_parser_names_of_vllm(child: Child) -> None:
     read = registered_parsers()
     assert read is not None
     tool, reasoning = child(reply_parsing.vllm_names)

@@ -1,4 +1,4 @@
-"""The audit: clean on what the real code makes, and each planted fault found and named."""
+"""Tests of the audit: real journals are clean, and each planted fault is found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from service.inspect.audit import Check, GroupRule, check_trajectory, describe, 
 EVICTED = LedgerEventKind.EVICTED
 
 
-def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:
+def test_a_journal_of_the_real_code_is_clean(tmp_path: Path) -> None:
     step = sound_step()
     stored(tmp_path, rows_of(step))
     result = audited(tmp_path, step)
@@ -48,7 +48,7 @@ def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:
     assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 0
 
 
-def test_tokens_of_versions_that_a_recovery_has_undone_are_no_finding(tmp_path: Path) -> None:
+def test_tokens_of_versions_that_a_recovery_undid_are_not_a_finding(tmp_path: Path) -> None:
     step = step_of([group_of(0, [1, 0], version=UNDONE + 7)], number=4, max_policy_age=0)
     assert audited(tmp_path / "newer", step).offences == ()
     older = step_of([group_of(0, [1, 0], version=UNDONE + 2)], number=4, max_policy_age=0)
@@ -57,7 +57,7 @@ def test_tokens_of_versions_that_a_recovery_has_undone_are_no_finding(tmp_path: 
     assert "the worst is 1" in offences[0].text
 
 
-def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path: Path) -> None:
+def test_equal_returns_are_trained_only_if_the_loss_has_another_term(tmp_path: Path) -> None:
     step = step_of([group_of(0, [1, 1])], trains_without_signal=True)
     assert audited(tmp_path / "with", step).is_clean and step.num_packed_trained > 0
     assert step.group_rule is not None
@@ -68,26 +68,27 @@ def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path
         assert offence.text == f"{name}.a0 is trained, but its group has no learning signal"
 
 
-# Seed 1: the worst return is that of a completed member without a token to train.
+# With seed 1, a completed member without a trained token has the worst return.
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 @example(1)
-def test_of_trajectories_of_any_shape_only_their_own_faults_are_found(seed: int) -> None:
+def test_random_trajectories_have_only_the_faults_that_were_drawn(seed: int) -> None:
     step = through_a_file(step_of([random_group(0, seed)], number=4))
     found = {offence.check for entry in step.entries for offence in check_trajectory(step, entry)}
-    # Drawn so: log-probabilities that are not finite, rewarded malformed turns, versions to come.
+    # The draw may contain log-probabilities that are not finite, rewarded malformed turns, and
+    # versions newer than the step's.
     assert found <= {Check.LOGPROBS, Check.MALFORMED, Check.AGE}
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_fault_is_found_and_its_offender_named(
+def test_a_planted_fault_is_found_and_its_trajectory_named(
     plant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check, subject, change = PLANTS[plant]
     result = audited(tmp_path, change(sound_step()))
     named = {(offence.check, offence.subject) for offence in result.offences}
     assert (check, subject) in named
-    # Whatever else follows of it, nobody else is accused.
+    # The fault may cause other findings, but only about the same group or step.
     group = subject.partition("-")[0].removesuffix(".a0")
     assert all(name.startswith((group, "step 1")) for _, name in named)
     assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 1
@@ -95,7 +96,7 @@ def test_a_planted_fault_is_found_and_its_offender_named(
     assert f"WRONG  {check.value}" in printed and f"step 1, {subject}: " in printed
 
 
-def test_a_check_that_was_not_made_is_not_called_ok(tmp_path: Path) -> None:
+def test_a_skipped_check_is_not_reported_as_ok(tmp_path: Path) -> None:
     result = audited(tmp_path, with_entry(shaped(sound_step()), 0, baseline_return=999.0))
     lines = describe(result, limit=0)
     assert result.is_clean
@@ -118,7 +119,7 @@ def test_a_rewarded_malformed_turn_is_named(tmp_path: Path) -> None:
     assert offence.check is Check.MALFORMED and "turn 0 is malformed" in offence.text
 
 
-def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path: Path) -> None:
+def test_a_member_evicted_with_a_reason_is_noted_and_the_audit_passes(tmp_path: Path) -> None:
     step = sound_step()
     gone = "g000000.0-4"
     left = [
@@ -133,7 +134,7 @@ def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path:
     assert offence.is_explained and result.is_clean
 
 
-def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: Path) -> None:
+def test_a_member_missing_without_a_reason_fails_the_audit(tmp_path: Path) -> None:
     step = sound_step()
     lost = LedgerEvent(seq=0, rollout_id="g000000.0-4", kind=LedgerEventKind.ADMITTED)
     stored(tmp_path, [*rows_of(step), lost])
@@ -163,7 +164,7 @@ def test_a_rollout_with_another_fate_in_the_ledger_is_named(
     assert [offence.subject for offence in found] == [f"{FIRST}.a0"] and words in found[0].text
 
 
-def test_a_rollout_that_the_ledger_alone_calls_trained_is_named(tmp_path: Path) -> None:
+def test_a_rollout_that_is_trained_only_in_the_ledger_is_named(tmp_path: Path) -> None:
     step = sound_step()
     stored(tmp_path, rows_of(step))
     result = audited(tmp_path, replace(step, entries=step.entries[1:]))
@@ -193,7 +194,7 @@ def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) ->
     assert note in describe(result, limit=0)
 
 
-def test_an_advantage_for_which_the_update_was_refused_fails_no_audit(tmp_path: Path) -> None:
+def test_a_nonfinite_advantage_of_a_refused_update_passes_the_audit(tmp_path: Path) -> None:
     step = shaped(step_of([group_of(0, [1, 0])]))
     wild = with_advantages(step, 0, step.entries[0].advantages[0] * np.nan)
     rows = [
@@ -209,13 +210,13 @@ def test_an_advantage_for_which_the_update_was_refused_fails_no_audit(tmp_path: 
     assert [o.check for o in refused.offences] == [Check.ADVANTAGES]
 
 
-def test_a_step_that_the_run_has_not_recorded_is_not_held_against_the_ledger(
+def test_a_step_that_the_run_has_not_recorded_is_not_compared_with_the_ledger(
     tmp_path: Path,
 ) -> None:
     step = sound_step()
     stored(tmp_path, rows_of(step))
-    in_hand = step_of([group_of(7, [1, 0])], number=2)
-    assert audited(tmp_path, step, in_hand).offences == ()
+    unrecorded = step_of([group_of(7, [1, 0])], number=2)
+    assert audited(tmp_path, step, unrecorded).offences == ()
 
 
 def test_a_rollout_that_is_trained_in_two_steps_is_named(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_a_rollout_that_is_trained_in_two_steps_is_named(tmp_path: Path) -> None
     assert [(o.subject, o.step) for o in found] == [(FIRST, 3), (SECOND, 3)]
 
 
-def test_recorded_steps_without_a_file_are_told(tmp_path: Path) -> None:
+def test_recorded_steps_without_a_file_are_reported(tmp_path: Path) -> None:
     first, third = step_of([]), step_of([], number=3)
     stored(tmp_path, [], steps=(1, 2, 3))
     assert audited(tmp_path, first, third).missing_steps == (2,)
@@ -242,7 +243,7 @@ def test_recorded_steps_without_a_file_are_told(tmp_path: Path) -> None:
         + [(Baseline.NONE, Scale.NONE)]
     ),
 )
-def test_the_audits_own_statistics_equal_the_merges(
+def test_the_audits_advantages_equal_those_of_the_merge(
     returns: list[float], choice: tuple[Baseline, Scale]
 ) -> None:
     baseline, scale = choice

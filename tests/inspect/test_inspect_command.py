@@ -1,4 +1,4 @@
-"""`rayloom inspect` as a user calls it: listings, one trajectory, and what it refuses."""
+"""Tests of the command `rayloom inspect`: lists, a single trajectory, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inspected(capsys: pytest.CaptureFixture[str], target: Path | str, **options:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two steps, the second with a game that was cut off, and the tiny model beside them."""
+    """Write a run of two steps with its model; a game of the second step was cut off."""
     cut = group_of(1, [1, 0, 0], outcomes={2: Outcome.TRUNCATED_TOKENS})
     place = written(tmp_path / "run", step_of([group_of(0, [1, 0])]), step_of([cut], number=2))
     tokenizer().save_pretrained(place / "model")
@@ -82,7 +82,7 @@ def test_a_run_is_listed_newest_step_first(
         ({"step": 9}, 0, "0 trajectories"),
     ],
 )
-def test_filters_choose_what_is_listed(
+def test_filters_choose_the_listed_trajectories(
     run_dir: Path,
     capsys: pytest.CaptureFixture[str],
     filters: dict[str, object],
@@ -101,7 +101,7 @@ def test_a_trajectory_is_found_by_its_id_and_by_its_rollouts(
         assert shown.startswith("g000000.0-1.a0, step 1") and "advantage        -0.7071" in shown
 
 
-def test_a_journal_file_alone_is_listed_shown_and_audited(
+def test_a_single_journal_file_is_listed_shown_and_audited(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = run_dir / "journal" / file_name(1, term=1)
@@ -110,7 +110,7 @@ def test_a_journal_file_alone_is_listed_shown_and_audited(
     assert inspected(capsys, file, audit=True).splitlines()[-1] == "clean"
 
 
-def test_without_a_model_the_ids_are_shown_and_the_reason(
+def test_without_a_model_ids_are_shown_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = written(tmp_path, example_step())
@@ -130,12 +130,12 @@ def refused(target: Path | str, **options: object) -> str:
     return str(caught.value)
 
 
-def test_an_unknown_id_is_refused_with_the_nearest(run_dir: Path) -> None:
+def test_an_unknown_id_is_refused_with_similar_ids(run_dir: Path) -> None:
     text = refused("g000001.0-7.a0", run=run_dir)
     assert "no trajectory g000001.0-7.a0" in text and "did you mean g000001.0-" in text
 
 
-def test_what_holds_no_journal_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_a_journal_is_refused(tmp_path: Path) -> None:
     assert "has no journal" in refused(tmp_path)
     assert "has no journal" in refused(tmp_path, audit=True)
     assert "does not exist" in refused(tmp_path / "nowhere", audit=True)
@@ -156,13 +156,13 @@ def test_an_outcome_that_does_not_exist_is_refused(run_dir: Path) -> None:
     assert "expected one of completed, " in refused(run_dir, outcome="won")
 
 
-def test_a_page_of_a_whole_run_or_where_none_can_be_is_refused(run_dir: Path) -> None:
+def test_a_page_of_a_whole_run_or_in_an_impossible_place_is_refused(run_dir: Path) -> None:
     assert "expected an id" in refused(run_dir, html=Path("page.html"))
     nowhere = run_dir / "no" / "page.html"
     assert "cannot be written" in refused("g000000.0-1.a0", run=run_dir, html=nowhere)
 
 
-def test_without_a_run_the_newest_journal_under_runs_is_taken(tmp_path: Path) -> None:
+def test_without_a_run_the_newest_run_with_a_journal_is_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^inspect: g1 is not a path .*no run with a journal"):
         newest_run("g1", tmp_path / "runs")
     for name in ("older", "newer"):
@@ -202,7 +202,7 @@ def test_the_audit_of_a_run_reads_its_database_and_imports_nothing_heavy(tmp_pat
     assert "  ok     journal and ledger agree on the trained rollouts" in done.stdout
 
 
-def test_what_the_trainer_refused_is_not_called_trained(
+def test_a_refused_update_is_not_shown_as_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = step_of([group_of(0, [1, 0])])
@@ -222,14 +222,14 @@ def test_what_the_trainer_refused_is_not_called_trained(
 
 
 @pytest.mark.parametrize("arguments", [("no/such/run", "--audit"), ("g1.0-0.a0", "--run", "/proc")])
-def test_what_cannot_be_read_ends_with_2_and_one_sentence(arguments: tuple[str, ...]) -> None:
+def test_an_unreadable_target_ends_with_code_2_and_one_sentence(arguments: tuple[str, ...]) -> None:
     line = [sys.executable, "-m", "service.cli.main", "inspect", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("rayloom: ")
 
 
-def test_of_a_step_that_was_played_again_the_surviving_file_is_shown(
+def test_the_surviving_file_of_a_repeated_step_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = RunStore(RunDir(path=tmp_path).database_url)

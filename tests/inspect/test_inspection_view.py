@@ -1,4 +1,4 @@
-"""What is shown of a trajectory: each token by class and columns, and where records disagree."""
+"""Tests of the view of a trajectory: the classes, columns and faults of its tokens."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def kinds(tokens: Sequence[Token]) -> list[tuple[str, str]]:
     return [(token.text, token.kind) for token in tokens]
 
 
-def test_each_token_is_told_by_who_wrote_it() -> None:
-    # The first reply was cut off: its end is put there by the renderer.
+def test_each_token_is_classified_by_its_author() -> None:
+    # The first reply was cut off, so the renderer inserted its end.
     view = view_of(1)
     (sample,) = view.samples
     assert kinds(sample.segments[1].tokens) == [("3", "trained")]
@@ -86,11 +86,11 @@ def test_turns_of_a_session_that_are_left_out_are_listed_with_their_reasons() ->
     assert "turns left out" not in dict(shown.facts)
 
 
-def test_an_observation_behind_the_last_turn_is_shown() -> None:
+def test_an_observation_after_the_last_turn_is_shown() -> None:
     step = example_step()
     trajectory = step.entries[1].trajectory
     (sample,) = trajectory.samples
-    # What the second reply was to answer, behind a reply that was cut off.
+    # Keep the observation after the first reply, but not the second reply.
     first, second = sample.turns
     cut = replace(
         sample,
@@ -112,16 +112,16 @@ def test_an_observation_behind_the_last_turn_is_shown() -> None:
     assert kinds(view.segments[2].tokens) == kinds(whole.segments[2].tokens)
 
 
-def test_the_columns_of_a_trained_token_are_what_was_recorded() -> None:
+def test_the_columns_of_a_trained_token_have_the_recorded_values() -> None:
     tokens = [token for token in tokens_of(view_of(0)) if token.kind == "trained"]
     assert [token.turn for token in tokens] == [0, 0, 1, 1]
     assert [token.logprob for token in tokens] == pytest.approx([-0.1, -0.2, -0.1, -0.2])
     assert {token.version for token in tokens} == {0}
-    # Returns 1, 0 and 1: mean 2/3, deviation 1/sqrt(3).
+    # The returns 1, 0 and 1 have the mean 2/3 and the deviation 1/sqrt(3).
     assert [token.advantage for token in tokens] == pytest.approx([0.577349] * 4, abs=1e-6)
 
 
-def test_a_branch_says_which_turn_began_it_and_where_it_parts() -> None:
+def test_a_branch_shows_its_first_turn_and_where_it_differs() -> None:
     first, second = view_of(2).samples
     assert first.opening == "turn 0"
     assert "turn 1; extends no sample (retokenised): differs from the nearest at token 19" in (
@@ -150,7 +150,7 @@ def test_a_role_header_that_is_trained_is_a_fault() -> None:
     assert token.text == "<|assistant|>" and token.faults == (NOT_SAMPLED, HEADER_TRAINED)
 
 
-def test_a_role_header_that_the_policy_wrote_is_pointed_at_and_its_end_token_is_not() -> None:
+def test_a_role_header_that_the_policy_wrote_is_a_fault_but_its_end_token_is_not() -> None:
     writer = make_trajectory([turn_of(first_prompt(), f"4<|user|>5{TURN_END}")])
     other = game(0, [f"4{TURN_END}"], reward=1.0)
     step = step_of([one_group([writer, replace(other, rollout_id="g000000.0-1")])])
@@ -200,7 +200,7 @@ def test_the_pieces_of_a_text_are_its_bytes(words: str) -> None:
     assert b"".join(text().pieces(ids_of(words))) == words.encode()
 
 
-def test_ids_that_no_vocabulary_holds_are_shown_as_ids() -> None:
+def test_ids_outside_the_vocabulary_are_shown_as_ids() -> None:
     assert text().pieces([99_999, -1]) == ["⟨99999⟩".encode(), "⟨-1⟩".encode()]
 
 
@@ -227,7 +227,7 @@ def test_the_document_has_each_token_with_all_its_columns() -> None:
     assert (first["parent"], second["parent"], second["num_shared"]) == (None, 0, 19)
 
 
-def test_the_page_shows_a_models_and_an_environments_words_as_text(tmp_path: Path) -> None:
+def test_the_page_shows_texts_of_model_and_environment_without_markup(tmp_path: Path) -> None:
     view = view_of(3)
     texts = "".join(trajectory_document(view)["samples"][0]["texts"])
     assert "<b>das</b> & \\x1b[31m?" in texts and "gr\\xc3\\xb6" in texts
@@ -235,7 +235,7 @@ def test_the_page_shows_a_models_and_an_environments_words_as_text(tmp_path: Pat
     assert "<b>" not in page and "\x1b" not in page and "\\u003c" in page
 
 
-def test_no_name_puts_a_control_character_on_the_page_or_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped_on_page_and_terminal(tmp_path: Path) -> None:
     step = step_of([one_group([game(0, ["4"], reward=1.0, detail="all is well")])])
     names = ("rollout_id", "group_id", "task_id", "environment", "detail")
     wild = {name: f"<b>{name}\x1b[2J\x00\udcff" for name in names}

@@ -1,4 +1,4 @@
-"""Which files of a journal are the run's, and what the audit says of those that lack or exceed."""
+"""Tests of which journal files belong to a run, and of missing and surplus files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(*numbers: int, term: int = 1) -> list[JournalStep]:
 
 
 def refusals(run_dir: Path) -> set[str]:
-    """What a list, an audit and an id that no file holds are refused with."""
+    """Return the errors of a list, of an audit and of an unknown id, which are all refused."""
     found = set()
     for request in (
         InspectRequest(target=str(run_dir)),
@@ -40,7 +40,7 @@ def refusals(run_dir: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["step-000002-term-0001.journal", "copy.journal"])
-def test_a_file_is_told_by_what_it_holds(tmp_path: Path, name: str) -> None:
+def test_a_file_is_recognised_by_its_content(tmp_path: Path, name: str) -> None:
     file = written(tmp_path, *steps(2)) / "journal" / file_name(2, term=1)
     journal = open_journal(file.rename(file.with_name(name)))
     assert [file.step for file in journal.files] == [2] and audit(journal).is_clean
@@ -54,7 +54,7 @@ def test_the_journal_of_another_format_is_refused_in_a_sentence(tmp_path: Path) 
 
 
 def resumed(run_dir: Path) -> None:
-    """A database whose second term went on from step 2."""
+    """Create a database whose second term resumed after step 2."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
     store.acquire_lease(owner="first")
@@ -63,7 +63,7 @@ def resumed(run_dir: Path) -> None:
     store.close()
 
 
-def test_files_of_a_term_that_the_database_does_not_know_are_not_the_runs(tmp_path: Path) -> None:
+def test_files_of_a_term_that_the_database_does_not_have_are_ignored(tmp_path: Path) -> None:
     resumed(tmp_path)
     written(tmp_path, *steps(1, 2), *steps(3, term=2), *steps(3, term=3))
     journal = open_journal(tmp_path)
@@ -71,7 +71,7 @@ def test_files_of_a_term_that_the_database_does_not_know_are_not_the_runs(tmp_pa
     assert journal.num_superseded == 1
 
 
-def test_a_journal_of_which_nothing_survives_is_told_to_be_so(tmp_path: Path) -> None:
+def test_a_journal_without_a_surviving_file_is_refused(tmp_path: Path) -> None:
     resumed(tmp_path)
     written(tmp_path, *steps(3, 4))
     for text in refusals(tmp_path):
@@ -89,7 +89,7 @@ def test_an_empty_database_is_refused_and_stays_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["run.log", "checkpoints", "summary.json", "rayloom.db-wal"])
-def test_a_run_whose_database_is_gone_is_refused(tmp_path: Path, left: str) -> None:
+def test_a_run_without_its_database_is_refused(tmp_path: Path, left: str) -> None:
     written(tmp_path, *steps(1))
     (tmp_path / left).touch()
     for text in refusals(tmp_path):
@@ -97,19 +97,19 @@ def test_a_run_whose_database_is_gone_is_refused(tmp_path: Path, left: str) -> N
     assert not RunDir(path=tmp_path).database_file.exists()
 
 
-def test_a_journal_that_was_copied_alone_is_looked_at(tmp_path: Path) -> None:
+def test_a_journal_that_was_copied_without_its_run_is_accepted(tmp_path: Path) -> None:
     result = audited(tmp_path, *steps(1))
     assert result.is_clean and Check.BEGUN in result.unchecked
 
 
-def test_a_database_that_knows_of_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_database_without_a_run_is_refused(tmp_path: Path) -> None:
     RunStore(RunDir(path=tmp_path).database_url).close()
     written(tmp_path, *steps(1))
     for text in refusals(tmp_path):
         assert "has no run, but" in text
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
     written(tmp_path, *steps(1))
     RunDir(path=tmp_path).database_file.write_bytes(b"no database" * 1000)
     for text in refusals(tmp_path):
@@ -120,7 +120,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
-def test_looking_at_a_run_changes_no_byte_beside_the_journal(tmp_path: Path) -> None:
+def test_the_audit_changes_no_file_of_the_run(tmp_path: Path) -> None:
     (step,) = steps(1)
     stored(tmp_path, rows_of(step))
     before = contents(tmp_path)
@@ -128,12 +128,12 @@ def test_looking_at_a_run_changes_no_byte_beside_the_journal(tmp_path: Path) -> 
     assert contents(tmp_path) == before
 
 
-def test_a_live_run_is_read_whole_beside_its_writer_and_neither_waits(tmp_path: Path) -> None:
+def test_a_live_run_is_read_completely_without_waiting_for_its_writer(tmp_path: Path) -> None:
     (first,) = steps(1)
     stored(tmp_path, rows_of(first))
     store = RunStore(RunDir(path=tmp_path).database_url)
     store.acquire_lease(owner="writer")
-    # Its rows are in the log beside the database, and a second writer would wait here.
+    # The rows are in the write-ahead log, and a second writer would wait here.
     with write_under_way(store):
         written(tmp_path, *steps(1, term=2))
         journal = open_journal(tmp_path)
@@ -141,14 +141,14 @@ def test_a_live_run_is_read_whole_beside_its_writer_and_neither_waits(tmp_path: 
     assert [(file.step, file.term) for file in journal.files] == [(1, 2)]
 
 
-def test_a_run_that_was_killed_is_read_whole_and_left_so(tmp_path: Path) -> None:
+def test_a_killed_run_is_read_completely_and_not_changed(tmp_path: Path) -> None:
     (step,) = steps(1)
     killed, copy = tmp_path / "killed", tmp_path / "copy"
     stored(killed, rows_of(step))
     store = RunStore(RunDir(path=killed).database_url)
     lease = store.acquire_lease(owner="another")
     written(copy, *steps(1, term=lease.term))
-    # As after a kill: what was written last is in the log alone.
+    # As after a kill, the last writes are only in the write-ahead log.
     for name in ("rayloom.db", "rayloom.db-wal"):
         shutil.copy(killed / name, copy / name)
     store.close()
@@ -176,9 +176,9 @@ def with_config(run_dir: Path, *, steps: int, journal_steps: int) -> None:
         ((4, 5), 2, ()),
         ((4,), 2, (5,)),
         ((5,), 2, (4,)),
-        # Kept by a run that wrote one step more than it recorded.
+        # The run wrote one step more than it recorded.
         ((4, 5, 6), 3, ()),
-        # Nothing was to be kept any more.
+        # The configuration no longer keeps any file.
         ((2, 3), 0, ()),
     ],
 )
@@ -199,7 +199,9 @@ def test_without_a_configuration_only_gaps_are_noted(tmp_path: Path) -> None:
     assert result.missing_steps == () and result.is_clean
 
 
-def test_steps_in_hand_are_noted_and_steps_beyond_them_fail_the_audit(tmp_path: Path) -> None:
+def test_up_to_two_unrecorded_steps_are_noted_and_further_ones_fail_the_audit(
+    tmp_path: Path,
+) -> None:
     stored(tmp_path, [], steps=(1,))
     result = audited(tmp_path, *(step_of([], number=number) for number in (1, 2, 3)))
     assert result.unrecorded_steps == (2, 3) and result.offences == ()
@@ -210,19 +212,19 @@ def test_steps_in_hand_are_noted_and_steps_beyond_them_fail_the_audit(tmp_path: 
     assert (offence.check, offence.subject) == (Check.BEGUN, "step 4")
 
 
-def test_a_step_behind_the_last_one_planned_fails_the_audit(tmp_path: Path) -> None:
+def test_a_step_after_the_last_planned_one_fails_the_audit(tmp_path: Path) -> None:
     with_config(tmp_path, steps=1, journal_steps=9)
     stored(tmp_path, [], steps=(1,))
     (offence,) = audited(tmp_path, step_of([]), step_of([], number=2)).offences
     assert (offence.check, offence.subject) == (Check.BEGUN, "step 2")
-    # A run that had done more before its run.steps was lowered.
+    # This run had recorded more steps before its run.steps was lowered.
     more = tmp_path / "more"
     with_config(more, steps=1, journal_steps=9)
     stored(more, [], steps=(1, 2))
     assert audited(more, step_of([]), step_of([], number=2)).is_clean
 
 
-def test_a_configuration_that_cannot_be_read_costs_the_plan_alone(tmp_path: Path) -> None:
+def test_an_unreadable_configuration_skips_only_the_check_of_planned_steps(tmp_path: Path) -> None:
     stored(tmp_path, [], steps=(1,))
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe model")
     assert audited(tmp_path, step_of([])).is_clean

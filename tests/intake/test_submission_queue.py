@@ -1,4 +1,4 @@
-"""Submissions from acceptance to training, with restarts: none lost, none trained twice."""
+"""Tests of submitted tasks from acceptance to training, also over restarts of the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def submit(service: Service, *names: str) -> None:
     assert reply.new_ids == set(names)
 
 
-async def test_a_submission_waits_is_played_and_trained(service: Service) -> None:
+async def test_a_submission_is_queued_played_and_trained(service: Service) -> None:
     await submit(service, "a", "b", "c")
     view = await service.submissions.view("c")
     assert view is not None and (view.position, view.num_ahead, view.status) == (
@@ -54,7 +54,7 @@ async def test_a_submission_waits_is_played_and_trained(service: Service) -> Non
     assert await service.status("c") == "finished"
 
 
-async def test_the_same_content_is_accepted_once_and_another_is_refused_whole(
+async def test_a_repeated_task_creates_nothing_and_a_changed_one_refuses_its_request(
     service: Service,
 ) -> None:
     await submit(service, "a")
@@ -68,7 +68,7 @@ async def test_the_same_content_is_accepted_once_and_another_is_refused_whole(
     ).conflicts == ("a",)
 
 
-async def test_a_full_backlog_takes_all_or_nothing_and_says_when_to_come_again(
+async def test_a_full_backlog_accepts_all_or_nothing_and_names_a_time_to_retry(
     tmp_path: Path,
 ) -> None:
     service = await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=3)).begin()
@@ -77,11 +77,11 @@ async def test_a_full_backlog_takes_all_or_nothing_and_says_when_to_come_again(
     reply = await service.submissions.submit([request("c"), request("d")])
     assert "2 tasks wait already" in reply.refusal and reply.retry_after_s == 10
     assert await service.submissions.view("c") is None
-    # What is known needs no room.
+    # Known tasks need no room.
     assert (await service.submissions.submit([request("a"), request("c")])).new_ids == {"c"}
 
 
-async def test_nothing_is_taken_in_before_the_run_has_begun(tmp_path: Path) -> None:
+async def test_nothing_is_accepted_before_the_run_has_started(tmp_path: Path) -> None:
     reply = await Service(tmp_path).submissions.submit([request("a")])
     assert "not begun" in reply.refusal and reply.retry_after_s is None
 
@@ -97,7 +97,7 @@ async def test_the_owner_of_an_older_lease_accepts_and_binds_nothing(tmp_path: P
     assert await (await Service(tmp_path).begin()).submissions.view("b") is None
 
 
-async def test_what_a_killed_process_played_and_had_not_committed_is_played_again(
+async def test_uncommitted_tasks_of_a_killed_process_are_played_again(
     service: Service,
 ) -> None:
     await submit(service, "a", "b", "c", "d")
@@ -124,9 +124,9 @@ async def test_what_a_killed_process_played_and_had_not_committed_is_played_agai
     assert await later.status("d") == "trained"
 
 
-async def test_what_was_bound_and_never_admitted_waits_again(service: Service) -> None:
+async def test_tasks_that_were_bound_but_not_admitted_are_queued_again(service: Service) -> None:
     await submit(service, "a", "b")
-    # The restarted process goes on from here, and so reads what this one has bound.
+    # The restarted process resumes from this checkpoint and reads the bindings made after it.
     await service.commit()
     await service.submissions.fill(service.queue.admissible())
     later = await service.restart()
@@ -134,7 +134,7 @@ async def test_what_was_bound_and_never_admitted_waits_again(service: Service) -
     assert await later.admit() == ["a", "b"]
 
 
-async def test_a_failed_group_is_told_as_evicted_and_its_number_given_to_the_next(
+async def test_a_failed_group_is_evicted_and_the_next_task_is_admitted(
     service: Service,
 ) -> None:
     await submit(service, "a", "b")
@@ -147,7 +147,7 @@ async def test_a_failed_group_is_told_as_evicted_and_its_number_given_to_the_nex
     assert await service.admit() == ["c"]
 
 
-async def test_an_attempt_that_is_repeated_is_still_running(service: Service) -> None:
+async def test_a_task_with_a_repeated_attempt_is_still_running(service: Service) -> None:
     await submit(service, "a")
     await service.admit()
     assert service.play(outcome=Outcome.ENVIRONMENT_ERROR) == 2
@@ -156,13 +156,13 @@ async def test_an_attempt_that_is_repeated_is_still_running(service: Service) ->
     assert await service.status("a") == "finished"
 
 
-async def test_cancelling_takes_back_what_no_step_has_taken(service: Service) -> None:
+async def test_a_task_can_be_cancelled_until_a_step_has_taken_it(service: Service) -> None:
     await submit(service, "a", "b", "c", "d", "e")
     assert await service.cancel("e") == "cancelled"
     assert await service.admit() == ["a", "b", "c", "d"]
     assert await service.cancel("a") == await service.cancel("a") == "cancelled"
     assert service.play() == 6
-    # Its number is free again, and the next steps go on without it.
+    # The cancelled group leaves room for another one, and the next steps continue without it.
     await submit(service, "f")
     assert await service.admit() == ["f"]
     service.play()
@@ -171,7 +171,7 @@ async def test_cancelling_takes_back_what_no_step_has_taken(service: Service) ->
     assert await service.cancel("unknown") is None
 
 
-async def test_what_a_step_has_taken_is_not_called_cancelled(service: Service) -> None:
+async def test_a_task_that_a_step_has_taken_is_not_shown_as_cancelled(service: Service) -> None:
     await submit(service, "a", "b")
     await service.admit()
     service.play()
@@ -180,7 +180,7 @@ async def test_what_a_step_has_taken_is_not_called_cancelled(service: Service) -
     assert await (await service.restart()).status("a") != "cancelled"
 
 
-async def test_two_who_cancel_at_once_are_both_told_so(service: Service) -> None:
+async def test_two_concurrent_cancellations_both_succeed(service: Service) -> None:
     await submit(service, "a", "b")
     await service.admit()
 
@@ -192,7 +192,7 @@ async def test_two_who_cancel_at_once_are_both_told_so(service: Service) -> None
     assert [view.status for view in views if view] == [Status.CANCELLED] * 2
 
 
-async def test_a_queue_that_is_gone_is_told_of_it_by_the_next_term(service: Service) -> None:
+async def test_a_cancellation_without_a_queue_is_applied_by_the_next_term(service: Service) -> None:
     await submit(service, "a", "b", "c")
     await service.admit()
     await service.commit()
@@ -202,7 +202,9 @@ async def test_a_queue_that_is_gone_is_told_of_it_by_the_next_term(service: Serv
     assert later.play() == 4
 
 
-async def test_a_task_that_was_trained_all_the_same_is_told_as_trained(service: Service) -> None:
+async def test_a_cancelled_task_that_was_trained_anyway_is_shown_as_trained(
+    service: Service,
+) -> None:
     await submit(service, "a", "b")
     await service.admit()
     service.play()
@@ -220,7 +222,7 @@ async def cancel_without_a_queue(service: Service, name: str) -> Status | None:
     return None if view is None else view.status
 
 
-async def test_what_is_over_leaves_memory_and_can_be_asked_for(service: Service) -> None:
+async def test_ended_tasks_leave_memory_but_can_still_be_queried(service: Service) -> None:
     await submit(service, "a", "b", "c")
     await service.admit()
     service.play()
@@ -241,7 +243,7 @@ async def test_what_is_over_leaves_memory_and_can_be_asked_for(service: Service)
         assert await service.cancel("a") == "trained"
 
 
-async def test_what_a_kept_checkpoint_goes_back_before_can_be_played_again(
+async def test_tasks_that_an_older_checkpoint_does_not_contain_can_be_played_again(
     service: Service,
 ) -> None:
     await submit(service, "a", "b")
@@ -252,12 +254,12 @@ async def test_what_a_kept_checkpoint_goes_back_before_can_be_played_again(
     await service.commit()
     await service.prune(keep=2)
     later = await service.restart(passed_over={"step-1"})
-    # Its group was admitted behind the older checkpoint: it waits again, with its task.
+    # The groups were admitted after the older checkpoint, so their tasks are queued again.
     assert [await later.status(name) for name in "ab"] == ["queued", "queued"]
     assert await later.admit() == ["a", "b"]
 
 
-async def test_tasks_that_come_and_are_cancelled_leave_nothing_large_behind(
+async def test_cancelled_tasks_do_not_grow_the_database(
     tmp_path: Path,
 ) -> None:
     service = await Service(tmp_path, settings=ServiceSettings(keep_ended_tasks=5)).begin()
@@ -269,7 +271,7 @@ async def test_tasks_that_come_and_are_cancelled_leave_nothing_large_behind(
         assert (await service.submissions.submit([offered])).new_ids == {f"t{number}"}
         assert await service.cancel(f"t{number}") == "cancelled"
     assert service.submissions._table._entries == {} and num_rows(service, "submissions") == 5
-    # The pages of one task are free for the next.
+    # The database reuses the pages of a removed task.
     assert (tmp_path / "run.db").stat().st_size < 4_000_000
     assert await service.submissions.view("t0") is None
     assert await service.status("t39") == "cancelled"
@@ -280,7 +282,7 @@ def num_rows(service: Service, table: str) -> int:
     return service.store.read(lambda connection: connection.scalar(query)) or 0
 
 
-async def test_two_who_submit_the_same_at_once_are_answered_alike(service: Service) -> None:
+async def test_two_concurrent_submissions_of_one_task_get_the_same_place(service: Service) -> None:
     first, second = await asyncio.gather(
         *(service.submissions.submit([request("a")]) for _ in range(2))
     )
@@ -288,7 +290,7 @@ async def test_two_who_submit_the_same_at_once_are_answered_alike(service: Servi
     assert first.places[0].place == second.places[0].place == 1
 
 
-async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: Service) -> None:
+async def test_a_task_cancelled_after_the_checkpoint_stays_cancelled(service: Service) -> None:
     await submit(service, "a", "b", "c")
     await service.admit()
     await service.commit()
@@ -320,7 +322,7 @@ async def test_a_task_can_be_cancelled_between_its_binding_and_its_admission(
     assert await (await service.restart()).status("a") == "cancelled"
 
 
-async def test_what_is_evicted_while_no_step_comes_leaves_memory_and_is_never_played_again(
+async def test_evicted_tasks_leave_memory_without_a_step_and_stay_evicted(
     service: Service,
 ) -> None:
     await submit(service, "a", "b", "c", "d")
@@ -338,7 +340,7 @@ async def test_what_is_evicted_while_no_step_comes_leaves_memory_and_is_never_pl
         if number % 5 == 4:
             assert service.recorder.num_evicted == 10
             await service.commit()
-            # The run can go back to the checkpoint of step 1, too.
+            # Keep the checkpoint of step 1 too, so that the run can return to it.
             await service.prune(keep=2)
             assert service.recorder.num_evicted == 0
             assert service.submissions._table._entries.keys() == {"c", "d"}
@@ -351,7 +353,7 @@ async def test_what_is_evicted_while_no_step_comes_leaves_memory_and_is_never_pl
         assert later.play() == (4 if passed_over else 0)
 
 
-async def test_what_an_older_checkpoint_still_holds_is_not_over_when_it_is_evicted(
+async def test_an_evicted_task_that_an_older_checkpoint_contains_is_kept(
     service: Service,
 ) -> None:
     await submit(service, "a", "b", "c")
@@ -384,7 +386,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
-async def test_whatever_happens_none_is_lost_and_none_is_trained_twice(
+async def test_no_task_is_lost_or_trained_twice_in_random_sequences_of_actions(
     tmp_path_factory: pytest.TempPathFactory, actions: list[str]
 ) -> None:
     directory = tmp_path_factory.mktemp("service")
@@ -418,13 +420,13 @@ async def test_whatever_happens_none_is_lost_and_none_is_trained_twice(
             case "prune" if service.store.checkpoints():
                 await service.prune()
     await check(service, accepted)
-    # What was answered as cancelled is never trained, whatever came after.
+    # A task whose cancellation was confirmed is never trained.
     statuses = {name: await service.status(name) for name in accepted}
     assert {name for name, status in statuses.items() if status == "cancelled"} == cancelled
 
 
 async def check(service: Service, accepted: list[str]) -> None:
-    """Each accepted task comes to an end, and no task is trained under two groups."""
+    """Check that each accepted task ends, and that no task is trained under two groups."""
     for _ in range(len(accepted) + 2):
         if service.submissions.backlog.waiting:
             await service.admit()
@@ -434,7 +436,7 @@ async def check(service: Service, accepted: list[str]) -> None:
     assert all(view is not None for view in views)
     statuses = Counter(view.status for view in views if view)
     assert statuses[Status.QUEUED] == statuses[Status.RUNNING] == 0
-    # What is left over makes no whole step.
+    # The remaining finished tasks are too few for a step.
     assert statuses[Status.FINISHED] < GROUPS_PER_STEP
     shown = sum(item.status is Status.TRAINED for view in views if view for item in view.rollouts)
     await service.commit()
@@ -442,7 +444,7 @@ async def check(service: Service, accepted: list[str]) -> None:
     assert len({item.rollout_id for item in events}) == len(events) == shown
 
 
-async def test_requests_that_come_together_are_answered_as_if_one_after_the_other(
+async def test_requests_of_one_batch_are_answered_as_if_in_sequence(
     tmp_path: Path,
 ) -> None:
     service = await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=4)).begin()
@@ -471,22 +473,22 @@ async def test_requests_that_come_together_are_answered_as_if_one_after_the_othe
     assert (first.places[0].place, fits.places[0].ahead) == (1, 1)
     assert over_quota.is_quota and changed.conflicts == ("a",) and reused.is_key_taken
     assert full.refusal and full.retry_after_s
-    # Stored as answered: a new process knows these, and nothing else.
+    # The database has exactly the accepted tasks, so a new process finds only those.
     service = await service.restart()
     assert [await service.submissions.view(name) is None for name in "abcdexyz"] == [
         name not in "ad" for name in "abcdexyz"
     ]
 
 
-async def test_a_commit_that_fails_is_told_to_all_who_share_it(service: Service) -> None:
+async def test_a_failed_commit_is_reported_to_all_requests_in_it(service: Service) -> None:
     await Service(service.directory).begin()
     offers = [msgpack.encode(offer_of([request(name)], key="", limits=NO_LIMITS)) for name in "abc"]
     found = await service.submissions.submit_packed(offers)
     assert [type(each) for each in found] == [LeaseLost] * 3
 
 
-def test_the_digest_of_a_task_is_the_one_that_older_runs_have_stored() -> None:
-    """Of the JSON of what was sent, with sorted names."""
+def test_the_digest_of_a_task_equals_that_stored_by_older_runs() -> None:
+    """Check the digest of the JSON that was sent, with sorted names."""
     data = {"b": [1, 2.5], "a": {"ü": None}}
     sent = RolloutRequest.of(
         Task(task_id="acme~ä-1", environment="guessing", seed=7, data=data),
@@ -499,17 +501,17 @@ def test_the_digest_of_a_task_is_the_one_that_older_runs_have_stored() -> None:
     assert sent.num_bytes == 137
 
 
-async def test_tenants_that_submit_together_are_told_in_order_by_their_own_numbers(
+async def test_feeds_of_tenants_that_submit_together_are_ordered_and_numbered(
     service: Service,
 ) -> None:
     rounds = (("a~1", "b~1", "3"), ("b~4", "a~5", "b~6"))
     for names in rounds:
         await asyncio.gather(*(service.submissions.submit([request(name)]) for name in names))
-    told = {}
+    by_tenant = {}
     for sees in (None, "a", "b", "c"):
         page = await service.submissions.feed(after=0, limit=9, sees=sees)
-        told[sees] = [(entry.number, entry.task) for entry in page.entries]
-    assert told == {
+        by_tenant[sees] = [(entry.number, entry.task) for entry in page.entries]
+    assert by_tenant == {
         None: list(enumerate(("a~1", "b~1", "3", "b~4", "a~5", "b~6"), start=1)),
         "a": [(1, "a~1"), (2, "a~5")],
         "b": [(1, "b~1"), (2, "b~4"), (3, "b~6")],

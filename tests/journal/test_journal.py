@@ -1,4 +1,4 @@
-"""The journal: what is written comes back, the newest is kept, and a full disk ends nothing."""
+"""Tests of the journal: its files, which steps it keeps, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def file_of(step: JournalStep) -> bytes:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3))
-def test_a_step_comes_back_from_its_file_as_it_was(seed: int, num_groups: int) -> None:
+def test_a_step_read_from_its_file_is_the_written_step(seed: int, num_groups: int) -> None:
     step = step_of(
         [random_group(number, seed) for number in range(num_groups)], number=4 + seed % 99
     )
     assert_same_step(through_a_file(step), step)
 
 
-def test_a_step_without_groups_comes_back_too() -> None:
+def test_a_step_without_groups_can_be_written_and_read() -> None:
     assert_same_step(through_a_file(step_of([])), step_of([]))
 
 
-def test_an_entry_holds_what_the_trainer_was_handed() -> None:
+def test_an_entry_has_the_tokens_and_advantages_that_the_trainer_got() -> None:
     first = make_turn([10, 20, 30], [40, 50], logprobs=[-1, np.nan], version=3)
     second = make_turn([10, 20, 30, 40, 50, 60, 70], [80, 90], logprobs=[-2, -3], version=4)
     winner = make_trajectory([first, replace(second, reward=1.0)], rollout_id="g000000.0-0")
@@ -78,28 +78,28 @@ def test_an_entry_holds_what_the_trainer_was_handed() -> None:
     assert sample.token_ids[trained].tolist() == [40, 80, 90]
     assert sample.versions[trained].tolist() == [3, 4, 4]
     assert sample.logprobs[trained].tolist() == [-1, -2, -3]
-    # Returns 1 and 0: mean 1/2, deviation 1/sqrt(2).
+    # The returns 1 and 0 have the mean 1/2 and the deviation 1/sqrt(2).
     assert advantages == pytest.approx([0.7071058] * 3, abs=1e-6)
     assert (step.step, step.trainer_version) == (6, 5)
     assert step.num_packed_trained == 6 and step.entries[0].baseline_return == 1.0
 
 
-def test_what_is_not_in_the_loss_has_no_trained_token_and_a_reason() -> None:
+def test_a_trajectory_outside_the_loss_has_a_reason_and_no_trained_token() -> None:
     group = group_of(0, [1, 0, 0], outcomes={2: Outcome.TRUNCATED_TOKENS})
     masked = through_a_file(step_of([group])).entries[2]
-    # Its last turn was scored, so that it stands in the baseline.
+    # Its last turn was scored, so its return counts in the baseline.
     assert masked.reason is EvictionReason.MASKED and masked.baseline_return == 0.0
     assert masked.num_trained == 0 and len(masked.trajectory.samples) == 1
 
 
-def test_what_is_wrong_with_a_trajectory_is_kept() -> None:
+def test_the_problem_of_a_trajectory_is_stored() -> None:
     group = group_of(0, [1, 0, float("nan")])
     entries = through_a_file(step_of([group])).entries
     assert [entry.problem for entry in entries[:2]] == ["", ""]
     assert entries[2].problem.startswith("return nan, expected a finite number; check")
 
 
-def test_the_index_alone_tells_who_is_in_a_step() -> None:
+def test_the_index_names_the_trajectories_of_a_step() -> None:
     index = read_index(io.BytesIO(file_of(step_of([group_of(3, [1, 0])], number=7, term=2))))
     assert (index.step, index.term) == (7, 2)
     assert index.trajectory_ids == ("g000003.0-0.a0", "g000003.0-1.a0")
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_refused(data: st.DataObject) -> None:
         read_step(io.BytesIO(content))
 
 
-def test_sound_sections_that_hold_something_else_are_refused() -> None:
+def test_intact_sections_with_wrong_content_are_refused() -> None:
     start = f"rayloom journal {FORMAT}\n".encode()
 
     def section(content: bytes, *, length: int | None = None) -> bytes:
@@ -166,7 +166,7 @@ def result_of(number: int) -> object:
     return build_step(merged, step_settings(), step=number, trainer_version=number - 1)
 
 
-def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path: Path) -> None:
+def test_the_newest_steps_are_kept_and_no_term_overwrites_another(tmp_path: Path) -> None:
     (tmp_path / "step-of-mine.journal").touch()
     for term, number in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3)]:
         journal = journal_in(tmp_path, keep_steps=2, term=term)
@@ -177,7 +177,7 @@ def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == kept | {"step-of-mine.journal"}
 
 
-def test_the_oldest_steps_leave_a_journal_that_is_full_and_the_newest_never(
+def test_a_full_journal_removes_its_oldest_steps_but_never_the_newest(
     tmp_path: Path,
 ) -> None:
     assert journal_in(tmp_path).write(result_of(1)) == ""  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def test_the_oldest_steps_leave_a_journal_that_is_full_and_the_newest_never(
         kept = [file.step for file in list_files(tmp_path)]
         assert kept == list(range(max(1, number - 2), number + 1))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3.5 * num_bytes
-    # A step that is played again in a later term has two files, and both are kept.
+    # A step that a later term repeats has two files, and both are kept.
     again = journal_in(tmp_path, keep_bytes=int(2.5 * num_bytes), term=2)
     assert again.write(result_of(8)) == ""  # type: ignore[arg-type]
     assert [(file.step, file.term) for file in list_files(tmp_path)] == [(8, 1), (8, 2)]
@@ -200,7 +200,7 @@ def test_the_oldest_steps_leave_a_journal_that_is_full_and_the_newest_never(
         assert read_step(file).step == left.step == 9
 
 
-def test_the_bound_of_a_step_has_the_versions_that_were_published_once_more(
+def test_the_age_bound_of_a_step_includes_republished_versions(
     tmp_path: Path,
 ) -> None:
     journal = replace(journal_in(tmp_path), max_policy_age=1)
@@ -210,11 +210,11 @@ def test_the_bound_of_a_step_has_the_versions_that_were_published_once_more(
         assert journal.write(result, republished=republished) == ""  # type: ignore[arg-type]
         with (tmp_path / file_name(number, term=1)).open("rb") as file:
             bounds.append(read_step(file).max_policy_age)
-    # Step 8 trains on version 7, which is 6 once more: a token of version 5 is one step old.
+    # Step 8 trains version 7, which equals version 6, so a token of version 5 is one step old.
     assert bounds == [1, 1, 2, 3]
 
 
-def test_a_journal_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     journal = journal_in(tmp_path / "no" / "journal")
     first, second = journal.write(result_of(1)), journal.write(result_of(2))  # type: ignore[arg-type]
     assert "step 1 is not in the journal" in first and "run.journal_steps" in first

@@ -1,4 +1,4 @@
-"""The page at `/` of a served run, in headless Chromium: key, curves, lists, filters, tokens."""
+"""Tests of the web page of a served run in headless Chromium."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = "0123456789abcdef"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
-    """A run that has trained four tasks, and keeps a journal of two steps."""
+    """Serve a run that trains four tasks and has a journal of two steps."""
     directory = tmp_path_factory.mktemp("run")
     cut = group_of(1, [1, 0, 0], outcomes={2: Outcome.TRUNCATED_TOKENS})
     written(directory, step_of([group_of(0, [1, 0])]), step_of([cut], number=2))
@@ -44,7 +44,7 @@ def post(world: ServedRun, path: str, body: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def tab(world: ServedRun) -> Iterator[Browser]:
-    """With the key given."""
+    """Open the page in a browser and enter a wrong key, then the right one."""
     with browser() as found:
         found.look()
         found.open(f"{world.url}/")
@@ -78,7 +78,7 @@ def test_curves_grow_while_the_page_is_open(tab: Browser, world: ServedRun) -> N
     tab.eval("window.figure = document.querySelector('#reward canvas')")
     submit(world, "e", "f")
     tab.wait_for("document.querySelector('h1').textContent !== window.before", limit_s=20)
-    # The figures take the new steps; they are not made anew.
+    # The figures add the new steps and are not created again.
     assert tab.eval("document.querySelector('#reward canvas') === window.figure")
     tab.hover("#reward .u-over", at=0.99)
     tab.wait_for("!document.querySelector('#reward .tip').hidden")
@@ -124,7 +124,7 @@ def test_trajectories_are_filtered_and_lead_to_their_tokens(tab: Browser) -> Non
     assert "sampled, not trained · turn 0 · logprob" in tab.texts(".columns-tip")[0]
 
 
-def test_what_is_not_there_is_said(tab: Browser, tmp_path: Path) -> None:
+def test_an_unknown_trajectory_is_reported(tab: Browser, tmp_path: Path) -> None:
     go(tab, "trajectories/nobody")
     tab.wait_for("!document.querySelector('.banner').hidden")
     assert tab.texts(".banner")[0].startswith("the journal has no trajectory 'nobody'")

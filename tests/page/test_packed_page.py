@@ -1,4 +1,4 @@
-"""packed.html is what its sources say, and needs nothing but itself."""
+"""Tests that packed.html is up to date and loads nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.page.packed import HERE, PACKED, SOURCES_SHA256, empty_page, source
 REMEDY = "packed.html is not of these sources; run `make page`, and commit what it writes"
 
 
-def test_the_packed_page_is_of_its_sources() -> None:
+def test_the_packed_page_is_up_to_date_with_its_sources() -> None:
     assert f'<meta name="{SOURCES_SHA256}" content="{sources_digest()}">' in empty_page(), REMEDY
 
 
@@ -32,21 +32,21 @@ def test_packing_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
     installed = npm("ci", "--no-audit", "--no-fund", "--ignore-scripts")
     if installed.returncode != 0:
-        skip_or_fail(f"npm cannot install what the page is packed with: {installed.stderr[-300:]}")
+        skip_or_fail(f"npm cannot install the packages of the page: {installed.stderr[-300:]}")
     for script in ("check", "build"):
         ended = npm("run", script)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (here / "packed.html").read_bytes() == PACKED.read_bytes(), REMEDY
 
 
-def test_the_page_names_no_address_and_loads_nothing() -> None:
+def test_the_page_contains_no_address_and_loads_nothing() -> None:
     page = empty_page()
     assert "://" not in page and "@import" not in page and "url(" not in page
     targets = re.findall(r'\b(?:src|href)="([^"]*)"', page.partition("<style>")[0])
     assert targets == ["data:,"]
 
 
-def test_the_browser_is_held_to_the_one_program_and_to_the_runs_own_api() -> None:
+def test_the_content_security_policy_allows_only_the_script_and_the_api() -> None:
     page = empty_page()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None
@@ -57,7 +57,7 @@ def test_the_browser_is_held_to_the_one_program_and_to_the_runs_own_api() -> Non
     assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
 
 
-def test_what_is_packed_keeps_its_licence() -> None:
+def test_packed_libraries_keep_their_licence() -> None:
     page = empty_page()
     assert "The MIT License (MIT)" in page and "Leon Sorokin" in page
     assert '"resolved"' not in (HERE / "package-lock.json").read_text(encoding="utf-8")

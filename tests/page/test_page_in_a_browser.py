@@ -1,4 +1,4 @@
-"""The page in headless Chromium: a finished run, and the tokens of a trajectory."""
+"""Tests of a report and of a trajectory's page in headless Chromium."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUNS = {
     ),
     "many steps": learning_run(300),
 }
-# How many pixels of a figure's drawing are not blank.
+# JavaScript that counts the pixels of a figure that are not blank.
 INK = """(canvas => {
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   let count = 0; for (let at = 3; at < data.length; at += 4) count += data[at] > 0; return count
@@ -54,7 +54,7 @@ def shown(tab: Browser, run: History, directory: Path, **changes: object) -> Non
     assert tab.complaints == [] and tab.requests == [file.as_uri()]
 
 
-def test_a_report_of_any_length_is_drawn_without_a_complaint(tab: Browser, tmp_path: Path) -> None:
+def test_a_report_of_any_length_is_drawn_without_errors(tab: Browser, tmp_path: Path) -> None:
     for name, run in RUNS.items():
         shown(tab, run, tmp_path)
         figures = tab.texts("figure h3")
@@ -67,7 +67,7 @@ def test_a_report_of_any_length_is_drawn_without_a_complaint(tab: Browser, tmp_p
         assert len(ids) == len(set(ids)), name
 
 
-def test_a_broken_promise_stands_on_the_page(tab: Browser, tmp_path: Path) -> None:
+def test_a_broken_promise_is_shown(tab: Browser, tmp_path: Path) -> None:
     shown(tab, RUNS["one step"], tmp_path, policy_age_bound=-1)
     assert tab.texts(".checks .broken") == [
         "✗The oldest trained token was 0 versions behind; the bound is -1."
@@ -85,7 +85,7 @@ def test_figures_show_values_under_the_pointer_and_in_every_legend(
     step, *values = tab.texts("#reward .tip > div")
     assert step in ("step 19", "step 20", "step 21") and values[0].startswith("training")
     assert 0.55 < float(values[0].rpartition(" ")[2]) < 0.65
-    # The same step in the other figures, whose tips stay hidden.
+    # The other figures show the same step in their legends; their tooltips stay hidden.
     assert tab.texts("#stages .legend .value")[0] == "0.8 s"
     assert tab.eval("document.querySelector('#stages .tip').hidden")
     tab.hover("h1")
@@ -95,9 +95,7 @@ def test_figures_show_values_under_the_pointer_and_in_every_legend(
     tab.wait_for("!document.querySelector('#age .tip').hidden")
 
 
-def test_what_was_never_known_or_never_said_anything_has_no_figure(
-    tab: Browser, tmp_path: Path
-) -> None:
+def test_unknown_or_constant_statistics_have_no_figure(tab: Browser, tmp_path: Path) -> None:
     off = {"masked_fraction": 0.0, "masked_token_fraction": 0.0, "importance_weight_mean": 1.0,
            "importance_weight_max": 1.0, "clip_fraction_low": 0.0}  # fmt: skip
     on = off | {"masked_fraction": 0.5, "masked_token_fraction": 0.5, "importance_weight_max": 1.5}
@@ -148,9 +146,7 @@ def test_each_token_has_its_colour_and_its_columns_under_the_pointer(
         assert len(tab.texts(".text .t.heat")) in (4, 5), paint
 
 
-def test_a_branch_stands_in_the_tree_under_the_sample_that_it_parts_from(
-    tab: Browser, tmp_path: Path
-) -> None:
+def test_a_branch_is_below_its_original_sample_in_the_tree(tab: Browser, tmp_path: Path) -> None:
     token_page(tab, example_step(), 2, tmp_path)
     assert tab.texts(".tree .name") == ["sample 0", "sample 1"]
     depths = "[...document.querySelectorAll('.tree li')].map(e => e.style.cssText)"
@@ -159,7 +155,7 @@ def test_a_branch_stands_in_the_tree_under_the_sample_that_it_parts_from(
     assert tab.texts("#sample-1 .t.differs") == ["h"]
 
 
-def test_a_models_markup_is_text(tab: Browser, tmp_path: Path) -> None:
+def test_markup_in_a_models_text_is_shown_as_text(tab: Browser, tmp_path: Path) -> None:
     token_page(tab, example_step(), 3, tmp_path)
     assert "<b>das</b> & \\x1b[31m?" in "".join(tab.texts(".text .t"))
     assert tab.eval("document.querySelectorAll('.text b').length") == 0

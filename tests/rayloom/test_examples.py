@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names, and at the head of the protocols' modules."""
+"""Tests of the examples in docstrings of public names and of the modules with protocols."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def namespace() -> dict[str, Any]:
     return {name: getattr(rayloom, name) for name in rayloom.__all__}
 
 
-async def test_the_environment_of_the_docstring_can_be_played() -> None:
+async def test_the_environment_in_the_docstring_can_be_played() -> None:
     [code] = blocks(rayloom.Environment)
     names = namespace()
     exec(code, names)
@@ -38,7 +38,7 @@ async def test_the_environment_of_the_docstring_can_be_played() -> None:
     assert (await environment.step(rayloom.Action(text="11"))).terminated
 
 
-def test_the_examples_of_one_line_are_values() -> None:
+def test_one_line_examples_are_valid_values() -> None:
     shown = (
         "Action", "Message", "Observation", "RewardError", "StepResult", "Task", "ToolCall",
         "ToolSchema",
@@ -50,7 +50,7 @@ def test_the_examples_of_one_line_are_values() -> None:
 
 
 @pytest.mark.parametrize("name", ["ApiError", "Client", "evaluate", "serve", "train"])
-def test_the_calls_of_longer_examples_fit_the_signatures(name: str) -> None:
+def test_calls_in_longer_examples_fit_the_signatures(name: str) -> None:
     [code] = blocks(getattr(rayloom, name))
     names = {**namespace(), "rayloom": rayloom}
     found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
@@ -76,7 +76,7 @@ def test_the_example_of_load_config_runs(
     assert capsys.readouterr().out == "20 16\n"
 
 
-async def test_the_usage_of_the_protocol_of_environments_runs(
+async def test_the_example_of_the_environment_protocol_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     [definition] = blocks(rayloom.Environment)
@@ -87,7 +87,7 @@ async def test_the_usage_of_the_protocol_of_environments_runs(
     assert capsys.readouterr().out.splitlines() == shown
 
 
-async def test_the_usage_of_a_dialect_runs() -> None:
+async def test_the_example_of_a_dialect_runs() -> None:
     names = {
         **vars(dialect),
         "dialect": OPENAI_CHAT,
@@ -109,13 +109,13 @@ def blocks(documented: object) -> list[str]:
 
 
 def usage(module: object) -> str:
-    """Return the indented lines at the head of a module."""
+    """Return the indented example in the docstring of a module."""
     lines = (inspect.getdoc(module) or "").splitlines()
     return textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
 
 
 async def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run code that may await. Returns: its variables."""
+    """Run code that may await and return its variables."""
     body = textwrap.indent(code, "    ")
     exec(f"async def main():\n{body}\n    return locals()", names)
     found: dict[str, Any] = await names["main"]()

@@ -1,4 +1,4 @@
-"""Functions and classes that `rayloom.train` is given: the run calls these and no others."""
+"""Tests that a run calls exactly the functions and classes given to `rayloom.train`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def score(completion, scale=1.0):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A user's module, which the run can import too."""
+    """Import a module of a user that the run can import too."""
     (tmp_path / "own_score.py").write_text(SCORE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -59,7 +59,7 @@ def as_found_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 @pytest.mark.parametrize("what", ["reward", "group-reward", "tools"])
-def test_a_wrapper_with_the_name_of_its_inner_function_is_called_and_not_the_inner_one(
+def test_a_wrapper_with_the_name_of_its_inner_function_is_called(
     own: ModuleType, as_found_by_a_run: Callable[..., Any], what: str
 ) -> None:
     @wraps(own.score)
@@ -72,7 +72,7 @@ def test_a_wrapper_with_the_name_of_its_inner_function_is_called_and_not_the_inn
     assert as_found_by_a_run(scaled, what=what)("4") == 0.1
 
 
-def test_an_attribute_that_was_replaced_does_not_replace_the_given_object(
+def test_the_given_object_is_called_even_if_its_module_replaced_it(
     own: ModuleType, as_found_by_a_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, kind = own.score, own.Scale
@@ -101,7 +101,7 @@ def test_a_stored_wrapper_is_shown_by_its_own_source(own: ModuleType, tmp_path: 
     assert "# def half" in (tmp_path / f"{module}.py").read_text().replace("#     ", "# ")
 
 
-def test_another_file_of_the_same_module_name_in_the_working_directory_is_refused(
+def test_a_module_is_refused_if_the_working_directory_has_another_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lib, here = tmp_path / "lib", tmp_path / "here"
@@ -127,17 +127,17 @@ def test_another_file_of_the_same_module_name_in_the_working_directory_is_refuse
             name_of(function, tmp_path / "store", what="reward")
             pytest.fail(case)
 
-    # A text that equals a module's name is no use of the module.
+    # A string that equals the name of a module is not a use of the module.
     def scored(completion: str, given_lib: str = "given_lib") -> float:
         return {"given_lib": 1.0}[given_lib]
 
     assert name_of(scored, tmp_path / "store", what="reward").endswith(":scored")
-    # Another path to the same file is no other file.
+    # Another path of the same file is accepted.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "given_lib.py").hardlink_to(lib / "given_lib.py")
     assert name_of(flat.score, tmp_path / "store", what="reward") == "given_lib:score"
     (tmp_path / "given_lib.py").unlink()
-    # Without the other files the same functions are taken.
+    # Without the other files, the same functions are accepted.
     for function in given.values():
         assert name_of(function, tmp_path / "store", what="reward")
 

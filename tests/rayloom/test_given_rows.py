@@ -1,4 +1,4 @@
-"""The rows that a caller gives as `dataset`: which forms are read, and which are refused."""
+"""Tests of the rows given as `dataset`: which types are accepted and which are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row(BaseModel):
 
 
 class Indexed:
-    """Rows by their numbers, without `__iter__`."""
+    """A sequence of rows without `__iter__`."""
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return ROWS[number]
@@ -38,7 +38,7 @@ class Indexed:
 
 
 class DataFrame:
-    """A frame with the interface of pandas, as in modin and cudf."""
+    """A data frame with the interface of pandas, like those of modin and cudf."""
 
     columns = FRAME.columns
     to_dict = staticmethod(FRAME.to_dict)
@@ -49,7 +49,7 @@ class DataFrame:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library keeps what it has read."""
+    """Set the cache of the library for data sets to a temporary directory."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -78,7 +78,7 @@ def read(dataset: Any, directory: Path) -> list[Mapping[str, Any]]:
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_each_form_of_the_same_rows_is_read_as_the_same_tasks(dataset: Any, tmp_path: Path) -> None:
+def test_the_same_rows_in_any_type_are_the_same_tasks(dataset: Any, tmp_path: Path) -> None:
     assert read(dataset, tmp_path / "run") == ROWS
 
 
@@ -96,7 +96,7 @@ def test_a_selection_of_a_data_set_is_read_as_selected(tmp_path: Path) -> None:
     assert read(DATASET.select([2, 0]), tmp_path / "run") == [ROWS[2], ROWS[0]]
 
 
-def test_nulls_that_a_data_set_adds_to_the_schemas_of_tools_are_left_out(tmp_path: Path) -> None:
+def test_nulls_that_a_data_set_adds_to_tool_schemas_are_removed(tmp_path: Path) -> None:
     tools = [{"name": name, "parameters": {"properties": {name: {"a": 1}}}} for name in "xy"]
     rows = [{"prompt": "Which?", "tools": [tool]} for tool in tools]
     for number, form in enumerate((datasets.Dataset.from_list(rows), rows)):
@@ -129,7 +129,7 @@ def test_nulls_that_a_data_set_adds_to_the_schemas_of_tools_are_left_out(tmp_pat
         ([{"prompt": "\ud800"}], "row 1, column prompt: got a value that is not JSON"),
     ],
 )  # fmt: skip
-def test_what_is_not_rows_is_refused_before_anything_is_written(
+def test_values_that_are_not_rows_are_refused_before_anything_is_written(
     dataset: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ def test_what_is_not_rows_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_error_of_the_command_does_not_name_a_file_that_is_removed(
+def test_the_error_of_the_command_does_not_name_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,7 +147,7 @@ def test_the_error_of_the_command_does_not_name_a_file_that_is_removed(
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_values_and_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_missing_values_and_duplicate_columns_are_refused(tmp_path: Path) -> None:
     missing = FRAME.assign(answer=[1.0, math.nan, 2.0])
     with pytest.raises(rayloom.ConfigError, match=r"row 2, column answer: got nan, .*by dropna"):
         write_rows(missing, tmp_path)

@@ -1,4 +1,4 @@
-"""A user's modules with the names of Rayloom's packages."""
+"""Tests of user modules that hide packages of Rayloom or libraries that it imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_module_that_hides_a_package_is_refused(tmp_path: Path, file: str) -> 
     with pytest.raises(ImportError, match=f"got {tmp_path / file}, which hides") as refused:
         check_names([str(tmp_path), str(ROOT)])
     assert "rename it, or start from another directory" in str(refused.value)
-    # A script of that directory, and the command line there.
+    # Both a script and the command line in that directory refuse the module.
     if file != "rayloom.py":
         (tmp_path / "script.py").write_text("import rayloom")
         assert str(refused.value) in run(tmp_path, "script.py").stderr
@@ -43,7 +43,7 @@ def test_a_module_that_hides_a_library_is_refused(tmp_path: Path, file: str) -> 
     name = file.partition("/")[0].removesuffix(".py")
     (tmp_path / name).mkdir()
     (tmp_path / name / "values.yaml").write_text("")
-    # A folder without code hides nothing, and neither does a library where pip installed it.
+    # A folder without code hides nothing, nor does a library in site-packages.
     check_names([str(tmp_path), *sys.path])
     check_names([each for each in sys.path if each.endswith("site-packages")])
     (tmp_path / file).write_text("")

@@ -1,4 +1,4 @@
-"""The committed notebook: it has its output, and its calls fit the functions that they call.
+"""Tests of the committed notebook: it has its output, and its calls fit their functions.
 
 `tests/scenarios/test_notebook_proof.py` executes it.
 """
@@ -43,7 +43,7 @@ def test_each_call_fits_the_signature_of_its_function() -> None:
         assert bound.arguments.get("settings", {}).keys() <= SECTIONS
 
 
-def test_it_has_the_output_of_one_execution_from_first_to_last() -> None:
+def test_the_notebook_has_the_output_of_one_complete_execution() -> None:
     cells = [cell for cell in read_notebook().cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     text = "".join(text_of(cell) for cell in cells)
@@ -52,7 +52,7 @@ def test_it_has_the_output_of_one_execution_from_first_to_last() -> None:
     assert "Traceback" not in text and "/tmp/" not in text
 
 
-def test_the_page_of_the_site_shows_code_tables_and_what_was_printed() -> None:
+def test_the_page_of_the_site_shows_code_tables_and_printed_text() -> None:
     notebook: Any = read_notebook()
     page = notebook_page(notebook)
     for words in (

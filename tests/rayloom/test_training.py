@@ -1,4 +1,4 @@
-"""`import rayloom`: the public names, and what `rayloom.train` hands to the command."""
+"""Tests of `import rayloom`: the public names, and the command that `rayloom.train` starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.launch.run_dir import RunDir, check_new
 ROWS = [{"prompt": "Which number comes after 3?", "answer": "4"}]
 
 
-def test_each_public_name_is_there_and_documented() -> None:
+def test_each_public_name_exists_and_is_documented() -> None:
     for name in rayloom.__all__:
         assert (getattr(rayloom, name).__doc__ or "").strip(), name
     assert set(rayloom.__all__) <= set(dir(rayloom))
@@ -53,19 +53,19 @@ def test_a_function_without_an_importable_module_is_stored_with_its_source(
     monkeypatch.syspath_prepend(str(store))
     found = getattr(importlib.import_module(module), name)
     assert (found("4", "4"), found("5", "4")) == (1.5, 0.5)
-    # The same function has the same name, and a start may use the directory.
+    # The same function has the same name again, and the directory can still be used for a run.
     assert name_of(score, store, what="reward") == f"{module}:{name}"
     check_new(RunDir(path=tmp_path / "run"))
 
 
-def test_a_function_of_a_module_is_taken_by_its_name(tmp_path: Path) -> None:
+def test_a_function_of_a_module_is_passed_by_name(tmp_path: Path) -> None:
     assert name_of(check_new, tmp_path / "functions", what="reward") == (
         "service.launch.run_dir:check_new"
     )
     assert not (tmp_path / "functions").exists()
 
 
-def test_a_function_that_refers_to_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+def test_a_function_that_refers_to_an_unpicklable_object_is_refused(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def score(completion: str) -> float:
@@ -88,7 +88,7 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_holds_a_run_is_not_touched(tmp_path: Path) -> None:
+def test_a_directory_with_a_run_is_not_changed(tmp_path: Path) -> None:
     run_dir = RunDir(path=tmp_path / "run")
     run_dir.functions.mkdir(parents=True)
     rows = run_dir.functions / "rows.jsonl"
@@ -107,7 +107,7 @@ def test_a_method_is_stored_with_its_instance(tmp_path: Path) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The arguments of the command that `rayloom.train` would start."""
+    """Return the arguments of the command that `rayloom.train` would start."""
     from rayloom import training
 
     found: list[str] = []
@@ -185,13 +185,15 @@ def test_settings_reach_the_run_with_their_keys_and_values(
     assert config.model.path == "models/own"
 
 
-def test_no_functions_with_weights_are_no_functions(tmp_path: Path, started: list[str]) -> None:
+def test_an_empty_mapping_of_functions_means_no_functions(
+    tmp_path: Path, started: list[str]
+) -> None:
     with pytest.raises(rayloom.ConfigError, match="not started"):
         rayloom.train("own.yaml", reward={}, group_reward={}, run_dir=tmp_path / "run")
     assert started == ["own.yaml", "--run-dir", str(tmp_path / "run")]
 
 
-def test_dots_in_a_key_are_a_path_except_where_keys_are_free(
+def test_dots_in_a_key_are_a_path_unless_the_user_chooses_the_keys(
     tmp_path: Path, started: list[str]
 ) -> None:
     with pytest.raises(rayloom.ConfigError, match="not started"):
@@ -224,13 +226,13 @@ def test_dots_in_a_key_are_a_path_except_where_keys_are_free(
         {"model": 3},
     ],
 )
-def test_what_is_no_setting_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_an_invalid_setting_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(rayloom.ConfigError, match=r"got an? .*, expected "):
         rayloom.train(**settings, **({} if "resume" in settings else {"run_dir": tmp_path / "run"}))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_configuration_is_given_as_a_mapping_or_as_read(
+def test_a_configuration_may_be_a_mapping_or_a_loaded_one(
     tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree: dict[str, Any] = {"model": {"path": Path("own")}, "run": {"steps": np.int64(7)}}
@@ -240,7 +242,7 @@ def test_a_configuration_is_given_as_a_mapping_or_as_read(
     configs: list[rayloom.Config] = []
 
     def keep(_: str, *arguments: str) -> None:
-        # The file of a mapping is removed when `train` returns.
+        # `train` removes the file of a mapping when it returns, so copy its text.
         configs.append(config_of(list(arguments)))
         raise rayloom.ConfigError("not started")
 
@@ -283,14 +285,14 @@ def test_paths_may_begin_with_the_home_directory(
 
 @pytest.mark.parametrize("what", ["reward", "group_reward", "tools"])
 @pytest.mark.parametrize("given", [3, object(), rayloom, b"my.py:score", {check_new}, [3], None])
-def test_what_is_no_function_is_refused(tmp_path: Path, what: str, given: Any) -> None:
+def test_a_value_that_is_not_a_function_is_refused(tmp_path: Path, what: str, given: Any) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(rayloom.ConfigError, match=f"^{what}: got an? .*, expected a function, "):
         rayloom.train(dataset=ROWS, run_dir=run_dir, **{what: given})
     assert not run_dir.exists()
 
 
-def test_tools_have_no_weights_and_no_function_has_two(tmp_path: Path) -> None:
+def test_tools_with_weights_and_functions_with_two_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(rayloom.ConfigError, match="tools: got a dict, expected a function"):
         rayloom.train(dataset=ROWS, tools={"t.py:add": 1.0}, run_dir=tmp_path / "run")  # type: ignore[arg-type]
     twice = {check_new: 1.0, "service.launch.run_dir:check_new": 2.0}
@@ -298,7 +300,7 @@ def test_tools_have_no_weights_and_no_function_has_two(tmp_path: Path) -> None:
         rayloom.train(dataset=ROWS, reward=twice, run_dir=tmp_path / "run")
 
 
-def test_serve_and_evaluate_are_refused_as_the_commands_are(
+def test_serve_and_evaluate_refuse_what_their_commands_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

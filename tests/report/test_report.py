@@ -1,4 +1,4 @@
-"""What the page of a run is given, at every length of run."""
+"""Tests of the document of a run's report, for runs of every length."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def document_of(run: History, **changes: object) -> dict[str, Any]:
     return run_document(RunPicture(summary=summary, history=run, config_text="run: {}\n"))
 
 
-def test_reward_components_are_a_table_and_curves_where_an_environment_names_them() -> None:
+def test_reward_components_are_a_table_and_curves_if_an_environment_has_them() -> None:
     steps = tuple(
         step_record(i, reward_components={"form": i / 4, **({"used tool": 1.0} if i > 5 else {})})
         for i in range(1, 9)
@@ -73,7 +73,7 @@ def test_reward_components_are_a_table_and_curves_where_an_environment_names_the
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_any_length_is_a_tree_of_json_with_whole_columns(name: str) -> None:
+def test_the_document_of_a_run_of_any_length_is_json_with_complete_columns(name: str) -> None:
     run = RUNS[name]
     document = document_of(run)
     json.dumps(document, allow_nan=False)
@@ -87,7 +87,7 @@ def test_a_run_of_any_length_is_a_tree_of_json_with_whole_columns(name: str) -> 
     )
 
 
-def test_the_answers_to_the_same_held_out_tasks_are_side_by_side() -> None:
+def test_answers_to_the_same_held_out_tasks_are_next_to_each_other() -> None:
     def played(step: int, answers: dict[str, str]) -> EvaluationRecord:
         samples = (
             EvaluationSample(
@@ -116,7 +116,7 @@ def test_the_answers_to_the_same_held_out_tasks_are_side_by_side() -> None:
     assert table["caption"] not in captions
 
 
-def test_the_columns_are_what_the_records_say() -> None:
+def test_the_columns_have_the_values_of_the_records() -> None:
     known = step_record(1, is_skipped=True, kl_mean=0.123456789, num_turns=0)
     columns = document_of(history_of(steps=(known, unmeasured_step(2))))["steps"]
     assert columns["kl_mean"] == [0.123457, None] and columns["is_skipped"] == [1, 0]
@@ -126,14 +126,14 @@ def test_the_columns_are_what_the_records_say() -> None:
     assert columns["wall_time"][0] == known.wall_time
 
 
-def test_the_asker_gets_the_steps_that_it_does_not_have() -> None:
+def test_a_document_after_a_step_has_only_the_later_steps() -> None:
     run = learning_run(30)
     picture = RunPicture(summary=summary_of(run), history=run, config_text="", after=28)
     assert run_document(picture)["steps"]["step"] == [29, 30]
 
 
-def test_every_figure_draws_a_column_that_there_is() -> None:
-    """The page's figures name statistics, outcomes and stages as the records do."""
+def test_every_figure_draws_existing_columns() -> None:
+    """Check that figures use the records' names of statistics, outcomes and stages."""
     figures = json.loads((PACKED.parent / "src" / "figures.json").read_text(encoding="utf-8"))
     columns = document_of(learning_run(2))["steps"]
     specs = [spec for size in ("large", "small", "loss") for spec in figures[size]]
@@ -146,7 +146,7 @@ def test_every_figure_draws_a_column_that_there_is() -> None:
         assert len({band["role"] for band in bands}) == len(bands)
 
 
-def test_configuration_and_names_are_text_not_markup() -> None:
+def test_configuration_and_names_are_shown_as_text() -> None:
     text = render_report(
         summary=summary_of(history_of(), name="</script><b>"),
         history=history_of(),
@@ -156,7 +156,7 @@ def test_configuration_and_names_are_text_not_markup() -> None:
     assert "<b>" not in text and "\\u003cscript>" in text
 
 
-def test_the_report_is_written_whole_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_the_report_is_written_completely_without_other_files(tmp_path: Path) -> None:
     write_report(
         tmp_path / "report.html",
         summary=summary_of(history_of()),
@@ -178,7 +178,7 @@ def test_verdict_is_one_sentence_at_every_length(num_steps: int, expected: str) 
     assert verdict(summary_of(learning_run(num_steps))) == expected
 
 
-def test_verdict_says_when_the_reward_was_not_measured() -> None:
+def test_verdict_says_that_the_reward_was_not_measured() -> None:
     summary = summary_of(RUNS["nothing measured"])
     assert verdict(summary) == "2 steps in 4 min 12 s; the reward was not measured."
 
@@ -189,7 +189,7 @@ def test_ending_is_a_sentence() -> None:
     assert ending(summary_of(run)) == ""
 
 
-def test_broken_promises_are_named() -> None:
+def test_broken_promises_are_listed() -> None:
     run = history_of(
         steps=(
             step_record(
