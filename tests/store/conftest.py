@@ -1,4 +1,4 @@
-"""A store of either kind, for tests of what both promise."""
+"""Fixtures with a store on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.store.run_store import RunStore
 def place_of(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Path], str]:
-    """The place of a directory's store, as a run's record has it."""
+    """Return a function that returns the URL of the store of a directory."""
     server: PostgresqlServer | None = None
     if request.param == "postgresql":
         server = request.getfixturevalue("postgresql_server")
@@ -33,7 +33,7 @@ def place_of(
 
 @pytest.fixture
 def opened(place_of: Callable[[Path], str]) -> Iterator[OpenStore]:
-    """Opens a store; the same one for the same directory. All are closed at the end."""
+    """Return a function that opens the store of a directory; the fixture closes all of them."""
     stores: list[RunStore] = []
 
     def open_one(directory: Path) -> RunStore:

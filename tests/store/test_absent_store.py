@@ -1,4 +1,4 @@
-"""A store that does not answer for a moment is waited for; each write is done once."""
+"""Tests of a store that does not answer for a while: the run waits, and writes once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from service.store.submissions import SubmissionStore, packed
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=["fast", "immediate"])
-def test_a_restart_of_postgresql_is_waited_for_and_loses_nothing(
+def test_a_run_waits_for_a_restart_of_postgresql_and_loses_nothing(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -66,7 +66,7 @@ def test_a_restart_of_postgresql_is_waited_for_and_loses_nothing(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_commit_whose_connection_breaks_is_done_once(
+def test_a_commit_with_a_broken_connection_is_made_once(
     tmp_path: Path,
     postgresql_server: PostgresqlServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,7 +95,7 @@ def test_a_commit_whose_connection_breaks_is_done_once(
 
 @pytest.mark.proof
 @pytest.mark.slow
-def test_a_look_that_is_cut_off_is_taken_again(
+def test_an_interrupted_read_is_repeated(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
@@ -116,7 +116,7 @@ def test_a_look_that_is_cut_off_is_taken_again(
             return len(connection.execute(select(tables.leases)).all())
 
         assert store.read(look) == 1 and num_looks == 2
-        # Whoever asks whether there is a run may wait for the answer too.
+        # A check of whether there is a run may wait for the server too.
         proxy.cut()
         with pytest.raises(StoreError):
             has_run(url, patience_s=0.0)
@@ -125,7 +125,7 @@ def test_a_look_that_is_cut_off_is_taken_again(
         store.close()
 
 
-def test_a_disk_that_is_full_for_a_moment_ends_no_run(tmp_path: Path) -> None:
+def test_a_run_waits_while_the_disk_is_full(tmp_path: Path) -> None:
     with small_disk(tmp_path, kib=1024):
         store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
         term = store.acquire_lease(owner="elsewhere:1").term
@@ -138,14 +138,14 @@ def test_a_disk_that_is_full_for_a_moment_ends_no_run(tmp_path: Path) -> None:
         for step in range(1, 6):
             store.add_step(step_record(step), term=term, new_events=())
         freeing.join()
-        # As long as it waits, it says for how long already.
+        # While the store waits, `away_s` shows for how long.
         assert max(seen()) > 0.3 and store.away_s == 0.0
         assert [record.step for record in read_history(store).steps] == [1, 2, 3, 4, 5]
         store.close()
 
 
 def watched(timer: threading.Timer, store: RunStore) -> Callable[[], list[float]]:
-    """What the store says of its absence, until the timer is over."""
+    """Record `away_s` until the timer ends; return a function that returns the values."""
     found: list[float] = []
 
     def watch() -> None:
@@ -164,9 +164,7 @@ def watched(timer: threading.Timer, store: RunStore) -> Callable[[], list[float]
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_a_database_that_is_taken_from_under_a_run_is_told_at_once(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_removed_moved_or_replaced_database_is_reported_at_once(tmp_path: Path, how: str) -> None:
     file = tmp_path / "run.db"
     store = RunStore(f"sqlite:///{file}")
     term = store.acquire_lease(owner="elsewhere:1").term
@@ -187,7 +185,7 @@ def test_a_database_that_is_taken_from_under_a_run_is_told_at_once(
     store.close()
 
 
-def test_a_store_that_stays_away_ends_the_wait_with_a_sentence(tmp_path: Path) -> None:
+def test_a_store_that_stays_unavailable_ends_the_wait_with_an_error(tmp_path: Path) -> None:
     with small_disk(tmp_path, kib=512):
         store = RunStore(f"sqlite:///{tmp_path / 'run.db'}", patience_s=1.5)
         term = store.acquire_lease(owner="elsewhere:1").term
@@ -196,8 +194,8 @@ def test_a_store_that_stays_away_ends_the_wait_with_a_sentence(tmp_path: Path) -
         with pytest.raises(StoreError, match=words):
             for step in range(1, 200):
                 store.add_step(step_record(step), term=term, new_events=())
-        # What ends the run does not wait as long once more for each thing that it tries, and says
-        # the same. A read is another matter: it works.
+        # Later writes, which end the run, fail with the same error without waiting again. A read
+        # works.
         assert store.newest_term() == term
         with pytest.raises(StoreError, match=words):
             store.write(term, partial(grow, num_bytes=1 << 20))
@@ -210,7 +208,7 @@ def grow(connection: Connection, *, num_bytes: int) -> None:
     connection.execute(update(tables.leases).values(owner="x" * num_bytes))
 
 
-def test_a_server_that_is_not_there_is_told_in_a_sentence_without_the_password(
+def test_an_unreachable_server_is_reported_without_the_password(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, postgresql_server: PostgresqlServer
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", "a wrong password")

@@ -1,4 +1,4 @@
-"""A run is backed up while it is held, lost, and restored to a database of either kind."""
+"""Tests of backups: made of a held run and restored to a database of either kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return StoreOptions(database_url=server.url)
 
 
-def test_a_run_is_restored_from_a_backup_that_was_made_while_a_process_held_it(
+def test_a_run_is_restored_from_a_backup_made_while_a_process_held_it(
     tmp_path: Path, options: StoreOptions
 ) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
@@ -40,7 +40,7 @@ def test_a_run_is_restored_from_a_backup_that_was_made_while_a_process_held_it(
         move(run_dir.path, options)
     with closing(RunStore(run_dir.database_url, may_be_older=True)) as store:
         term = store.acquire_lease(owner=own_name(), directory=str(run_dir.path)).term
-        # Committed, but its directory is gone.
+        # This checkpoint is committed, but its directory is missing.
         commit(store, term=term, step=3, directory="step-000003-t9")
         said = back_up(run_dir, tmp_path / "backup")
         assert "1 checkpoints, newest step-000002-t1" in said
@@ -84,7 +84,7 @@ def test_a_backup_without_a_readable_checkpoint_and_an_existing_directory_are_re
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backup", "dangling", BEFORE]
 
 
-def test_a_directory_of_the_users_at_the_name_of_the_unfinished_one_is_kept(tmp_path: Path) -> None:
+def test_a_users_directory_with_the_name_of_an_unfinished_backup_is_kept(tmp_path: Path) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
     mine = tmp_path / "backup.part" / "mine.txt"
     mine.parent.mkdir()
@@ -94,7 +94,7 @@ def test_a_directory_of_the_users_at_the_name_of_the_unfinished_one_is_kept(tmp_
     with pytest.raises(ConfigError, match=r"mine\.txt.part cannot be read or written \(Not a dir"):
         back_up(run_dir, mine / "mine.txt")
     assert mine.read_text() == "mine"
-    # What an interrupted backup leaves.
+    # An interrupted backup leaves a file of this name.
     mine.rename(mine.with_name("rayloom.db.part"))
     assert "1 checkpoints" in back_up(run_dir, tmp_path / "backup")
     assert not mine.parent.exists()

@@ -1,4 +1,4 @@
-"""A database's URL in a file that is replaced while the run has the database open."""
+"""Tests of a database URL in a file that is replaced while the run uses the database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def user_of(connection: Connection) -> str:
     return str(connection.scalar(text("SELECT session_user")))
 
 
-def test_a_run_follows_new_users_and_passwords_and_keeps_the_last_one_that_it_could_read(
+def test_a_run_uses_new_users_and_passwords_and_keeps_the_last_readable_one(
     tmp_path: Path,
     postgresql_server: PostgresqlServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,13 +59,13 @@ def test_a_run_follows_new_users_and_passwords_and_keeps_the_last_one_that_it_co
         term = store.acquire_lease(owner="a").term
         assert store.read(user_of) == "one"
 
-        # Another user, as Vault makes them; the old one may do nothing more.
+        # Vault creates a new user, and the old one loses its rights.
         give("two", "second")
         as_admin("ALTER ROLE one NOLOGIN NOSUPERUSER")
         time.sleep(FRESH_S)
         assert store.read(user_of) == "two"
 
-        # The same user with another password; all connections break.
+        # The same user gets another password, and all connections break.
         as_admin("ALTER ROLE two PASSWORD 'third'")
         give("two", "third")
         as_admin("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'two'")
@@ -73,7 +73,7 @@ def test_a_run_follows_new_users_and_passwords_and_keeps_the_last_one_that_it_co
         store.renew(term)
         assert num_failures == 0
 
-        # No file, or another database: the last one stays, also for new connections.
+        # Without the file, or with another database in it, new connections use the last URL.
         other = make_url(postgresql_server.url).set(database="other", password="fourth")
         for num, given in enumerate((None, str(other)), start=1):
             file.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def test_a_run_follows_new_users_and_passwords_and_keeps_the_last_one_that_it_co
         store.close()
         for secret in (quote(PASSWORD), "first", "second", "third", "fourth"):
             assert secret not in caplog.text
-        # Once each, also if another test of this process has added a handler.
+        # Each change is logged once. Count records, because other tests may have added a handler.
         changes = [each for each in caplog.records if "its new value is in use" in each.message]
         assert len({id(each) for each in changes}) == 2
         assert "the last value stays in use" in caplog.text
@@ -96,10 +96,10 @@ def test_a_run_follows_new_users_and_passwords_and_keeps_the_last_one_that_it_co
         as_admin("DROP OWNED BY one, two CASCADE", "DROP ROLE one, two")
 
 
-def test_a_connection_that_the_file_is_not_ready_for_waits_for_it(
+def test_a_connection_waits_until_the_file_has_the_new_password(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's password changes first, and the mounted file a moment later."""
+    """Change the password of the server first, and the mounted file a second later."""
     file = tmp_path / "database-url"
     right = make_url(postgresql_server.url).set(password=PASSWORD)
     file.write_text(str(right.set(password="old").render_as_string(hide_password=False)))
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_refused(
     assert "geheim" not in str(caught.value)
 
 
-def test_the_schema_is_the_runs_whatever_the_file_says() -> None:
+def test_the_schema_in_the_file_is_ignored() -> None:
     recorded = make_url("postgresql+psycopg://user@db:5432/runs")
     found = changed_url(recorded, "postgres://v-1:p@moved:6432/runs?schema=other&sslmode=require")
     assert (found.host, found.username, found.password) == ("moved", "v-1", "p")

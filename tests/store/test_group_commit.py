@@ -1,4 +1,4 @@
-"""Turns of all sessions, committed together: durable before they are shown, or never shown."""
+"""Tests of group commits: turns of all sessions are durable before clients see them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REPOSITORY = Path(__file__).parents[2]
 def begun(
     store: RunStore, *, hold_s: float = 10.0, num: int = 4
 ) -> tuple[GroupCommit, SessionStore]:
-    """With the sessions a-0, a-1, …"""
+    """Return a group commit and its session store with the sessions a-0, a-1, …"""
     term = store.acquire_lease(owner="elsewhere:1").term
     SubmissionStore(store).add([packed(session_request("a", num_samples=num))], term=term)
     sessions = SessionStore(store)
@@ -50,7 +50,7 @@ def begun(
 
 
 def stored(sessions: SessionStore, session: str = "a-0") -> list[tuple[int, bool]]:
-    """Number and is_unseen of the session's turns."""
+    """Return the number and `is_unseen` of each stored turn of a session."""
     found = sessions.load(session)
     assert found is not None
     return [(turn.number, turn.is_unseen) for turn in found[1]]
@@ -64,7 +64,7 @@ def locked(directory: Path) -> Iterator[None]:
         connection.execute("ROLLBACK")
 
 
-async def test_what_comes_together_shares_a_transaction_and_keeps_its_order(
+async def test_concurrent_changes_share_a_transaction_and_keep_their_order(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     commits, sessions = begun(opened(tmp_path), num=100)
@@ -79,13 +79,13 @@ async def test_what_comes_together_shares_a_transaction_and_keeps_its_order(
     await play("a-0")
     assert (commits.num_commits, commits.num_changes) == (3, 5)
     await asyncio.gather(*(play(f"a-{member}") for member in range(1, 100)))
-    # Some may come while a transaction is under way.
+    # Some changes may arrive during a transaction and need another one.
     assert commits.num_commits <= 3 + 6 and commits.num_changes == 500
     for member in range(100):
         found = sessions.load(f"a-{member}")
         assert found is not None
         assert [turn.number for turn in found[1]] == [0, 1, 2]
-    # More than one transaction takes: in order all the same.
+    # These are more changes than fit into one transaction, but their order is kept.
     for _ in range(MAX_CHANGES):
         commits.add(TurnMarked(session_id="a-0", number=0, is_unseen=False))
     before = commits.num_commits
@@ -93,7 +93,7 @@ async def test_what_comes_together_shares_a_transaction_and_keeps_its_order(
     assert commits.num_commits == before + 2
 
 
-async def test_another_writer_of_the_database_gets_its_turn_in_between(tmp_path: Path) -> None:
+async def test_another_writer_can_write_between_the_commits(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     commits, _ = begun(store)
     term = store.newest_term()
@@ -116,7 +116,7 @@ async def test_another_writer_of_the_database_gets_its_turn_in_between(tmp_path:
         each.close()
 
 
-async def test_a_database_that_is_away_for_a_moment_is_waited_for_and_then_503(
+async def test_a_commit_waits_for_an_absent_database_and_then_fails(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
@@ -133,7 +133,7 @@ async def test_a_database_that_is_away_for_a_moment_is_waited_for_and_then_503(
         proxy.mend()
         await held
         assert stored(sessions) == [(0, False)]
-        # Longer than a client is let wait. What came meanwhile keeps its place in the order.
+        # The database is absent for longer than a client may wait. The changes keep their order.
         proxy.cut()
         began = time.monotonic()
         answers = await asyncio.gather(
@@ -145,7 +145,7 @@ async def test_a_database_that_is_away_for_a_moment_is_waited_for_and_then_503(
         assert all(isinstance(answer, StoreAway) for answer in answers)
         assert "has not answered for 0.8 s" in str(answers[0]) and commits.failure is None
         proxy.mend()
-        # It is done, but the word of it is lost, and the database cannot be asked in time.
+        # The commit is made, but its answer is lost, and the database cannot be queried in time.
         await commits.commit(turn_added("a-2", 0))
         proxy.arm(when="after")
         unconfirmed = asyncio.create_task(commits.commit(turn_added("a-2", 1)))
@@ -158,7 +158,7 @@ async def test_a_database_that_is_away_for_a_moment_is_waited_for_and_then_503(
         proxy.mend()
         await commits.close()
         assert stored(sessions, "a-2") == [(0, False), (1, True)]
-        # Never shown, and so marked; a marked retry may be answered with it.
+        # These turns were not shown, so they are marked as unseen; a retry may get them.
         assert stored(sessions) == [(0, False), (1, True)] and stored(sessions, "a-1") == [
             (0, True)
         ]
@@ -166,7 +166,7 @@ async def test_a_database_that_is_away_for_a_moment_is_waited_for_and_then_503(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_turn_whose_commit_breaks_is_stored_once_and_shown(
+async def test_a_turn_with_a_broken_commit_is_stored_once_and_shown(
     tmp_path: Path,
     postgresql_server: PostgresqlServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +187,7 @@ async def test_a_turn_whose_commit_breaks_is_stored_once_and_shown(
         store.close()
 
 
-async def test_a_turn_whose_request_is_cancelled_is_stored_unseen(tmp_path: Path) -> None:
+async def test_a_turn_of_a_cancelled_request_is_stored_as_unseen(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     commits, sessions = begun(store)
     with locked(tmp_path):
@@ -203,7 +203,9 @@ async def test_a_turn_whose_request_is_cancelled_is_stored_unseen(tmp_path: Path
     store.close()
 
 
-async def test_only_who_came_too_late_is_told_so(tmp_path: Path, opened: OpenStore) -> None:
+async def test_only_a_change_after_the_end_is_refused_as_too_late(
+    tmp_path: Path, opened: OpenStore
+) -> None:
     commits, sessions = begun(opened(tmp_path))
     ending = SessionEnded(session_id="a-0", end=session_end())
     answers = await asyncio.gather(
@@ -220,13 +222,13 @@ async def test_only_who_came_too_late_is_told_so(tmp_path: Path, opened: OpenSto
     assert stored(sessions) == [(0, False)] and stored(sessions, "a-1") == [(0, False)]
 
 
-async def test_a_lost_lease_ends_it_and_nothing_of_the_older_term_is_stored(
+async def test_a_lost_lease_ends_the_group_commit_and_stores_nothing_more(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     commits, sessions = begun(opened(tmp_path))
     await commits.commit(turn_added("a-0", 0))
     opened(tmp_path).acquire_lease(owner="elsewhere:2")
-    # Of both that are under way, and of each that comes later.
+    # Both current commits and all later ones fail.
     answers = await asyncio.gather(
         commits.commit(turn_added("a-0", 1)),
         commits.commit(turn_added("a-1", 0)),
@@ -242,7 +244,7 @@ async def test_a_lost_lease_ends_it_and_nothing_of_the_older_term_is_stored(
     assert stored(sessions) == [(0, False)] and stored(sessions, "a-1") == []
 
 
-async def test_a_store_that_stays_away_ends_it_and_it_writes_nothing_more(tmp_path: Path) -> None:
+async def test_a_store_error_ends_the_group_commit_and_stores_nothing_more(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     store = RunStore(f"sqlite:///{file}", patience_s=0.5)
     commits, sessions = begun(store)
@@ -258,7 +260,7 @@ async def test_a_store_that_stays_away_ends_it_and_it_writes_nothing_more(tmp_pa
     store.close()
 
 
-async def test_closing_stores_what_is_left_and_takes_nothing_more(
+async def test_closing_stores_the_remaining_changes_and_accepts_no_more(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     commits, sessions = begun(opened(tmp_path))
@@ -273,7 +275,7 @@ async def test_closing_stores_what_is_left_and_takes_nothing_more(
     await commits.close()
 
 
-def test_every_turn_that_was_told_is_whole_after_a_kill(
+def test_every_confirmed_turn_is_complete_after_a_kill(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
@@ -284,13 +286,13 @@ def test_every_turn_that_was_told_is_whole_after_a_kill(
     stores = [RunStore(place) for place in places]
     for store in stores:
         begun(store, num=NUM_SESSIONS)
-    told: list[set[tuple[str, int]]] = [set() for _ in places]
+    confirmed: list[set[tuple[str, int]]] = [set() for _ in places]
     for _ in range(3):
-        # Side by side: most of their time is the start of Python.
+        # Start the writers in parallel, because they mostly wait for the start of Python.
         writers = [start_writer(place) for place in places]
-        for writer, lines in zip(writers, told, strict=True):
-            lines |= told_until_killed(writer, chance)
-        for store, lines in zip(stores, told, strict=True):
+        for writer, lines in zip(writers, confirmed, strict=True):
+            lines |= confirmed_until_killed(writer, chance)
+        for store, lines in zip(stores, confirmed, strict=True):
             check_whole(SessionStore(store), lines)
     for store in stores:
         store.close()
@@ -301,20 +303,22 @@ def start_writer(place: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 
-def told_until_killed(writer: subprocess.Popen[str], chance: random.Random) -> set[tuple[str, int]]:
+def confirmed_until_killed(
+    writer: subprocess.Popen[str], chance: random.Random
+) -> set[tuple[str, int]]:
     with writer:
         assert writer.stdout is not None
         first = [writer.stdout.readline() for _ in range(chance.randint(1, 60))]
         time.sleep(chance.uniform(0.0, 0.02))
         os.kill(writer.pid, signal.SIGKILL)
         lines = [*first, *writer.stdout]
-    # A line that is cut off was written by nobody who is alive.
+    # The kill may have cut off the last line, which then does not count.
     words = [line.split() for line in lines if line.endswith("\n")]
     assert words
     return {(session, int(number)) for session, number in words}
 
 
-def check_whole(sessions: SessionStore, told: set[tuple[str, int]]) -> None:
+def check_whole(sessions: SessionStore, confirmed: set[tuple[str, int]]) -> None:
     there: set[tuple[str, int]] = set()
     for member in range(NUM_SESSIONS):
         found = sessions.load(f"a-{member}")
@@ -322,4 +326,4 @@ def check_whole(sessions: SessionStore, told: set[tuple[str, int]]) -> None:
         for number, turn in enumerate(found[1]):
             assert_same_fields(turn, session_turn(number))
             there.add((f"a-{member}", number))
-    assert told <= there
+    assert confirmed <= there

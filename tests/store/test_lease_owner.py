@@ -1,4 +1,4 @@
-"""The owner of a lease: --resume leaves a live one its run; a dead one is no obstacle."""
+"""Tests of the owner of a lease: --resume is refused while the owner is alive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def silent(store: RunStore, term: int, *, seconds: float) -> None:
-    """Put the owner's last sign of life so far back."""
+    """Set the last renewal of the lease to so many seconds before now."""
     leases = tables.leases
     with write_under_way(store) as connection:
         connection.execute(update(leases).values(renewed_at=time.time() - seconds))
@@ -73,7 +73,7 @@ def test_a_process_of_this_machine_owns_the_lease_until_it_is_killed(
         check_lease_free(place)
 
 
-def test_an_owner_that_has_died_and_was_not_reaped_is_dead(store: RunStore, place: RunDir) -> None:
+def test_an_owner_that_is_a_zombie_process_is_dead(store: RunStore, place: RunDir) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         take_lease(store, f"{socket.gethostname()}:{other.pid}")
         other.kill()
@@ -81,7 +81,7 @@ def test_an_owner_that_has_died_and_was_not_reaped_is_dead(store: RunStore, plac
         check_lease_free(place)
 
 
-def test_another_process_under_the_owners_number_is_not_the_owner(
+def test_another_process_with_the_owners_pid_is_not_the_owner(
     store: RunStore, place: RunDir
 ) -> None:
     take_lease(store, own_name())
@@ -93,7 +93,7 @@ def test_another_process_under_the_owners_number_is_not_the_owner(
     check_lease_free(place)
 
 
-def test_an_owner_on_another_machine_is_alive_as_long_as_it_renews(store: RunStore) -> None:
+def test_an_owner_on_another_machine_is_alive_while_it_renews(store: RunStore) -> None:
     term = take_lease(store, "elsewhere:7")
     silent(store, term, seconds=20)
     owner = store.live_owner()
@@ -107,7 +107,7 @@ def test_an_owner_on_another_machine_is_alive_as_long_as_it_renews(store: RunSto
     assert store.live_owner() is None
 
 
-def test_only_the_newest_owner_renews(store: RunStore) -> None:
+def test_only_the_newest_owner_can_renew_or_release(store: RunStore) -> None:
     old = take_lease(store, "elsewhere:7")
     new = take_lease(store, "elsewhere:8")
     with pytest.raises(LeaseLost):
@@ -118,7 +118,7 @@ def test_only_the_newest_owner_renews(store: RunStore) -> None:
     assert store.live_owner() is None
 
 
-def test_a_run_with_a_live_owner_is_resumed_only_by_taking_it_over(
+def test_a_run_with_a_live_owner_is_resumed_only_with_take_over(
     store: RunStore, place: RunDir
 ) -> None:
     tasks = {"environment": "nowhere"}
@@ -134,7 +134,7 @@ def test_a_run_with_a_live_owner_is_resumed_only_by_taking_it_over(
             store=StoreOptions(),
             trial=Trial(),
         )
-    # The next thing that is wrong.
+    # With takes_over, only the next error is raised.
     with pytest.raises(ConfigError, match="nowhere"):
         run_training(
             config,

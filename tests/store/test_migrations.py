@@ -1,4 +1,4 @@
-"""A stored run moves forward: whole or not at all, once, after a copy, and under the lease."""
+"""Tests of the migration of a stored run: complete or not at all, once, after a copy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from service.store.submissions import SubmissionStore, packed
 
 PlaceOf = Callable[[Path], str]
 NEXT = tables.FORMAT
-# The table of steps in the format after the next step.
+# The table of training steps after the migration step of these tests.
 MOVED = Table("steps", MetaData(), Column("step"), Column("colour", String))
 
 
 class Painting:
-    """A step that adds a column. Counts how often it ran."""
+    """A migration step that adds a column and counts how often it ran."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.num_runs, self._fails = 0, fails
@@ -54,7 +54,7 @@ class Painting:
 
 
 def write_run(place: str, *, owner: str = "gone:nobody") -> None:
-    """A run of this format, of two steps."""
+    """Write a run of the current format with two training steps."""
     with closing(RunStore(place)) as store:
         term = store.acquire_lease(owner=owner).term
         for step in (1, 2):
@@ -71,19 +71,19 @@ def stored_format(place: str) -> int:
         return int(at.read(lambda connection: connection.scalar(select(tables.formats.c.number))))
 
 
-def test_the_steps_lead_from_the_first_format_to_this_one_without_a_gap() -> None:
+def test_there_is_a_migration_step_for_each_format() -> None:
     assert list(STEPS) == list(range(FIRST_FORMAT, tables.FORMAT))
     assert newest_format() == tables.FORMAT
 
 
-def test_the_next_lease_moves_a_run_forward_once(
+def test_the_next_lease_migrates_a_run_once(
     tmp_path: Path, place_of: PlaceOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, painting = place_of(tmp_path), Painting()
     write_run(place)
     for term in (2, 3):
         with closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store:
-            # What is looked at before the lease is there in both formats.
+            # The data that is read before the lease exists in both formats.
             assert store.newest_term() == term - 1 and store.checkpoints() == []
             assert store.acquire_lease(owner="b").term == term
             assert colours(store) == ["red", "blue"]
@@ -101,7 +101,7 @@ def test_the_next_lease_moves_a_run_forward_once(
             assert "colour" not in [column["name"] for column in names]
 
 
-def test_a_step_that_fails_leaves_the_run_as_it_was(tmp_path: Path, place_of: PlaceOf) -> None:
+def test_a_failed_migration_leaves_the_run_unchanged(tmp_path: Path, place_of: PlaceOf) -> None:
     place = place_of(tmp_path)
     write_run(place)
     failing = Painting(fails=True)
@@ -114,7 +114,7 @@ def test_a_step_that_fails_leaves_the_run_as_it_was(tmp_path: Path, place_of: Pl
         assert store.acquire_lease(owner="c").term == 2
 
 
-def test_two_that_move_a_run_at_once_move_it_once(tmp_path: Path, place_of: PlaceOf) -> None:
+def test_two_processes_migrate_a_run_only_once(tmp_path: Path, place_of: PlaceOf) -> None:
     place, painting, together = place_of(tmp_path), Painting(), Barrier(2)
     write_run(place)
 
@@ -127,12 +127,12 @@ def test_two_that_move_a_run_at_once_move_it_once(tmp_path: Path, place_of: Plac
                 return 0
 
     with ThreadPoolExecutor(2) as threads:
-        # Its own process is alive.
+        # The owner is this process, which is alive.
         assert sorted(threads.map(take, [own_name()] * 2)) == [0, 2]
     assert painting.num_runs == 1
 
 
-def test_a_run_that_somebody_holds_is_not_moved(tmp_path: Path, place_of: PlaceOf) -> None:
+def test_a_held_run_is_not_migrated(tmp_path: Path, place_of: PlaceOf) -> None:
     place, painting = place_of(tmp_path), Painting()
     write_run(place, owner=own_name())
     with closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store:
@@ -148,9 +148,7 @@ def test_a_run_that_somebody_holds_is_not_moved(tmp_path: Path, place_of: PlaceO
         assert store.newest_term() == 1 and colours(store) == ["red", "blue"]
 
 
-def test_who_writes_without_a_lease_refuses_a_run_that_is_not_moved(
-    tmp_path: Path, place_of: PlaceOf
-) -> None:
+def test_a_writer_without_a_lease_refuses_an_older_run(tmp_path: Path, place_of: PlaceOf) -> None:
     place = place_of(tmp_path)
     write_run(place)
     with pytest.raises(StoreError, match=f"older format than this Rayloom's {NEXT + 1}; move it"):
@@ -158,7 +156,7 @@ def test_who_writes_without_a_lease_refuses_a_run_that_is_not_moved(
     assert stored_format(place) == NEXT
 
 
-def test_who_looks_sees_an_older_run_as_it_will_be_and_leaves_it(
+def test_a_reader_sees_an_older_run_in_the_new_format_without_changing_it(
     tmp_path: Path, place_of: PlaceOf
 ) -> None:
     place, painting = place_of(tmp_path), Painting()
@@ -175,7 +173,7 @@ def test_who_looks_sees_an_older_run_as_it_will_be_and_leaves_it(
     assert [each.name for each in tmp_path.iterdir()] == ["run.db"]
 
 
-def test_without_its_copy_no_run_is_moved(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_copied_is_not_migrated(tmp_path: Path) -> None:
     place, painting = f"sqlite:///{tmp_path / 'run.db'}", Painting()
     write_run(place)
     copy = tmp_path / f"run.db.format-{NEXT}.bak"
@@ -190,7 +188,7 @@ def test_without_its_copy_no_run_is_moved(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run.db", copy.name]
 
 
-def test_the_copy_has_what_was_committed_and_nothing_of_the_transaction(tmp_path: Path) -> None:
+def test_the_copy_has_the_committed_rows_only(tmp_path: Path) -> None:
     place = f"sqlite:///{tmp_path / 'run.db'}"
     write_run(place)
     (tmp_path / "run.db").chmod(0o600)
@@ -206,7 +204,7 @@ def test_the_copy_has_what_was_committed_and_nothing_of_the_transaction(tmp_path
     assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_database_that_records_an_older_format_than_it_has_is_moved(
+def test_a_database_with_too_old_a_format_number_is_migrated(
     tmp_path: Path, place_of: PlaceOf
 ) -> None:
     place = place_of(tmp_path)
@@ -221,10 +219,10 @@ def test_a_database_that_records_an_older_format_than_it_has_is_moved(
         assert not store.is_older() and store.format_number() == NEXT
 
 
-def test_a_run_with_requests_that_were_being_sampled_is_moved_without_them(
+def test_the_migration_drops_the_table_of_requests_being_sampled(
     tmp_path: Path, place_of: PlaceOf
 ) -> None:
-    """Format 12 had a table of them, whose rows refer to sessions."""
+    """Migrate a run of format 12, which had such a table with references to sessions."""
     place = place_of(tmp_path)
     intents = Table(
         "session_intents",
@@ -266,7 +264,7 @@ def test_the_keys_of_an_older_run_can_be_managed(tmp_path: Path) -> None:
         assert store.format_number() == tables.FORMAT
 
 
-def test_a_finished_run_is_moved_without_a_term_of_its_own(tmp_path: Path) -> None:
+def test_a_finished_run_is_migrated_without_a_new_term(tmp_path: Path) -> None:
     run_dir = RunDir(path=tmp_path)
     write_run(run_dir.database_url)
     move_finished(run_dir)

@@ -1,4 +1,4 @@
-"""A run moves to a database of the other kind whole, and its old database is only read then."""
+"""Tests of moving a run to another database: all rows move, and the old one is read-only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def to_server(postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """A run of two terms, of which the second continued from a checkpoint of the first."""
+    """Create a run of two terms; the second continued from a checkpoint of the first."""
     run_dir = RunDir(path=tmp_path / "100% mine's")
     run_dir.path.mkdir()
     run_dir.config_file.write_text(yaml.safe_dump(SMALL))
@@ -82,7 +82,7 @@ def test_a_move_to_another_path_of_the_same_database_is_refused(
 
 
 def rows_of(place: str) -> Rows:
-    """All rows in their stored form, without the marks of writers."""
+    """Return all stored rows of a database without the identifiers of writers."""
     with closing(ReadOnlyStore(place)) as store:
         return store.read(
             lambda connection: {
@@ -115,7 +115,7 @@ def test_a_run_moves_to_postgresql_and_back_with_all_its_rows(
         lease = store.acquire_lease(owner="gone:nobody")
         assert lease.term == 4 and lease.parent is not None and lease.parent.step == 4
         commit(store, term=4, step=5)
-        # A number of a row that is gone is not given again.
+        # The number of a removed row is not used again.
         given = insert(_plain("feed")).values(at=1.0, kind="step", tenant="")
         number = tables.feed.c.number
         result = store.write_of_no_term(lambda c: c.execute(given.returning(number)).scalar())
@@ -124,19 +124,19 @@ def test_a_run_moves_to_postgresql_and_back_with_all_its_rows(
     assert "term 5" in move(run_dir.path, StoreOptions(state_dir=run_dir.path))
     assert run_dir.database_url == old and not run_dir.store_file.exists()
     assert rows_of(old) == rows_of(new)
-    # The first database, which the run has left, is kept beside it.
+    # The first database, which the run has left, is kept next to the new one.
     assert run_dir.database_file.with_name("rayloom.db.term-3.bak").is_file()
     with closing(RunStore(old)) as store:
         assert store.acquire_lease(owner="gone:nobody").term == 6
         result = store.write_of_no_term(lambda c: c.execute(given.returning(number)).scalar())
         assert result == 9
-    # PostgreSQL still has the run as it was.
+    # PostgreSQL still has the older copy of the run.
     with pytest.raises(ConfigError, match="holds a run already, expected none: drop that schema"):
         move(run_dir.path, to_server)
     assert run_dir.database_url == old
 
 
-def test_nothing_writes_to_the_database_that_a_run_has_left(
+def test_nothing_can_write_to_the_database_that_a_run_has_left(
     run_dir: RunDir, to_server: StoreOptions
 ) -> None:
     left = run_dir.database_url
@@ -152,7 +152,7 @@ def test_nothing_writes_to_the_database_that_a_run_has_left(
     assert keys.listing(run_dir.path) == "the run has no named keys"
 
 
-def test_a_run_that_a_process_holds_is_not_moved(run_dir: RunDir, to_server: StoreOptions) -> None:
+def test_a_held_run_is_not_moved(run_dir: RunDir, to_server: StoreOptions) -> None:
     with closing(RunStore(run_dir.database_url)) as store:
         store.acquire_lease(owner=own_name())
         with pytest.raises(ConfigError, match="the run is held by"):
@@ -160,7 +160,7 @@ def test_a_run_that_a_process_holds_is_not_moved(run_dir: RunDir, to_server: Sto
         commit(store, term=3, step=5)
 
 
-def test_a_move_to_a_server_that_does_not_answer_leaves_the_run(run_dir: RunDir) -> None:
+def test_a_move_to_a_silent_server_leaves_the_run_in_place(run_dir: RunDir) -> None:
     options = StoreOptions(database_url="postgresql://runs@127.0.0.1:1/postgres")
     with pytest.raises(ConfigError, match=r"move: .*127\.0\.0\.1:1/postgres.*refused"):
         move(run_dir.path, options)
@@ -170,9 +170,7 @@ def test_a_move_to_a_server_that_does_not_answer_leaves_the_run(run_dir: RunDir)
         assert store.acquire_lease(owner="b").term == 3
 
 
-def test_a_copy_that_fails_leaves_the_old_database_writable(
-    run_dir: RunDir, tmp_path: Path
-) -> None:
+def test_a_failed_copy_leaves_the_old_database_writable(run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "state" / "rayloom.db.part").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"cannot be written .*expected a writable directory"):
         move(run_dir.path, StoreOptions(state_dir=tmp_path / "state"))
@@ -181,7 +179,7 @@ def test_a_copy_that_fails_leaves_the_old_database_writable(
         commit(store, term=3, step=5)
 
 
-def test_a_move_that_was_killed_before_its_record_is_ended_by_the_next(
+def test_the_next_move_completes_one_killed_before_its_record_was_written(
     run_dir: RunDir, to_server: StoreOptions
 ) -> None:
     with closing(RunStore(run_dir.database_url)) as store:
@@ -190,7 +188,7 @@ def test_a_move_that_was_killed_before_its_record_is_ended_by_the_next(
         old = run_dir.database_url
         move(run_dir.path, to_server)
         new = run_dir.database_url
-        # As it was when the copy was complete.
+        # Restore the state after a complete copy, before the record was written.
         run_dir.store_file.unlink()
         copy_run(store, new)
     move(run_dir.path, to_server)
@@ -198,7 +196,7 @@ def test_a_move_that_was_killed_before_its_record_is_ended_by_the_next(
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_a_move_that_is_killed_while_it_copies_is_ended_by_the_next(
+def test_the_next_move_completes_one_killed_during_its_copy(
     run_dir: RunDir, to_server: StoreOptions, kind: str
 ) -> None:
     with closing(RunStore(run_dir.database_url)) as store:
@@ -230,7 +228,7 @@ def test_a_move_that_is_killed_while_it_copies_is_ended_by_the_next(
     assert run_dir.database_url != old and rows_of(run_dir.database_url) == rows_of(old)
 
 
-def test_a_run_with_sessions_and_uploads_of_an_older_format_moves(
+def test_an_older_run_with_sessions_and_uploads_can_be_moved(
     tmp_path: Path, to_server: StoreOptions
 ) -> None:
     run_dir = unpack_run(tmp_path)

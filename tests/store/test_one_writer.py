@@ -1,4 +1,4 @@
-"""One writer, whatever the storage: who may take a run, who waits, and who never does."""
+"""Tests of the lease, on either database: a run has one writer, and readers do not wait."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from service.store.tables import RunKind
 HOUR_S = 3600.0
 
 
-def test_of_two_hosts_that_want_a_free_run_at_once_exactly_one_gets_it(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_exactly_one_of_several_hosts_gets_a_free_run(tmp_path: Path, opened: OpenStore) -> None:
     stores = [opened(tmp_path) for _ in range(4)]
     at_once = threading.Barrier(len(stores))
 
@@ -47,9 +45,7 @@ def test_of_two_hosts_that_want_a_free_run_at_once_exactly_one_gets_it(
     assert stores[0].newest_term() == 1
 
 
-def test_an_owner_is_replaced_by_who_knows_that_it_is_dead(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_an_owner_known_to_be_dead_can_be_replaced(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     store.acquire_lease(owner="elsewhere:1")
     with pytest.raises(LeaseHeld, match="last sign of life was 0 s ago"):
@@ -57,9 +53,7 @@ def test_an_owner_is_replaced_by_who_knows_that_it_is_dead(
     assert store.acquire_lease(owner="here:2", unless_held=True, replaces="elsewhere:1").term == 2
 
 
-def test_who_lost_the_run_does_not_take_it_back_even_when_it_is_free_again(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_a_host_that_lost_the_run_does_not_take_it_back(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     own = store.acquire_lease(owner="here:1").term
     other = store.acquire_lease(owner="elsewhere:2").term
@@ -69,9 +63,7 @@ def test_who_lost_the_run_does_not_take_it_back_even_when_it_is_free_again(
     assert store.newest_term() == other
 
 
-def test_a_release_is_not_undone_by_a_renewal_that_comes_late(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_a_late_renewal_does_not_undo_a_release(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     term = store.acquire_lease(owner="elsewhere:1").term
     store.release(term)
@@ -79,7 +71,7 @@ def test_a_release_is_not_undone_by_a_renewal_that_comes_late(
     assert store.live_owner() is None
 
 
-def test_a_hosts_clock_that_is_an_hour_ahead_does_not_make_a_live_owner_look_dead(
+def test_a_wrong_clock_of_a_host_does_not_make_a_live_owner_look_dead(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
@@ -94,14 +86,14 @@ def test_a_hosts_clock_that_is_an_hour_ahead_does_not_make_a_live_owner_look_dea
     with write_under_way(store) as connection:
         silent = func.date_part("epoch", func.clock_timestamp()) - 31
         connection.execute(update(tables.leases).values(renewed_at=silent))
-    # The server was started within these 31 s: before, nobody could have shown life.
+    # The server may have started less than 31 s ago; no owner could renew before that.
     owner = store.live_owner()
     started_s = 0.0 if owner is None else owner.silent_s
     assert owner is None or started_s < 30
     store.close()
 
 
-def test_who_looks_neither_waits_for_the_writer_nor_makes_it_wait(
+def test_a_reader_and_the_writer_do_not_wait_for_each_other(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     writer, place = opened(tmp_path), opened(tmp_path)
@@ -112,13 +104,13 @@ def test_who_looks_neither_waits_for_the_writer_nor_makes_it_wait(
     writer.add_step(step_record(1), term=term, new_events=())
     looking = ReadOnlyStore(url)
     with write_under_way(writer) as writing:
-        # Whoever wanted the write lock here would wait for this very thread.
+        # A call that needs the write lock would wait for this thread forever.
         looking.check()
         assert (looking.newest_term(), looking.kind()) == (term, RunKind.TRAIN)
         assert looking.live_owner() is not None and looking.checkpoints() == []
         assert place.newest_term() == term and place.live_owner() is not None
         place.check_lease(term)
-        # A host that waits for the run: it opens the database and asks until the run is free.
+        # A host that waits for the run opens the database and tries until the run is free.
         waiting = RunStore(url, patience_s=0.0)
         with pytest.raises(LeaseHeld):
             waiting.acquire_lease(owner="here:2", unless_held=True)
@@ -130,16 +122,16 @@ def test_who_looks_neither_waits_for_the_writer_nor_makes_it_wait(
         writer.add_step(step_record(2), term=term, new_events=())
         return len(connection.execute(select(tables.steps)).all())
 
-    # One state of the database, however long the look takes.
+    # A read sees one state of the database, even if it takes long.
     assert looking.read(look_twice) == 1
     looking.close()
 
 
-def test_who_looks_cannot_write(tmp_path: Path, opened: OpenStore) -> None:
+def test_a_reader_cannot_write(tmp_path: Path, opened: OpenStore) -> None:
     opened(tmp_path).acquire_lease(owner="elsewhere:1")
     database = tmp_path / "run.db"
     if not database.exists():
-        pytest.skip("of PostgreSQL the server sees to it")
+        pytest.skip("the PostgreSQL server enforces it")
     looking = ReadOnlyStore(database)
     with pytest.raises(StoreError, match="readonly"):
         looking.read(lambda connection: connection.execute(update(tables.leases).values(owner="x")))
@@ -147,7 +139,7 @@ def test_who_looks_cannot_write(tmp_path: Path, opened: OpenStore) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("train", "serve"), ("serve", "train")])
-def test_the_kind_of_a_run_never_changes(
+def test_the_kind_of_a_run_cannot_change(
     tmp_path: Path, opened: OpenStore, first: str, second: str
 ) -> None:
     store = opened(tmp_path)
@@ -157,12 +149,12 @@ def test_the_kind_of_a_run_never_changes(
     assert store.newest_term() == 1 and store.kind() is RunKind(first)
 
 
-def test_a_copy_of_the_database_alone_is_whole_after_the_end(tmp_path: Path) -> None:
+def test_a_copy_of_only_the_database_file_is_complete_after_the_end(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     term = store.acquire_lease(owner="elsewhere:1").term
     for step in range(1, 21):
         store.add_step(step_record(step), term=term, new_events=())
-    # Somebody looks at the run while it ends.
+    # A reader has the database open while the run ends.
     looking = ReadOnlyStore(tmp_path / "run.db")
     looking.read(lambda connection: connection.execute(select(tables.formats)).all())
 
@@ -177,7 +169,7 @@ def test_a_copy_of_the_database_alone_is_whole_after_the_end(tmp_path: Path) -> 
     copy.close()
 
 
-def test_threads_write_side_by_side(tmp_path: Path, opened: OpenStore) -> None:
+def test_several_threads_can_write(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     term = store.acquire_lease(owner="elsewhere:1").term
 

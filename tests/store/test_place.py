@@ -1,4 +1,4 @@
-"""Where a run's database may lie, how that is recorded, and where its password is found."""
+"""Tests of where a run's database may be, of its record, and of its password."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_store_lies_in_the_run_directory_where_nothing_else_is_said(tmp_path: Path) -> None:
+def test_the_store_is_in_the_run_directory_by_default(tmp_path: Path) -> None:
     place = RunDir(path=tmp_path)
     place_store(place, "rayloom-r-1", StoreOptions())
     assert place.database_url == f"sqlite:///{tmp_path / 'rayloom.db'}"
     assert not place.store_file.exists()
 
 
-def test_a_run_with_its_database_inside_may_be_copied(tmp_path: Path) -> None:
+def test_a_run_directory_with_its_database_may_be_copied(tmp_path: Path) -> None:
     place = RunDir(path=tmp_path / "run")
     place.path.mkdir()
     place_store(place, "rayloom-r-1", StoreOptions())
@@ -56,7 +56,7 @@ def test_a_run_with_its_database_inside_may_be_copied(tmp_path: Path) -> None:
     assert copy.database_url == f"sqlite:///{tmp_path / 'copy' / 'rayloom.db'}" and copy.has_run()
 
 
-def test_a_copy_that_names_its_originals_database_is_not_resumed(tmp_path: Path) -> None:
+def test_a_copied_directory_with_the_originals_database_is_not_resumed(tmp_path: Path) -> None:
     place = RunDir(path=tmp_path / "run")
     place.path.mkdir()
     config = load_config(small_config(tmp_path))
@@ -70,12 +70,12 @@ def test_a_copy_that_names_its_originals_database_is_not_resumed(tmp_path: Path)
     copy = RunDir(path=tmp_path / "copy")
     with pytest.raises(ConfigError, match=r"copy: its database .* belongs to the run in .*/run,"):
         check_resumable(copy, config)
-    # A run that has moved has no other directory.
+    # If the original directory is gone, the run was moved and can be resumed.
     shutil.rmtree(place.path)
     check_resumable(copy, config)
 
 
-def test_a_state_directory_is_recorded_and_holds_one_run(tmp_path: Path) -> None:
+def test_a_state_directory_is_recorded_and_contains_one_run(tmp_path: Path) -> None:
     options = StoreOptions(state_dir=tmp_path / "state")
     place, other = RunDir(path=tmp_path / "one"), RunDir(path=tmp_path / "two")
     for each in (place, other):
@@ -87,7 +87,7 @@ def test_a_state_directory_is_recorded_and_holds_one_run(tmp_path: Path) -> None
     assert place.has_run()
     with pytest.raises(ConfigError, match=r"holds a run already.*choose another --state-dir"):
         place_store(other, "rayloom-two", options)
-    # Once chosen, it stays.
+    # The choice is kept.
     place_store(place, "rayloom-one", StoreOptions())
     assert place.database_url == f"sqlite:///{tmp_path / 'state' / 'rayloom.db'}"
 
@@ -99,7 +99,7 @@ def test_the_record_of_a_url_has_no_password(
     url = chosen_url(tmp_path, "rayloom-r-1", StoreOptions())
     assert make_url(url) == make_url(RECORDED)
     assert connection_url(make_url(url)).password == "geheim"
-    # The password goes to the environment's server alone, and not for another database.
+    # The password is used only for the server and the database of the environment.
     moved = connection_url(make_url(url.replace("db.example", "evil.example")))
     assert (moved.host, moved.password) == ("db.example", "geheim")
     assert connection_url(make_url(url.replace("/runs", "/other"))).password is None
@@ -119,7 +119,7 @@ def test_the_record_of_a_url_has_no_password(
         "postgresql://db.example/runs?user=x&password=p3",
     ],
 )
-def test_the_environment_names_the_server_the_user_and_tls_and_the_record_the_schema(
+def test_server_user_and_tls_come_from_the_environment_schema_from_the_record(
     given: str,
 ) -> None:
     found = connection_url(make_url(RECORDED), {"RAYLOOM_DATABASE_URL": given})
@@ -137,7 +137,7 @@ def test_the_url_of_another_database_changes_nothing(given: str) -> None:
     assert connection_url(make_url(RECORDED), environ) == make_url(RECORDED)
 
 
-def test_a_run_is_continued_by_another_user_at_another_server(
+def test_a_run_can_continue_with_another_user_and_server(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = RunDir(path=tmp_path / "run")
@@ -152,7 +152,7 @@ def test_a_run_is_continued_by_another_user_at_another_server(
         connection.execute("CREATE ROLE rotated LOGIN SUPERUSER PASSWORD 'geheim'")
     try:
         record = json.loads(place.store_file.read_text())
-        # As after a restore: nobody answers at the recorded address.
+        # As after a restore, no server answers at the recorded address.
         record["url"] = record["url"].replace(f":{postgresql_server.port}/", ":1/")
         place.store_file.write_text(json.dumps(record))
         moved = url.replace("runs@", "rotated:geheim@") + "?sslmode=prefer"
@@ -169,7 +169,7 @@ def test_a_run_is_continued_by_another_user_at_another_server(
             connection.execute("DROP OWNED BY rotated CASCADE; DROP ROLE rotated")
 
 
-def test_a_directory_that_is_named_goes_before_the_environment(
+def test_a_state_directory_takes_precedence_over_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYLOOM_DATABASE_URL", SECRET)
@@ -188,7 +188,7 @@ def test_a_directory_that_is_named_goes_before_the_environment(
         (StoreOptions(database_url="postgresql://db/a", state_dir=Path("x")), "got both"),
     ],
 )
-def test_what_cannot_be_a_place_is_refused_without_its_password(
+def test_an_invalid_store_is_refused_without_showing_its_password(
     options: StoreOptions, words: str
 ) -> None:
     with pytest.raises(StoreError, match=words) as refused:
@@ -200,14 +200,14 @@ MYSQL = '{"url": "mysql://host/database"}'
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"url": "geheim"}', MYSQL])
-def test_a_record_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_record_is_refused_with_a_sentence(tmp_path: Path, text: str) -> None:
     place = RunDir(path=tmp_path)
     place.store_file.write_text(text)
     with pytest.raises(ConfigError, match=r"store\.json cannot be read"):
         check_resumable(place, load_config(small_config(tmp_path)))
 
 
-def test_two_runs_of_one_postgresql_database_cannot_meet(
+def test_two_runs_of_one_postgresql_database_are_separate(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
@@ -230,14 +230,14 @@ def test_two_runs_of_one_postgresql_database_cannot_meet(
         with pytest.raises(ConfigError, match="holds a run"):
             check_new(place)
     assert terms == [1, 1]
-    # The directory was removed, the schema was not.
+    # The directory was removed, but the schema still exists.
     again = RunDir(path=tmp_path / "again")
     again.path.mkdir()
     with pytest.raises(ConfigError, match=r"holds a run already.*drop that schema"):
         place_store(again, f"rayloom-{tmp_path.name}-one", options)
 
 
-def test_a_store_that_does_not_answer_is_told_at_resume(tmp_path: Path) -> None:
+def test_a_silent_store_is_reported_at_resume(tmp_path: Path) -> None:
     place = RunDir(path=tmp_path)
     url = "postgresql+psycopg://runs@127.0.0.1:1/postgres?schema=r"
     place.store_file.write_text(json.dumps({"url": url}))
@@ -245,7 +245,7 @@ def test_a_store_that_does_not_answer_is_told_at_resume(tmp_path: Path) -> None:
         check_resumable(place, load_config(small_config(tmp_path)))
 
 
-def test_sqlite_on_fuse_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_sqlite_on_fuse_is_refused_with_a_remedy(tmp_path: Path) -> None:
     mounted = tmp_path / "mounted"
     mounted.mkdir()
     place = RunDir(path=tmp_path)
@@ -256,14 +256,14 @@ def test_sqlite_on_fuse_is_refused_with_the_way_out(tmp_path: Path) -> None:
             RunStore(sqlite_url(mounted))
         with pytest.raises(ConfigError, match=words):
             place_store(place, "r", StoreOptions(state_dir=mounted))
-        # A server is no file.
+        # The check does not apply to a server.
         check_local(RECORDED)
     assert refused_filesystem(tmp_path / "not" / "there") is None
     assert not place.store_file.exists()
 
 
-def test_the_file_systems_that_several_hosts_share_are_known() -> None:
+def test_shared_file_systems_are_refused_and_local_ones_are_not() -> None:
     assert {"NFS", "CIFS", "SMB2", "FUSE", "9p", "Ceph", "Lustre"} <= set(REFUSED.values())
-    # Local ones: ext4, XFS, btrfs, tmpfs, ZFS, overlay, F2FS.
+    # The local file systems are ext4, XFS, btrfs, tmpfs, ZFS, overlay and F2FS.
     local = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x2FC12FC1, 0x794C7630, 0xF2F52010}
     assert not local & REFUSED.keys()

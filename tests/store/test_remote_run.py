@@ -1,4 +1,4 @@
-"""A run's checkpoints at an address: what is copied, kept and refused, and how a run returns."""
+"""Tests of checkpoints at a remote address: copies, retention, refusals and restoring a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def upload_all(run_dir: RunDir, url: str, *, keep: int = 2, keep_best: int = 0) 
     return steps
 
 
-def test_a_run_returns_from_its_address_to_an_empty_directory(tmp_path: Path, url: str) -> None:
+def test_a_run_is_restored_from_its_address_to_an_empty_directory(tmp_path: Path, url: str) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
     run_dir.secret_file.write_text("secret")
     assert upload_all(run_dir, url) == [2] and upload_all(run_dir, url) == []
@@ -77,17 +77,19 @@ def test_a_run_returns_from_its_address_to_an_empty_directory(tmp_path: Path, ur
     assert fetched.secret_file.read_text() == "secret" and fetched.tiny_model.is_dir()
     with closing(RunStore(fetched.database_url)) as store:
         assert [record.step for record in read_history(store).steps] == [1, 2]
-    # It continues, and copies its own checkpoints to the same address.
+    # The restored run continues and copies its checkpoints to the same address.
     train(fetched, 3)
     assert upload_all(fetched, url) == [3]
-    # From now on the old directory may not copy.
+    # From now on, the old directory may not copy checkpoints.
     train(run_dir, 3)
     with pytest.raises(NotThisRun, match="another process has continued this run elsewhere"):
         upload_next(run_dir, url, keep=2, keep_best=0)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_newest_comes_first_and_the_kept_and_best_ones_stay(tmp_path: Path, url: str) -> None:
+def test_the_newest_checkpoint_is_copied_first_and_kept_and_best_ones_stay(
+    tmp_path: Path, url: str
+) -> None:
     run_dir, remote = unpack_run(tmp_path, BEFORE), RemoteDirectory(url)
     train(run_dir, 3, 4, 5, rewards=(0.9, 0.1, 0.2))
     seen: list[str] = []
@@ -103,14 +105,14 @@ def test_the_newest_comes_first_and_the_kept_and_best_ones_stay(tmp_path: Path, 
     newest = run_dir.checkpoints / "step-000007-t3"
     aside = newest.rename(run_dir.path / "aside")
     assert upload_all(run_dir, url, keep=1, keep_best=1) == []
-    # Nothing is removed as long as the newest checkpoint is not there.
+    # No copy is removed until the newest checkpoint is copied.
     assert "step-000005-t2" in remote.children()
     aside.rename(newest)
     assert upload_all(run_dir, url, keep=1, keep_best=1) == [7]
     assert remote.children() == ["step-000003-t2", "step-000007-t3"]
 
 
-def test_a_changed_copy_is_passed_over_with_a_notice(tmp_path: Path, url: str) -> None:
+def test_a_damaged_copy_is_skipped_with_a_notice(tmp_path: Path, url: str) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
     train(run_dir, 3)
     assert upload_all(run_dir, url) == [3, 2]
@@ -123,7 +125,7 @@ def test_a_changed_copy_is_passed_over_with_a_notice(tmp_path: Path, url: str) -
     with place.looked_into() as store:
         used = newest_usable(place.checkpoints, store.checkpoints())
     assert used is not None and used.step == 2
-    # One copy can be named.
+    # The user may name a copy.
     fetch_run(f"{url}/{OWN}", RunDir(path=tmp_path / "third"), StoreOptions(), tell=pytest.fail)
 
 
@@ -155,7 +157,7 @@ def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
     check_address(config, run_dir)
     with pytest.raises(ConfigError, match="expected one address for each run: choose another"):
         check_address(config)
-    # Without its marker a copy does not exist.
+    # A copy without its marker does not count.
     (tmp_path / "remote" / OWN / MARKER).unlink()
     with pytest.raises(ConfigError, match="has no complete copy of a checkpoint, expected"):
         fetch_missing(config, empty, tell=lambda text: None)
@@ -163,13 +165,11 @@ def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
     said: list[str] = []
     fetch_missing(config, empty, tell=said.append)
     assert "has no run; reading its copy" in said[0] and f"newest {OWN}" in said[1]
-    # A directory that has a run stays as it is.
+    # A directory that has a run is not changed.
     fetch_missing(config, empty, tell=pytest.fail)
 
 
-def test_a_run_continues_its_own_first_upload_that_was_interrupted(
-    tmp_path: Path, url: str
-) -> None:
+def test_a_run_continues_its_interrupted_first_upload(tmp_path: Path, url: str) -> None:
     run_dir = unpack_run(tmp_path, BEFORE)
     config = parse_config(
         {
@@ -179,7 +179,7 @@ def test_a_run_continues_its_own_first_upload_that_was_interrupted(
         },
         source="test",
     )
-    # A file that cannot be replaced by a directory ends the upload after other files.
+    # A file in place of a directory interrupts the upload after some files.
     blocking = tmp_path / "remote" / OWN / "checkpoints"
     blocking.parent.mkdir(parents=True)
     blocking.write_text("")
@@ -189,7 +189,7 @@ def test_a_run_continues_its_own_first_upload_that_was_interrupted(
     unfinished = RemoteDirectory(url).child(OWN).read_unfinished()
     assert RemoteDirectory(url).child(OWN).read() is None
     assert unfinished is not None
-    # Another run, and a new one, may not take the address.
+    # Neither another run nor a new one may use the address.
     with pytest.raises(ConfigError, match=f"has {OWN}, which this run has not written, but"):
         check_address(config)
     (tmp_path / "other").mkdir()
@@ -219,7 +219,7 @@ def test_a_run_continues_its_own_first_upload_that_was_interrupted(
         ("memory://run", "got memory://run, which is lost when the process ends; expected"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_refused(value: str, message: str) -> None:
+def test_an_unusable_address_is_refused(value: str, message: str) -> None:
     tree = {
         "model": {"tiny": {}},
         "tasks": {"environment": "guessing"},
@@ -229,9 +229,9 @@ def test_an_address_that_cannot_be_used_is_refused(value: str, message: str) -> 
         check_address(parse_config(tree, source="test"))
 
 
-def test_a_failed_upload_is_a_notice_and_is_tried_again(tmp_path: Path, url: str) -> None:
+def test_a_failed_upload_is_reported_and_repeated(tmp_path: Path, url: str) -> None:
     run_dir, metrics = unpack_run(tmp_path, BEFORE), Metrics()
-    # A file has the directory's name until the first notice.
+    # A file with the name of the directory makes uploads fail until the first notice.
     blocking = tmp_path / "remote"
     blocking.write_text("")
     notices: list[str] = []
@@ -262,7 +262,7 @@ def test_a_failed_upload_is_a_notice_and_is_tried_again(tmp_path: Path, url: str
     assert "rayloom_checkpoint_upload_waiting_timestamp_seconds" not in values
 
 
-def test_a_checkpoint_waits_since_the_first_that_is_newer_than_the_newest_copy(
+def test_the_waiting_time_of_uploads_begins_with_the_first_uncopied_checkpoint(
     tmp_path: Path, url: str
 ) -> None:
     run_dir, metrics = unpack_run(tmp_path, BEFORE), Metrics()
@@ -291,7 +291,7 @@ def waiting_since(metrics: Metrics) -> float | None:
     return next((sample.value for sample in samples if sample.name == name), None)
 
 
-def test_a_run_whose_address_has_another_runs_copies_copies_no_more(
+def test_a_run_stops_copying_if_its_address_has_copies_of_another_run(
     tmp_path: Path, url: str
 ) -> None:
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Which rows of a long run are kept; its sums stay, and it can go back."""
+"""Tests of which rows of a long run are kept; totals and a return to a checkpoint stay possible."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def num_rows(store: RunStore, name: str) -> int:
     return store.read(lambda connection: connection.scalar(query)) or 0
 
 
-def test_the_records_behind_a_place_are_those_of_the_history_that_come_after_it(
+def test_the_records_after_a_place_are_the_later_ones_of_the_history(
     store: RunStore,
 ) -> None:
-    """Of a run of several terms; places that were superseded come before what replaced them."""
+    """Check a run of several terms; a superseded place is before the records that replaced it."""
     history, found = read_history(store), records_after(store, {})
     ends = {span.term: span.last_step for span in store.read(surviving_spans)}
     assert len(ends) > 1
@@ -86,35 +86,35 @@ def test_the_records_behind_a_place_are_those_of_the_history_that_come_after_it(
     assert first.place[0] > joint and first.first_step == last + 1
 
 
-def test_the_rows_of_a_long_run_are_so_many_and_no_more(store: RunStore) -> None:
+def test_the_number_of_rows_of_a_long_run_is_bounded(store: RunStore) -> None:
     assert WHOLE_STEPS + OLDER_STEPS / 2 < num_rows(store, "steps") <= WHOLE_STEPS + OLDER_STEPS + 6
     assert num_rows(store, "evaluations") <= num_rows(store, "steps")
-    # Back to the older checkpoint, and the bound on the age before it.
+    # Events are kept from before the older checkpoint, by the bound on the policy age.
     assert num_rows(store, "events") <= 2 * ROLLOUTS * (50 + 3)
     assert len(store.checkpoints()) == 2
-    # Those two, and those that a term went on from.
+    # Kept are those two and the ones from which a term resumed.
     assert num_rows(store, "checkpoints") <= 2 + num_rows(store, "leases")
 
 
-def test_the_kept_steps_are_the_first_ones_some_and_the_newest(store: RunStore) -> None:
+def test_the_first_some_middle_and_the_newest_steps_are_kept(store: RunStore) -> None:
     kept = [record.step for record in read_history(store).steps]
     assert kept[:5] == [1, 2, 3, 4, 5] and kept[-WHOLE_STEPS:] == list(range(345, STEPS + 1))
     between = kept[5:-WHOLE_STEPS]
     assert {after - before for before, after in itertools.pairwise(between)} <= {1, 2}
 
 
-def test_sums_know_of_every_row_that_ever_was(store: RunStore) -> None:
+def test_totals_include_removed_rows(store: RunStore) -> None:
     survives, stored = read_history(store).totals, stored_totals(store)
     assert survives.num_steps == STEPS
     assert survives.summed["num_trajectories"] == STEPS * ROLLOUTS
     assert survives.num_version_breaks == 0 and survives.last_version == STEPS
-    # The two faults came 25 steps behind a checkpoint.
+    # The two faults happened 25 steps after a checkpoint.
     assert stored.num_steps == STEPS + 2 * 25
     counts = {str(kind): count for (kind, _), count in count_events(store).items()}
     assert counts == dict.fromkeys(("admitted", "evicted"), stored.num_steps * ROLLOUTS)
 
 
-def test_what_is_kept_is_enough_for_inspect_and_its_audit(long_run: RunDir) -> None:
+def test_the_kept_rows_are_enough_for_inspect_and_its_audit(long_run: RunDir) -> None:
     journal = open_journal(long_run.path)
     step, _ = find_entry(journal, f"g{STEPS - JOURNAL + 1:06d}.0-1")
     assert step.step == STEPS - JOURNAL + 1
@@ -128,7 +128,7 @@ def event(seq: int, rollout_id: str, step: int | None) -> LedgerEvent:
 
 
 def play(store: RunStore, *, term: int, steps: range) -> None:
-    """A rollout a step, and a checkpoint after each."""
+    """Store a rollout and an evaluation for each step, and a checkpoint after it."""
     for step in steps:
         events = [event(2 * step, f"r{step}", None), event(2 * step + 1, f"r{step}", step)]
         store.add_step(step_record(step), term=term, new_events=events)
@@ -136,7 +136,7 @@ def play(store: RunStore, *, term: int, steps: range) -> None:
         commit(store, term=term, step=step, last_event_seq=2 * step + 1)
 
 
-def test_the_record_of_a_best_checkpoint_stays_and_those_between_are_thinned(
+def test_the_step_of_a_best_checkpoint_is_kept_when_others_are_thinned(
     tmp_path: Path,
 ) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
@@ -148,12 +148,12 @@ def test_the_record_of_a_best_checkpoint_stays_and_those_between_are_thinned(
         commit(store, term=term, step=step)
     kept = store.checkpoints()
     forget(store, term=term, kept=kept, journal_steps=0, max_policy_age=1, keep_checkpoints=1)
-    # Of each four steps the first row that is there, and the best checkpoint's own.
+    # Kept are the first stored row of each four steps, and that of the best checkpoint.
     assert [record.step for record in read_history(store).steps] == [1, 6, 7, 8, newest]
     assert mean_returns(store, [7]).keys() == {7}
 
 
-def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Path) -> None:
+def test_a_run_returns_to_an_older_kept_checkpoint_with_its_totals(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     term = store.acquire_lease(owner="a").term
     play(store, term=term, steps=range(1, 21))
@@ -175,7 +175,7 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Pat
     history = read_history(store)
     assert [record.step for record in history.steps] == list(range(1, 23))
     assert (history.totals.num_steps, stored_totals(store).num_steps) == (22, 24)
-    # Now the two steps that were gone back on leave, and what a later term may go back to is its.
+    # Now the two undone steps are removed, and only checkpoints of the later term are kept.
     kept = store.checkpoints()[:3]
     forget(
         store,
@@ -191,7 +191,7 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Pat
     assert read_history(store).num_terms == 2
 
 
-def test_a_run_without_a_journal_keeps_what_a_kept_checkpoint_goes_back_before(
+def test_a_run_without_a_journal_keeps_the_events_before_a_kept_checkpoint(
     tmp_path: Path,
 ) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
@@ -206,13 +206,13 @@ def test_a_run_without_a_journal_keeps_what_a_kept_checkpoint_goes_back_before(
         max_policy_age=2,
         keep_checkpoints=3,
     )
-    # Step 19 is the older one; what it trained was admitted after step 16.
+    # The older checkpoint is of step 19, whose rollouts were admitted after step 16.
     assert [item.seq for item in read_events(store)] == list(range(34, 42))
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("every", [1, 3, 5, 20, 50])
-def test_there_is_always_a_checkpoint_of_twenty_steps_ago_and_few_in_all(
+def test_few_checkpoints_are_kept_and_one_is_at_least_twenty_steps_old(
     every: int, keep: int
 ) -> None:
     there: list[int] = []

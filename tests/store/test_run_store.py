@@ -1,4 +1,4 @@
-"""The durable store: leases fence, a checkpoint commits with its ledger, lineage survives."""
+"""Tests of the store of a run: leases, records, checkpoints and lineage."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def event(
     return LedgerEvent(seq=seq, rollout_id=rollout_id, kind=LedgerEventKind(kind), step=step)
 
 
-def test_the_first_lease_has_no_checkpoint_to_go_on_from(tmp_path: Path, opened: OpenStore) -> None:
+def test_the_first_lease_has_no_checkpoint(tmp_path: Path, opened: OpenStore) -> None:
     lease = opened(tmp_path).acquire_lease(owner="a")
     assert (lease.term, lease.parent) == (1, None)
 
 
-def test_an_older_term_can_write_nothing(tmp_path: Path, opened: OpenStore) -> None:
+def test_an_older_term_cannot_write(tmp_path: Path, opened: OpenStore) -> None:
     old, new = opened(tmp_path), opened(tmp_path)
     first = old.acquire_lease(owner="old")
     old.add_step(step_record(1), term=first.term, new_events=[event(0, "a")])
@@ -65,9 +65,7 @@ def test_an_older_term_can_write_nothing(tmp_path: Path, opened: OpenStore) -> N
     assert new.checkpoints() == []
 
 
-def test_records_come_back_as_they_were_and_nan_as_unknown(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_records_are_read_as_written_and_nan_as_none(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     term = store.acquire_lease(owner="a").term
     evaluation = replace(evaluation_record(1), scaled_reward_mean=None)
@@ -78,7 +76,7 @@ def test_records_come_back_as_they_were_and_nan_as_unknown(
     assert history.evaluations == (evaluation,)
 
 
-def test_what_came_after_the_checkpoint_of_a_dead_term_is_superseded(
+def test_records_after_the_last_checkpoint_of_a_dead_term_are_superseded(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     store = opened(tmp_path)
@@ -120,9 +118,7 @@ def test_lineage_runs_through_several_terms(tmp_path: Path, opened: OpenStore) -
     assert read_history(store).num_terms == 3
 
 
-def test_a_term_that_died_before_its_first_checkpoint_leaves_nothing(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_a_term_without_a_checkpoint_leaves_nothing(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     first = store.acquire_lease(owner="a").term
     store.add_step(step_record(1), term=first, new_events=[event(0, "r0")])
@@ -130,7 +126,7 @@ def test_a_term_that_died_before_its_first_checkpoint_leaves_nothing(
     assert read_history(store).steps == ()
 
 
-def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path, opened: OpenStore) -> None:
+def test_checkpoints_are_listed_newest_first_and_once(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     term = store.acquire_lease(owner="a").term
     for step in (1, 2, 3, 3):
@@ -140,7 +136,7 @@ def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path, opened: 
     assert lease.parent is not None and lease.parent.directory == "1-2"
 
 
-def test_a_curriculum_goes_on_from_the_checkpoint(tmp_path: Path, opened: OpenStore) -> None:
+def test_a_curriculum_resumes_from_the_checkpoint(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     assert store.acquire_lease(owner="a").curriculum is None
     term = store.acquire_lease(owner="a").term
@@ -158,7 +154,7 @@ def test_a_curriculum_goes_on_from_the_checkpoint(tmp_path: Path, opened: OpenSt
     assert store.acquire_lease(owner="b").curriculum == results
 
 
-def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
+def test_records_after_the_checkpoint_of_a_return_leave_the_lineage(
     tmp_path: Path,
     opened: OpenStore,
 ) -> None:
@@ -182,7 +178,7 @@ def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
     assert [item.rollout_id for item in read_events(store)] == ["r1", "r2"]
 
 
-def test_each_terms_first_version_tells_which_versions_of_earlier_ones_are_undone(
+def test_the_first_version_of_a_term_shows_which_earlier_versions_are_undone(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     store = opened(tmp_path)
@@ -195,29 +191,29 @@ def test_each_terms_first_version_tells_which_versions_of_earlier_ones_are_undon
     assert [undone_after(term, found) for term in found] == [2, 3, None]
 
 
-def test_a_return_that_was_asked_for_counts_from_its_lease_on_and_undoes_what_came_later(
+def test_a_requested_return_counts_from_its_lease_and_undoes_later_steps(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     store = opened(tmp_path)
     first = store.acquire_lease(owner="a").term
     for step in (1, 2, 3):
         commit(store, term=first, step=step)
-    # One that could not be read is passed over, and is there again once it can.
+    # A checkpoint that cannot be read is skipped, but stays in the list.
     passed = store.acquire_lease(owner="b", passed_over={"1-3"})
     assert passed.parent is not None and passed.parent.step == 2
     assert [each.directory for each in store.checkpoints()] == ["1-3", "1-2", "1-1"]
-    # A return is not taken back by the death of its term.
+    # A return stays valid even if its term dies.
     returned = store.acquire_lease(owner="c", returns_to="1-2")
     assert returned.parent is not None and returned.parent.step == 2
     after = store.acquire_lease(owner="d")
     assert after.parent is not None and after.parent.directory == "1-2"
     assert [each.directory for each in store.checkpoints()] == ["1-2", "1-1"]
     assert {each.directory for each in store.all_checkpoints()} == {"1-1", "1-2", "1-3"}
-    # Versions that were undone are known, those of sessions' turns too.
+    # The undone versions are known, which is needed for the turns of sessions.
     assert undone_after(first, store.read(first_versions)) == 2
     commit(store, term=after.term, step=3)
     assert [each.directory for each in store.checkpoints()] == ["4-3", "1-2", "1-1"]
-    # Once more, and to one that is gone: the newest counts, and nothing is undone.
+    # After a further return, a return to a removed checkpoint has no effect.
     again = store.acquire_lease(owner="e", returns_to="1-1")
     assert again.parent is not None and again.parent.step == 1
     gone = store.acquire_lease(owner="f", returns_to="4-3")
@@ -247,9 +243,7 @@ def test_pauses_and_the_newest_calls_of_operators_are_kept(
         controls.set_paused(Pausable.TRAINING, pause, term=term)
 
 
-def test_evaluations_of_one_step_are_kept_beside_each_other(
-    tmp_path: Path, opened: OpenStore
-) -> None:
+def test_several_evaluations_of_one_step_are_kept(tmp_path: Path, opened: OpenStore) -> None:
     store = opened(tmp_path)
     term = store.acquire_lease(owner="a").term
     asked = replace(evaluation_record(1), is_scheduled=False, temperature=0.7, pass_at={1: 0.5})
@@ -261,7 +255,7 @@ def test_evaluations_of_one_step_are_kept_beside_each_other(
     assert newest_records(store)[1] == records[0]
 
 
-def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(
+def test_a_run_without_a_usable_checkpoint_does_not_start_again(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     store = opened(tmp_path)
@@ -271,7 +265,7 @@ def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(
     assert store.newest_term() == 1
 
 
-def test_what_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.db").write_bytes(b"SQLite format 3\0" + b"\1" * 5000)
     with pytest.raises(StoreError, match=r"run\.db cannot be opened \("):
         open_store(tmp_path)
@@ -285,9 +279,7 @@ def test_what_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
         ("DELETE FROM format", "is damaged .no format number.; restore a copy"),
     ],
 )
-def test_a_database_that_lacks_something_is_refused_in_a_sentence(
-    tmp_path: Path, damage: str, words: str
-) -> None:
+def test_an_incomplete_database_is_refused(tmp_path: Path, damage: str, words: str) -> None:
     open_store(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "run.db")) as connection:
         connection.execute(damage)
@@ -320,7 +312,7 @@ def test_a_database_that_lacks_something_is_refused_in_a_sentence(
         ("DELETE FROM leases", lambda store: store.checkpoints(), "term 2 is missing"),
     ],
 )
-def test_what_no_run_has_written_is_refused_in_a_sentence(
+def test_damaged_values_are_refused_when_they_are_read(
     tmp_path: Path, damage: str, look: Callable[[RunStore], object], words: str
 ) -> None:
     store = open_store(tmp_path)
@@ -336,11 +328,11 @@ def test_what_no_run_has_written_is_refused_in_a_sentence(
     store.close()
 
 
-def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) -> None:
+def test_a_run_of_an_unsupported_format_is_refused(tmp_path: Path) -> None:
     old, newer = tmp_path / "old", tmp_path / "newer"
     for directory in (old, newer):
         directory.mkdir()
-    # As the versions before the number had it.
+    # Versions before the format number wrote such a database.
     with closing(sqlite3.connect(old / "run.db")) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("CREATE TABLE leases (epoch INTEGER PRIMARY KEY, holder VARCHAR)")
@@ -371,10 +363,10 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
         assert (directory / "run.db").read_bytes() == before
 
 
-def test_records_behind_places_come_in_the_order_of_the_run(
+def test_records_after_places_are_in_the_order_of_the_run(
     opened: OpenStore, tmp_path: Path
 ) -> None:
-    """Term 2 goes on from step 1; an operator's evaluation ends behind that of a later step."""
+    """Let term 2 resume from step 1 and a requested evaluation end after that of a later step."""
     store = opened(tmp_path)
     for term, steps in ((1, (1, 2, 3)), (2, (2, 3))):
         assert store.acquire_lease(owner=f"owner-{term}").term == term

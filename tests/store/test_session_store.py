@@ -1,4 +1,4 @@
-"""Sessions in a run's store: what is added comes back whole, in order, and goes when it is over."""
+"""Tests of sessions in the store of a run: their turns, their ends and their removal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, packed
 
-# PostgreSQL has no NUL in its texts, and no header can bring one.
+# PostgreSQL stores no NUL in texts, and an HTTP header cannot contain one.
 _WORDS = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 _TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -120,7 +120,7 @@ _TURNS = st.builds(
 
 
 def begun(store: RunStore, *names: str) -> tuple[SessionStore, int]:
-    """With submissions of two sessions each, and the term that may write."""
+    """Return a session store with submissions of two sessions each, and the current term."""
     term = store.acquire_lease(owner="elsewhere:1").term
     SubmissionStore(store).add([packed(session_request(name)) for name in names], term=term)
     return SessionStore(store), term
@@ -139,7 +139,7 @@ def turns_of(sessions: SessionStore, session_id: str) -> list[int]:
 
 
 def num_rows(store: RunStore) -> tuple[int, int]:
-    """Sessions and turns."""
+    """Return the numbers of stored sessions and turns."""
     queries = [
         select(func.count()).select_from(table) for table in (tables.sessions, tables.session_turns)
     ]
@@ -154,14 +154,14 @@ def ended(name: str) -> SubmissionView:
     )  # fmt: skip
 
 
-def test_every_field_of_a_turn_has_its_column() -> None:
+def test_every_field_of_a_turn_has_a_column() -> None:
     names = {column.name for column in tables.session_turns.columns}
     assert names == {field.name for field in fields(SessionTurn)} | {"session_id", "term"}
 
 
 @settings(max_examples=25, suppress_health_check=[*HealthCheck])
 @given(drawn=st.lists(_TURNS, min_size=1, max_size=4))
-def test_turns_come_back_as_they_were_and_read_only(
+def test_turns_are_read_as_written_and_are_read_only(
     tmp_path: Path, opened: OpenStore, drawn: list[SessionTurn]
 ) -> None:
     store = opened(tmp_path)
@@ -175,14 +175,14 @@ def test_turns_come_back_as_they_were_and_read_only(
     assert found is not None
     for got, expected in zip(found[1], turns, strict=True):
         assert_same_fields(got, expected)
-        # Of a message's equality the arguments of its calls are not part.
+        # Equality of messages ignores the arguments of calls, so compare them here.
         assert got.reply.call_texts == expected.reply.call_texts
         columns = (got.new_token_ids, got.sampled_token_ids, got.logprobs, got.expert_indices)
         assert not any(column.flags.writeable for column in columns if column is not None)
     store.close()
 
 
-def test_sessions_are_made_with_their_submission_and_found_by_either_id(
+def test_sessions_are_created_with_their_submission_and_found_by_either_id(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     store = opened(tmp_path)
@@ -198,7 +198,7 @@ def test_sessions_are_made_with_their_submission_and_found_by_either_id(
     assert sessions.load("b-0") == (first, ())
 
 
-def test_a_submission_of_sessions_is_the_same_only_with_the_same_key_and_words() -> None:
+def test_a_repeated_submission_of_sessions_needs_the_same_key_and_request() -> None:
     plain, asked = session_request("a"), session_request("a")
     assert asked.sessions is not None
     other_default = replace(asked.sessions, spec=replace(SPEC, ttl_s=1.0))
@@ -216,7 +216,7 @@ def test_a_submission_of_sessions_is_the_same_only_with_the_same_key_and_words()
         digest(asked.sessions, samples=3)
 
 
-def test_changes_are_stored_in_order_and_what_comes_too_late_is_named(
+def test_changes_are_stored_in_order_and_late_ones_are_returned(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     sessions, term = begun(opened(tmp_path), "a", "b")
@@ -233,7 +233,7 @@ def test_changes_are_stored_in_order_and_what_comes_too_late_is_named(
     found = sessions.load("a-0")
     assert found is not None and found[0].opened_at == 5.0
     assert [(turn.number, turn.is_unseen) for turn in found[1]] == [(0, False), (1, True)]
-    # A later transaction, and a finish between two turns.
+    # This is a later transaction with a finish between two turns.
     changes = [
         SessionOpened(session_id="a-0", opened_at=7.0),
         TurnMarked(session_id="a-0", number=1, is_unseen=False),
@@ -255,7 +255,7 @@ def test_changes_are_stored_in_order_and_what_comes_too_late_is_named(
         (2, False),
     ]
     assert loaded(sessions, "a-1").end == session_end()
-    # The reward that was to come, once, whoever says it again.
+    # The pending reward is stored once, even if it is sent again.
     given_later = [SessionEnded(session_id="a-0", end=session_end()) for _ in range(2)]
     other = SessionEnded(session_id="a-0", end=session_end(reward=0.0))
     assert sessions.apply([*given_later, other], term=term) == {2}
@@ -263,13 +263,13 @@ def test_changes_are_stored_in_order_and_what_comes_too_late_is_named(
     assert loaded(sessions, "a-0").end == session_end()
 
 
-def test_a_turn_that_is_stored_is_stored_once_and_its_number_is_given_once(
+def test_a_repeated_turn_is_stored_once_and_its_number_is_not_reused(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     sessions, term = begun(opened(tmp_path), "a")
     changes = [turn_added("a-0", 0), turn_added("a-0", 1)]
     assert sessions.apply(changes, term=term) == frozenset()
-    # One more that is new, the same two again, and others that would take their numbers.
+    # Add a new turn, the same two again, and others that have numbers in use.
     again = [
         turn_added("a-0", 2),
         *changes,
@@ -283,7 +283,7 @@ def test_a_turn_that_is_stored_is_stored_once_and_its_number_is_given_once(
         assert_same_fields(turn, session_turn(number))
 
 
-def test_an_older_term_stores_no_change_and_a_newer_one_goes_on(
+def test_an_older_term_cannot_store_changes_and_a_newer_one_can(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     sessions, term = begun(opened(tmp_path), "a")
@@ -297,7 +297,7 @@ def test_an_older_term_stores_no_change_and_a_newer_one_goes_on(
     assert turns_of(sessions, "a-0") == [0, 1]
 
 
-def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long_as_its_row(
+def test_turns_are_removed_with_their_submission_and_ends_with_its_row(
     tmp_path: Path, opened: OpenStore
 ) -> None:
     store = opened(tmp_path)
@@ -308,7 +308,7 @@ def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long
     end = session_end(outcome=Outcome.CANCELLED, status=SessionStatus.DISCARDED)
     submissions.cancel("a", term=term)
     assert num_rows(store) == (8, 3)
-    # The gateway may hear of it later than its client.
+    # The gateway may receive the cancellation later than the client.
     late = [turn_added("a-0", 1), SessionEnded(session_id="a-0", end=end)]
     assert sessions.apply(late, term=term) == {0, 1}
     seen = loaded(sessions, "a-0").end
@@ -317,14 +317,14 @@ def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long
     submissions.archive([ended("b")], [], term=term, keep=9, keep_entries=99)
     assert sessions.apply([turn_added("b-0", 1)], term=term) == {0}
     assert num_rows(store) == (8, 2) and turns_of(sessions, "c-0") == [0]
-    # Of those that are over, one stays known: the newest.
+    # Of the ended submissions, only the newest is kept.
     submissions.archive([ended("c"), ended("a")], [], term=term, keep=1, keep_entries=99)
     assert sessions.find(["a-0", "b-1", "c-0", "d-0"]).keys() == {"c-0", "d-0"}
     assert num_rows(store) == (4, 1)
     assert sessions.apply([SessionEnded(session_id="b-0", end=end)], term=term) == {0}
 
 
-def test_a_cut_comes_back_as_it_was_and_as_older_versions_stored_it(tmp_path: Path) -> None:
+def test_a_limit_refusal_is_read_as_written_and_in_its_older_form(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     sessions, term = begun(store, "s")
 
@@ -362,7 +362,7 @@ DAMAGES = {
 }
 
 
-def test_damage_is_told_and_nothing_half_is_returned(tmp_path: Path) -> None:
+def test_a_damaged_session_is_refused_completely(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     sessions, term = begun(store, *(f"s{number}" for number in range(len(DAMAGES))))
     for number, (words, damage) in enumerate(DAMAGES.items()):
@@ -379,7 +379,7 @@ def test_damage_is_told_and_nothing_half_is_returned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_changes_whose_commit_loses_its_connection_are_stored_once(
+def test_changes_are_stored_once_if_their_commit_loses_its_connection(
     tmp_path: Path,
     postgresql_server: PostgresqlServer,
     monkeypatch: pytest.MonkeyPatch,

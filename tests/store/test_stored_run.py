@@ -1,4 +1,4 @@
-"""A run of the commit before the first forward step opens, moves, and has all that it had."""
+"""Tests that stored runs of earlier versions can be read and migrated without a loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return unpack_run(tmp_path)
 
 
-def test_who_looks_reads_the_stored_run_and_leaves_it_as_it_is(run_dir: RunDir) -> None:
+def test_a_stored_run_is_read_without_changing_it(run_dir: RunDir) -> None:
     before = run_dir.database_file.read_bytes()
     with run_dir.looked_into() as store:
         store.check()
@@ -52,7 +52,7 @@ def test_who_looks_reads_the_stored_run_and_leaves_it_as_it_is(run_dir: RunDir) 
     assert run_dir.database_file.read_bytes() == before
 
 
-def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
+def test_a_stored_run_is_migrated_with_its_checkpoint_sessions_and_uploads(
     run_dir: RunDir,
 ) -> None:
     with closing(RunStore(run_dir.database_url, may_be_older=True)) as store:
@@ -71,9 +71,9 @@ def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
             assert len(turns) == 3
             asked = [(each.stop_string, each.ignored, each.template_options) for each in turns]
             assert asked == [("", (), {})] * 3
-            # What they began with is replaced by new instructions, as it was before.
+            # These turns began with instructions, which new instructions replace as before.
             assert all(each.is_instructed for each in turns)
-            # Without a key of the client they were derived from its name; they hold on.
+            # Keys that were derived from the session's name stay valid.
             assert stored.keys.reward == digest_of(session_key("", name, REWARD))
             tree = SessionTree(name)
             for turn in turns:
@@ -90,7 +90,7 @@ def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
         assert {result.reward for result in known.results} == {0.0, 1.0}
 
 
-def test_a_run_of_the_version_before_moves_forward_with_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_of_the_previous_version_is_migrated_with_its_checkpoint(tmp_path: Path) -> None:
     before = unpack_run(tmp_path / "before", BEFORE)
     with before.looked_into(any_format=True) as store:
         assert store.format_number() == 11
@@ -103,7 +103,7 @@ def test_a_run_of_the_version_before_moves_forward_with_its_checkpoint(tmp_path:
         assert [tuple(row) for row in rows] == [(2, VERSION)]
 
 
-def test_a_moved_database_has_the_tables_of_a_new_one(run_dir: RunDir, tmp_path: Path) -> None:
+def test_a_migrated_database_has_the_tables_of_a_new_one(run_dir: RunDir, tmp_path: Path) -> None:
     def shape(connection: Connection) -> dict[str, dict[str, tuple[str, bool]]]:
         looked = inspect(connection)
         return {

@@ -1,4 +1,4 @@
-"""The store in a thread: the event loop goes on, and what was begun is done once and whole."""
+"""Tests of the store's thread: the event loop is not blocked, and each write is made once."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ async def begun(
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Nobody else can write meanwhile."""
+    """Hold the write lock of the database."""
     with closing(sqlite3.connect(directory / "run.db", isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
         connection.execute("ROLLBACK")
 
 
-async def test_the_event_loop_goes_on_while_the_database_is_locked(tmp_path: Path) -> None:
+async def test_the_event_loop_continues_while_the_database_is_locked(tmp_path: Path) -> None:
     recorder, store = await begun(tmp_path, Metrics(), WorkerThread("store"))
     with locked(tmp_path):
         writing = asyncio.create_task(recorder.step(step_record(1)))
-        # Each of these is a turn of the loop.
+        # The event loop runs at each of these pauses.
         for _ in range(20):
             await asyncio.sleep(TICK_S)
         assert not writing.done()
@@ -63,7 +63,7 @@ async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_pa
             step.cancel()
         await asyncio.wait(steps)
         assert all(step.cancelled() for step in steps)
-    # The next term begins behind them.
+    # The next term begins after both writes.
     await recorder.begin_term(await thread.call(store.acquire_lease, owner="next"))
     query = text("SELECT term, step FROM steps ORDER BY step")
     rows = store.read(lambda connection: connection.execute(query).all())
@@ -71,7 +71,7 @@ async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_pa
     assert metrics.values.get_sample_value("rayloom_train_steps_total") == 2
 
 
-async def test_a_failed_write_is_told_only_where_its_caller_is_gone(
+async def test_a_failed_write_is_logged_only_if_its_caller_is_cancelled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder, store = await begun(tmp_path, Metrics(), WorkerThread("store", expected=LeaseLost))
@@ -88,5 +88,5 @@ async def test_a_failed_write_is_told_only_where_its_caller_is_gone(
         async with asyncio.timeout(30.0):
             while not caplog.messages:
                 await asyncio.sleep(TICK_S)
-    [told] = caplog.messages
-    assert told.startswith("LeaseLost: taken over by another")
+    [logged] = caplog.messages
+    assert logged.startswith("LeaseLost: taken over by another")

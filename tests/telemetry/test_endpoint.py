@@ -1,4 +1,4 @@
-"""What processes push is shown once each, and goes with them, or stays, as it should."""
+"""Tests of pushed metrics: sums over processes, lost pushes, restarts and ended processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock:
 
 @dataclass
 class Process:
-    """One with a counter, a histogram and a gauge of its own, which pushes to an endpoint."""
+    """A process with a counter, a histogram and a gauge that pushes to an endpoint."""
 
     pushed: PushedMetrics
     role: str = "supervisor"
@@ -65,7 +65,7 @@ def pushed(clock: Clock) -> PushedMetrics:
 
 
 def shown(pushed: PushedMetrics) -> dict[Series, float]:
-    """Each series, which may be there only once."""
+    """Return the value of each series and check that none occurs twice."""
     found = [
         (series(sample.name, **sample.labels), sample.value)
         for family in pushed.collect()
@@ -78,7 +78,7 @@ def shown(pushed: PushedMetrics) -> dict[Series, float]:
 THINGS = series("things_total", kind="a", **RUN)
 
 
-async def test_what_several_processes_count_is_added_up(pushed: PushedMetrics) -> None:
+async def test_counts_of_several_processes_are_summed(pushed: PushedMetrics) -> None:
     one, other = Process(pushed, role="one"), Process(pushed, role="other")
     for process, count in ((one, 2), (other, 3), (one, 4)):
         process.done.labels(kind="a").inc(count)
@@ -92,14 +92,14 @@ async def test_what_several_processes_count_is_added_up(pushed: PushedMetrics) -
     assert found[series("load", replica="one", **RUN)] == 1
 
 
-async def test_a_counter_is_there_before_it_counts(pushed: PushedMetrics) -> None:
+async def test_a_counter_is_zero_before_it_counts(pushed: PushedMetrics) -> None:
     process = Process(pushed)
     process.done.labels(kind="a")
     await process.push()
     assert shown(pushed)[THINGS] == 0
 
 
-async def test_a_push_whose_answer_was_lost_counts_once(pushed: PushedMetrics) -> None:
+async def test_a_push_with_a_lost_answer_counts_once(pushed: PushedMetrics) -> None:
     process = Process(pushed, loses_answers=True)
     process.done.labels(kind="a").inc()
     with pytest.raises(ConnectionError):
@@ -110,7 +110,7 @@ async def test_a_push_whose_answer_was_lost_counts_once(pushed: PushedMetrics) -
     assert shown(pushed)[THINGS] == 2
 
 
-async def test_a_push_that_was_lost_is_not(pushed: PushedMetrics) -> None:
+async def test_the_counts_of_a_lost_push_are_in_the_next_one(pushed: PushedMetrics) -> None:
     process = Process(pushed, is_cut_off=True)
     process.done.labels(kind="a").inc()
     for _ in range(3):
@@ -121,7 +121,7 @@ async def test_a_push_that_was_lost_is_not(pushed: PushedMetrics) -> None:
     assert shown(pushed)[THINGS] == 1
 
 
-async def test_a_successor_goes_on_counting_and_shows_its_values_alone(
+async def test_a_successor_continues_the_counts_and_replaces_the_values(
     pushed: PushedMetrics,
 ) -> None:
     first = Process(pushed)
@@ -134,13 +134,13 @@ async def test_a_successor_goes_on_counting_and_shows_its_values_alone(
     found = shown(pushed)
     assert found[THINGS] == 7
     assert series("load", replica="left", **RUN) not in found
-    # One that was frozen, and replaced meanwhile.
+    # The first process was only frozen. It pushes again, but was replaced, so it has no effect.
     first.done.labels(kind="a").inc(100)
     await first.push()
     assert shown(pushed) == found
 
 
-async def test_what_is_said_of_a_dead_process_is_shown_until_its_successor_speaks(
+async def test_an_amendment_for_a_dead_process_is_shown_until_its_successor_pushes(
     pushed: PushedMetrics, clock: Clock
 ) -> None:
     load = Metric("load", "", "gauge")
@@ -157,12 +157,12 @@ async def test_what_is_said_of_a_dead_process_is_shown_until_its_successor_speak
     assert shown(pushed) == {**{k: v for k, v in before.items() if k != own}, amended: 7.0}
     clock.now = SILENT_S
     assert amended not in shown(pushed)
-    # Whatever clock the two hosts have: the epoch is still the dead one's.
+    # A push of the same process replaces the amendment, independent of the clocks of the hosts.
     await process.push()
     assert shown(pushed) == before
 
 
-async def test_the_values_of_a_process_that_falls_silent_go_and_its_counts_stay(
+async def test_values_of_a_silent_process_vanish_and_its_counts_stay(
     pushed: PushedMetrics, clock: Clock
 ) -> None:
     process = Process(pushed)
@@ -177,7 +177,7 @@ async def test_the_values_of_a_process_that_falls_silent_go_and_its_counts_stay(
     assert series("load", replica="supervisor", **RUN) in shown(pushed)
 
 
-async def test_the_values_of_a_process_that_ended_in_order_stay(
+async def test_values_of_a_process_that_ended_normally_stay(
     pushed: PushedMetrics, clock: Clock
 ) -> None:
     process = Process(pushed)

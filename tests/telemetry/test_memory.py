@@ -1,4 +1,4 @@
-"""The memory of a run's processes."""
+"""Tests of the memory of a run's processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ input()
 """
 
 
-def test_the_memory_of_a_process_has_that_of_its_children() -> None:
+def test_the_memory_of_a_process_includes_its_children() -> None:
     before = memory_of(os.getpid())
     assert before is not None and before > 0
     with subprocess.Popen(
@@ -35,9 +35,7 @@ def test_the_memory_of_a_process_has_that_of_its_children() -> None:
 
 
 @pytest.mark.parametrize(("used", "is_short"), [(91, True), (90, False)])
-def test_a_container_that_is_nearly_full_is_a_notice(
-    tmp_path: Path, used: int, is_short: bool
-) -> None:
+def test_a_nearly_full_container_is_reported(tmp_path: Path, used: int, is_short: bool) -> None:
     (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
     (tmp_path / "memory.current").write_text(f"{(used + 5) * MIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {7 * MIB}\ninactive_file {5 * MIB}\nslab 1\n")

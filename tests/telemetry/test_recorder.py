@@ -1,4 +1,4 @@
-"""What is written down of a step: durable rows, metrics and the shown state agree."""
+"""Tests of the recorder: stored rows, metrics and the shown state agree."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def samples(metrics: Metrics) -> dict[Series, float]:
 
 
 def statistics_shown(metrics: Metrics) -> dict[str, float]:
-    """By name."""
+    """Return the shown statistics of the newest step by name."""
     shown = samples(metrics)
     return {
         each.name: shown[series(each.metric)] for each in STATISTICS if series(each.metric) in shown
@@ -65,14 +65,14 @@ def statistics_shown(metrics: Metrics) -> dict[str, float]:
 
 
 def rows_of_events(store: RunStore) -> list[LedgerEvent]:
-    """Of every term, whether or not it survives."""
+    """Return the stored events of all terms, also of superseded ones."""
     query = select(tables.events)
     rows = store.read(lambda connection: connection.execute(query).mappings().all())
     fields = ("seq", "rollout_id", "kind", "reason", "step")
     return [LedgerEvent(**{field: row[field] for field in fields}) for row in rows]
 
 
-async def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
+async def test_a_step_is_stored_with_the_events_before_it(tmp_path: Path) -> None:
     recorder, store, _ = await make_recorder(tmp_path)
     ledger = Ledger()
     ledger.admit("r0")
@@ -88,7 +88,7 @@ async def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_p
     assert recorder.last_step == 1
 
 
-async def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
+async def test_metrics_are_the_sums_of_the_records(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     records = [step_record(1), step_record(2)]
     for record in records:
@@ -102,7 +102,7 @@ async def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
     )
 
 
-async def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
+async def test_an_unknown_value_has_no_series(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     await recorder.step(step_record(1, mismatch_k3_mean=None, scaled_reward_mean=None))
     known = value(metrics, "rayloom_reward_mean")
@@ -111,7 +111,7 @@ async def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> Non
     assert value(metrics, "rayloom_scaled_reward_mean_ratio") is None
 
 
-async def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(
+async def test_a_gauge_vanishes_if_the_newest_step_does_not_have_its_value(
     tmp_path: Path,
 ) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
@@ -123,7 +123,7 @@ async def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(
     assert value(metrics, "rayloom_entropy_nats") == step_record(2).statistics["entropy_mean"]
 
 
-async def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_behind(
+async def test_a_statistic_vanishes_if_the_newest_step_does_not_have_it(
     tmp_path: Path,
 ) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
@@ -133,7 +133,7 @@ async def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_b
     assert statistics_shown(metrics) == {"ratio_max": 0.0}
 
 
-async def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
+async def test_the_statistics_return_to_the_checkpoint_with_the_run(tmp_path: Path) -> None:
     recorder, store, metrics = await make_recorder(tmp_path)
     assert statistics_shown(metrics) == {}
     await recorder.step(step_record(1))
@@ -150,7 +150,7 @@ async def test_a_step_that_trained_nothing_has_no_policy_age(tmp_path: Path) -> 
     assert value(metrics, "rayloom_policy_age_versions_sum") == 2
 
 
-async def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> None:
+async def test_unscored_trajectories_are_not_among_the_returns(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     cut_off = make_summary("g000000.0-1", outcome=Outcome.TRUNCATED_TOKENS)
     recorder.rollouts(
@@ -167,7 +167,7 @@ async def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> N
     assert value(metrics, "rayloom_trajectory_return_bucket", **of, le="0.4") == 0
 
 
-async def test_the_phases_that_a_trajectory_came_to_are_counted(tmp_path: Path) -> None:
+async def test_the_phases_that_a_trajectory_reached_are_counted(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     played = replace(
         make_summary("g000000.0-0"),
@@ -183,7 +183,7 @@ async def test_the_phases_that_a_trajectory_came_to_are_counted(tmp_path: Path) 
     assert value(metrics, f"{name}_bucket", phase="generate", le="2.0", **of) == 1
 
 
-async def test_waits_add_up_over_queues_that_each_begin_at_zero(tmp_path: Path) -> None:
+async def test_waits_are_summed_over_restarted_queues(tmp_path: Path) -> None:
     recorder, store, metrics = await make_recorder(tmp_path)
     stats = queue_stats(LedgerCounts())
 
@@ -201,7 +201,7 @@ async def test_waits_add_up_over_queues_that_each_begin_at_zero(tmp_path: Path) 
     assert value(metrics, name, side="consumer") == 2.5 + 8.0
 
 
-async def test_a_phase_tells_since_when_it_lasts(tmp_path: Path) -> None:
+async def test_a_phase_shows_when_it_began(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     name = "rayloom_run_phase_timestamp_seconds"
     begun = value(metrics, name)
@@ -245,7 +245,7 @@ async def test_a_checkpoint_shows_its_size_and_time_or_its_failure(tmp_path: Pat
     assert value(metrics, "rayloom_checkpoint_failures_total") == 1
 
 
-async def test_parts_that_are_gone_leave_no_series(tmp_path: Path) -> None:
+async def test_lost_parts_leave_no_series(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     recorder.engines(1, num_expected=2, versions={"a": 3, "b": 2})
     recorder.ranks([400, 300])
@@ -262,8 +262,8 @@ async def test_parts_that_are_gone_leave_no_series(tmp_path: Path) -> None:
     assert value(metrics, "rayloom_engines_ready") == 2
 
 
-async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Path) -> None:
-    """Two steps, a return to the first, and another process: the counters miss no row."""
+async def test_a_resumed_run_counts_every_row_that_was_ever_stored(tmp_path: Path) -> None:
+    """Check this after two steps and a return to the first in another process."""
     recorder, store, metrics = await make_recorder(tmp_path)
     queue = QueueState(make_settings(step=1, lag=2))
     records = [
@@ -290,12 +290,12 @@ async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_pa
     assert not differences(samples(resumed), of_newest(records[0]))
 
 
-async def test_the_version_of_the_newest_step_is_told_and_goes_back_with_the_run(
+async def test_the_policy_version_returns_to_the_checkpoint_with_the_run(
     tmp_path: Path,
 ) -> None:
     recorder, store, _ = await make_recorder(tmp_path)
     snapshot = QueueState(make_settings()).snapshot()
-    # Its weights were published once more under another number.
+    # The weights of the step were published again under another number.
     await recorder.step(step_record(1, policy_version=2))
     await recorder.checkpoint(step=1, version=2, directory="step-1", snapshot=snapshot)
     await recorder.step(step_record(2, policy_version=3))
@@ -304,7 +304,7 @@ async def test_the_version_of_the_newest_step_is_told_and_goes_back_with_the_run
     assert (recorder.last_step, recorder.policy_version) == (1, 2)
 
 
-async def test_a_checkpoint_that_is_committed_again_at_the_end_is_told_once(
+async def test_a_checkpoint_that_is_committed_again_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
@@ -314,14 +314,14 @@ async def test_a_checkpoint_that_is_committed_again_at_the_end_is_told_once(
             await recorder.checkpoint(
                 step=step, version=step, directory=f"step-{step}", snapshot=snapshot
             )
-    told = [record.getMessage() for record in caplog.records]
-    assert [text for text in told if text.startswith("checkpoint")] == [
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text for text in logged if text.startswith("checkpoint")] == [
         "checkpoint of step 1 in step-1",
         "checkpoint of step 2 in step-2",
     ]
 
 
-async def test_what_is_evicted_counts_until_it_is_stored(tmp_path: Path) -> None:
+async def test_evicted_rollouts_count_until_they_are_stored(tmp_path: Path) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
     queue = QueueState(make_settings())
     fill(queue)
@@ -334,7 +334,7 @@ async def test_what_is_evicted_counts_until_it_is_stored(tmp_path: Path) -> None
     assert recorder.num_evicted == 0
 
 
-async def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
+async def test_the_gauges_return_to_the_checkpoint_with_the_run(tmp_path: Path) -> None:
     recorder, store, metrics = await make_recorder(tmp_path)
     await recorder.evaluation(evaluation_record(0, reward=0.2))
     await recorder.step(step_record(1))
@@ -351,7 +351,7 @@ async def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
     assert value(metrics, "rayloom_train_steps_total") == 1
 
 
-def test_what_can_be_counted_before_it_happens_is_zero_from_the_start() -> None:
+def test_counters_with_known_labels_are_zero_from_the_start() -> None:
     at_first = samples(Metrics())
     assert at_first[series("rayloom_replacements_total", part="environment_actor")] == 0
     assert at_first[series("rayloom_ledger_events_total", kind="evicted", reason="stale")] == 0
@@ -359,7 +359,7 @@ def test_what_can_be_counted_before_it_happens_is_zero_from_the_start() -> None:
     assert "rayloom_ledger_in_flight_rollouts" not in {name for name, _ in at_first}
 
 
-def test_a_scrape_shows_no_half_of_a_change() -> None:
+def test_a_scrape_shows_a_change_completely_or_not_at_all() -> None:
     metrics, seen = Metrics(), list[dict[Series, float]]()
     scrape = threading.Thread(target=lambda: seen.append(samples(metrics)))
     with metrics.together():
@@ -374,7 +374,7 @@ def test_a_scrape_shows_no_half_of_a_change() -> None:
     assert shown["rayloom_trained_tokens_total"] == 5
 
 
-async def test_no_series_tells_when_the_process_began(tmp_path: Path) -> None:
+async def test_no_series_contains_the_start_time_of_the_process(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     recorder.rollouts([make_summary("g000000.0-0")])
     await recorder.step(step_record(1))
@@ -398,7 +398,7 @@ async def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None
     assert recorder.num_rollouts == 2
 
 
-async def test_what_a_dead_term_had_not_stored_is_void_in_the_next(tmp_path: Path) -> None:
+async def test_unstored_events_of_a_dead_term_are_void_in_the_next(tmp_path: Path) -> None:
     recorder, store, _ = await make_recorder(tmp_path)
     ledger = Ledger()
     ledger.admit("r0")
@@ -417,7 +417,7 @@ async def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-async def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
+async def test_a_start_after_a_fault_is_shown_as_recovering(tmp_path: Path) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
     recorder.starting("engines and trainer")
     assert recorder.current_phase == "starting"
@@ -428,7 +428,7 @@ async def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) ->
     )  # fmt: skip
 
 
-async def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path) -> None:
+async def test_the_first_fault_of_each_kind_is_reported_with_its_text(tmp_path: Path) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
     broken = replace(
         make_summary("g000000.0-0", outcome=Outcome.ENVIRONMENT_ERROR), detail="reset: no server"
@@ -453,7 +453,7 @@ async def test_a_collapse_of_the_reward_is_shown_until_it_has_recovered(tmp_path
     assert value(metrics, gauge) == recorder.collapsed_since == 51
     [notice] = [each for each in recorder.notices.since(0) if "mean return" in each]
     assert "fallen from 0.805 to" in notice and "since step 51" in notice
-    # A later term continues without a checkpoint: the steps of the collapse are undone.
+    # A later term begins without a checkpoint, so the steps of the collapse are undone.
     await recorder.begin_term(store.acquire_lease(owner="next"))
     assert recorder.collapsed_since is None and value(metrics, gauge) is None
 

@@ -1,4 +1,4 @@
-"""A collapse of the mean return is found soon, in any scale, and an honest run is not disturbed."""
+"""Tests that a collapse of the mean return is found soon, and other changes are not reported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 from service.telemetry.reward_drop import RewardDrop, RewardWatch
 
-# Changes of 0.02 from step to step: a step's noise is 1.4826 * 0.02 / sqrt(2) = 0.021, and that of
-# the comparison of 3 steps with 20 is 0.021 * sqrt(1/3 + 1/20) = 0.013. After 47 earlier steps a
-# fall counts from 4.2 * (1 + 20/47) * 0.013 = 0.078.
+# Mean returns that change by 0.02 from step to step. The noise of a step is
+# 1.4826 * 0.02 / sqrt(2) = 0.021, that of the comparison of 3 steps with 20 is
+# 0.021 * sqrt(1/3 + 1/20) = 0.013. After 47 earlier steps, a fall is reported if it is at least
+# 4.2 * (1 + 20/47) * 0.013 = 0.078.
 CALM = [0.81, 0.79] * 25
 
 
@@ -29,8 +30,8 @@ def first(drops: list[RewardDrop | None]) -> RewardDrop | None:
     return next((each for each in drops if each is not None), None)
 
 
-def test_a_step_of_015_is_found_at_its_second_step() -> None:
-    """After one step the mean of three has fallen by 0.05, after two by 0.1."""
+def test_a_fall_of_015_is_found_at_its_second_step() -> None:
+    """Find the fall at its second step: the mean of three steps fell by 0.05, then by 0.1."""
     drop = first(found(CALM + [0.65] * 10))
     assert drop is not None and (drop.since, drop.found) == (51, 52)
     assert drop.before == pytest.approx(0.8) and drop.now == pytest.approx((0.79 + 1.3) / 3)
@@ -46,13 +47,13 @@ def test_the_same_fall_is_found_at_the_same_step_in_every_scale(
 
 
 def test_a_fall_that_is_small_against_the_spread_of_returns_is_not_reported() -> None:
-    """0.15 is less than a third of 0.5, however precise the means are."""
+    """Ignore a fall of 0.15 if it is below a third of the deviation, even with precise means."""
     assert first(found(CALM + [0.65] * 30, std=0.5, num_returns=10**6)) is None
     assert first(found(CALM + [0.65] * 30, std=0.4, num_returns=10**6)) is not None
 
 
 def test_a_fall_of_few_returns_is_not_reported() -> None:
-    """The standard error of 4 returns is 0.2, and of 12 steps 0.07: 4.2 of them are not reached."""
+    """Ignore a fall below 4.2 standard errors: 0.2 for 4 returns, and 0.07 for 12 steps."""
     assert first(found(CALM + [0.65] * 30, std=0.4, num_returns=4)) is None
 
 
@@ -61,12 +62,12 @@ def test_a_fall_is_over_when_half_of_it_is_regained() -> None:
     assert [each is not None for each in drops[59:]] == 5 * [True] + 16 * [False] + 3 * [True]
 
 
-def test_a_run_that_never_regains_it_keeps_the_first_step_of_the_fall() -> None:
+def test_a_fall_that_is_never_regained_keeps_its_first_step() -> None:
     drops = found(CALM + [0.2] * 1000)
     assert drops[-1] is not None and drops[-1].since == 51
 
 
-def test_a_run_that_learns_and_one_that_begins_are_not_reported() -> None:
+def test_a_learning_run_and_a_short_one_are_not_reported() -> None:
     rng = random.Random(7)
     learning = [
         0.1 + 0.8 / (1 + math.exp(-(step - 150) / 20)) + rng.gauss(0, 0.02) for step in range(400)
@@ -81,7 +82,7 @@ def test_the_first_step_of_a_fall_after_a_rise_is_not_in_the_rise() -> None:
     assert drop is not None and drop.since == 101
 
 
-def test_equal_returns_and_a_mean_that_is_not_finite_are_no_fall() -> None:
+def test_equal_returns_and_nonfinite_means_are_not_a_fall() -> None:
     assert first(found([0.7] * 300, std=0.0)) is None
     assert first(found([1.0, 1.0 - 1e-12] * 150, std=0.0)) is None
     assert first(found([*CALM, math.nan, math.inf, -math.inf, *CALM])) is None

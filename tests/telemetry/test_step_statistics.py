@@ -1,4 +1,4 @@
-"""From what trainer and merge actor report to a step's record: each number once, none invented."""
+"""Tests of the record of a step, made from the reports of the trainer and the merge actor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.store.run_store import RunStore
 from service.telemetry.records import StageSeconds, StepRecord, finished_record
 from service.telemetry.records import step_record as make_step_record
 
-# Every number differs from every other, so that none can stand in another's place.
+# All numbers differ, so that a test notices two that were exchanged.
 EVERY = {name: 1.0 + number / 64 for number, name in enumerate(BY_NAME)}
 
 
@@ -64,14 +64,14 @@ def record_of(
     return finished_record(record, check)
 
 
-def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None:
+def test_the_record_has_each_number_of_each_report_once_under_its_name() -> None:
     record = record_of(STATS, REPORT)
     assert record.statistics == EVERY
     assert list(record.statistics) == [statistic.name for statistic in STATISTICS]
     assert (record.step, record.policy_version, record.num_turns) == (1, 1, 2)
 
 
-def test_what_no_part_knows_is_absent() -> None:
+def test_a_number_that_no_report_has_is_absent() -> None:
     nothing_trained = replace(STATS, statistics={}, trained_tokens=0)
     known = {"reward_std": 0.25, "reward_min": -0.75}
     record = record_of(nothing_trained, replace(REPORT, statistics=known), check=None)
@@ -81,30 +81,30 @@ def test_what_no_part_knows_is_absent() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_not_known(value: float) -> None:
+def test_a_nonfinite_number_is_absent(value: float) -> None:
     stats = replace(STATS, statistics={**STATS.statistics, "kl_mean": value, "kl_max": value})
     assert EVERY.keys() - record_of(stats, REPORT).statistics.keys() == {"kl_mean", "kl_max"}
 
 
-def test_a_zero_that_was_measured_stays() -> None:
+def test_a_measured_zero_is_kept() -> None:
     stats = replace(STATS, statistics={**STATS.statistics, "masked_fraction": 0.0})
     assert record_of(stats, REPORT).statistics["masked_fraction"] == 0.0
 
 
-def test_a_name_that_the_table_does_not_have_is_refused() -> None:
+def test_a_name_outside_the_table_is_refused() -> None:
     with pytest.raises(KeyError, match=r"\['kl_median'\] are not in the table"):
         record_of(replace(STATS, statistics={"kl_median": 1.0}), REPORT)
     with pytest.raises(AssertionError, match="kl_median is not in the table"):
         step_record(1).value("kl_median")
 
 
-def test_the_best_known_reward_is_the_scaled_one_where_there_is_one() -> None:
+def test_the_best_known_reward_is_the_scaled_one_if_it_exists() -> None:
     both = step_record(1, reward_mean=3.0, scaled_reward_mean=0.5)
     assert both.best_known_reward == 0.5
     assert step_record(1, reward_mean=3.0, scaled_reward_mean=None).best_known_reward == 3.0
 
 
-def test_the_record_of_a_step_is_the_same_on_the_way_to_the_store_and_back(tmp_path: Path) -> None:
+def test_the_record_of_a_step_is_read_from_the_store_as_written(tmp_path: Path) -> None:
     record = record_of(STATS, REPORT)
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     store.add_step(record, term=store.acquire_lease(owner="a").term, new_events=())

@@ -1,4 +1,4 @@
-"""summary.json: what its numbers are means, sums and maxima of."""
+"""Tests of the means, sums and maxima in summary.json."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
     assert summary.is_reward_scaled
 
 
-def test_plain_return_stands_in_where_the_best_one_is_unknown() -> None:
+def test_the_plain_return_is_used_if_the_best_return_is_unknown() -> None:
     run = history_of(steps=(step_record(1, reward_mean=3.0, scaled_reward_mean=None),))
     summary = summary_of(run)
     assert summary.reward_last == 3.0
     assert not summary.is_reward_scaled
 
 
-def test_steps_without_a_reward_take_no_part_in_the_mean() -> None:
+def test_steps_without_a_reward_do_not_count_in_the_mean() -> None:
     run = history_of(steps=(unmeasured_step(1), step_record(2, scaled_reward_mean=0.4)))
     assert summary_of(run).reward_first == pytest.approx(0.4)
 
 
-def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparable() -> None:
+def test_mismatch_is_weighted_by_trained_tokens_and_skips_unknown_steps() -> None:
     run = history_of(
         steps=(
             step_record(1, mismatch_k3_mean=1e-9, num_trained_tokens=100, mismatch_max=2e-5),
@@ -61,7 +61,7 @@ def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparabl
     assert mismatch.max_abs_delta == 2e-5
 
 
-def test_the_checks_cost_is_their_share_of_the_time_of_all_steps() -> None:
+def test_the_cost_of_logprob_checks_is_their_share_of_the_time_of_all_steps() -> None:
     stages = StageSeconds(collect=1.5, train=0.5)
     run = history_of(
         steps=(
@@ -102,7 +102,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
     assert summary.num_resumes == 2
 
 
-def test_malformed_share_is_of_turns_not_of_steps() -> None:
+def test_the_malformed_share_is_of_turns_and_not_a_mean_over_steps() -> None:
     run = history_of(
         steps=(
             step_record(1, num_malformed_turns=10, num_turns=10),
@@ -112,7 +112,7 @@ def test_malformed_share_is_of_turns_not_of_steps() -> None:
     assert summary_of(run).malformed_share["first"] == pytest.approx(0.1)
 
 
-def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
+def test_a_run_without_steps_has_null_means() -> None:
     tree = summary_of(history_of()).to_json()
     assert tree["steps"] == 0
     assert tree["reward_first"] is None
@@ -121,7 +121,7 @@ def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
     assert tree["merge"]["ratio"] is None
 
 
-def test_named_sets_are_told_by_name_and_are_no_part_of_the_curve() -> None:
+def test_named_sets_are_listed_by_name_and_are_not_in_the_curve() -> None:
     own = [evaluation_record(step, reward=0.1 * step) for step in (0, 1)]
     hard = [replace(each, name="hard", reward_mean=0.9, num_samples=4) for each in own]
     summary = summary_of(history_of(evaluations=(own[0], hard[0], own[1], hard[1])))
@@ -131,7 +131,7 @@ def test_named_sets_are_told_by_name_and_are_no_part_of_the_curve() -> None:
     assert [row[0] for row in table.rows] == ["held out", "hard"]
 
 
-def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path: Path) -> None:
+def test_the_summary_file_has_every_promised_key_and_only_finite_numbers(tmp_path: Path) -> None:
     run = history_of(
         steps=(
             step_record(1, logprob_check_max=float("nan"), stages=StageSeconds(train=float("inf"))),
@@ -166,7 +166,7 @@ def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path:
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_the_summary_holds_the_queue_s_counts_by_the_names_of_the_reasons() -> None:
+def test_the_summary_has_the_counts_of_the_queue_by_reason() -> None:
     counts = LedgerCounts(admitted=10, trained=6, evicted={EvictionReason.MASKED: 3}, in_flight=1)
     tree = summary_of(history_of(), ledger=counts).to_json()["ledger"]
     assert tree == {

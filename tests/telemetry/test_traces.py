@@ -1,4 +1,4 @@
-"""The trace of a rollout, as a collector gets it: what is in what, and when."""
+"""Tests of the trace of a rollout that a collector receives: its spans and their times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGES = StageSeconds(collect=4.0, merge=1.0, train=5.0, publish=2.0)
 
 
 def started(collector: Collector, *, sample_ratio: float = 1.0) -> RolloutTraces:
-    """Of a service: the group was submitted at T."""
+    """Return the traces of a run to which a client submitted the group at time T."""
     settings = TracingSettings(endpoint=collector.url, sample_ratio=sample_ratio)
     traces = traces_to(settings, run="small", accepted_at={"g000003.0": T}.get)
     assert traces is not None
@@ -81,7 +81,7 @@ def check_attributes(trace: Trace) -> None:
     }  # fmt: skip
 
 
-def test_an_evicted_rollout_has_its_last_attempt_though_it_is_told_of_after_the_eviction() -> None:
+def test_an_evicted_rollout_has_its_last_attempt_even_if_reported_later() -> None:
     with collecting() as collector:
         traces, ledger = started(collector), Ledger()
         ledger.admit("g000009.0-0")
@@ -91,13 +91,13 @@ def test_an_evicted_rollout_has_its_last_attempt_though_it_is_told_of_after_the_
         traces.attempts([late], now=T + 5)
         traces.close()
         [trace] = collector.traces().values()
-    # A task of the run's own has no submission.
+    # A task of the run has no submission, so there is no wait for admission.
     assert trace.spans.keys() == {"rollout", "attempt"}
     assert trace.seconds("attempt") == [(T + 1, T + 5)]
     assert attributes(trace.root)["rayloom.end"] == "evicted: wall_timeout"
 
 
-def test_what_a_lost_term_had_in_flight_or_trained_is_no_part_of_the_next_one() -> None:
+def test_rollouts_of_a_lost_term_are_not_in_the_traces_of_the_next() -> None:
     with collecting() as collector:
         traces, ledger = started(collector), Ledger()
         ledger.admit(ROLLOUT)
@@ -115,7 +115,7 @@ def test_what_a_lost_term_had_in_flight_or_trained_is_no_part_of_the_next_one() 
 
 
 @pytest.mark.parametrize("sample_ratio", [0.05, 1.0])
-def test_a_share_of_the_rollouts_is_traced_whole(sample_ratio: float) -> None:
+def test_a_share_of_the_rollouts_is_traced_completely(sample_ratio: float) -> None:
     with collecting() as collector:
         traces, ledger = started(collector, sample_ratio=sample_ratio), Ledger()
         rollouts = [f"g000003.0-{number}" for number in range(200)]
@@ -126,7 +126,7 @@ def test_a_share_of_the_rollouts_is_traced_whole(sample_ratio: float) -> None:
         traces.step(step_record(7, stages=STAGES))
         traces.close()
         found = collector.traces()
-    # The odds against more than 40 of 200 at one in twenty are astronomical.
+    # With a ratio of one in twenty, more than 40 of 200 are practically impossible.
     assert len(found) == 200 if sample_ratio == 1.0 else len(found) <= 40
     assert all("optimiser step" in trace.spans for trace in found.values())
 

@@ -1,4 +1,4 @@
-"""What a run shows of calls of a user's functions that gave no answer."""
+"""Tests of the notices and metrics about calls of a user's functions that gave no answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_first_lost_calls_of_a_function_are_reported_with_their_ends_and_tas
     assert (shown.lost("killed"), shown.lost("died")) == (3, 1)
 
 
-def test_a_function_is_reported_again_at_ten_times_as_many_and_another_by_itself() -> None:
+def test_a_function_is_reported_again_at_ten_times_as_many_lost_calls() -> None:
     shown = Shown()
     for count in range(1, 101):
         calls = lost_calls(SCORE, count=count, end="cancelled", tasks=())
@@ -59,13 +59,13 @@ def test_a_function_is_reported_again_at_ten_times_as_many_and_another_by_itself
     assert len(shown.notices) == 4 and shown.notices[-1].startswith("my.py:other: 1 call was")
 
 
-def test_actors_add_up_and_a_successor_begins_at_zero() -> None:
+def test_counts_of_actors_are_summed_and_a_successor_begins_at_zero() -> None:
     shown = Shown()
     for actor_id, count in (
         ("environment-1-0", 3),
         ("environment-1-1", 2),
         ("environment-1-0", 4),
-        # It replaces the first.
+        # This actor replaces the first one.
         ("environment-1-2", 1),
         ("environment-1-2", 1),
     ):
@@ -75,7 +75,7 @@ def test_actors_add_up_and_a_successor_begins_at_zero() -> None:
     assert len(shown.notices) == 1
 
 
-def test_the_largest_worker_is_shown_while_its_actor_answers() -> None:
+def test_the_memory_of_the_largest_worker_is_shown_while_its_actor_answers() -> None:
     shown, name = Shown(), "rayloom_worker_memory_bytes"
     shown.calls.heard("environment-1-0", (), resident_bytes=0)
     assert shown.value(name) is None
@@ -88,7 +88,7 @@ def test_the_largest_worker_is_shown_while_its_actor_answers() -> None:
     assert shown.value(name) is None
 
 
-def test_functions_beyond_a_number_are_one() -> None:
+def test_functions_beyond_a_limit_are_counted_together() -> None:
     shown = Shown()
     names = [f"my.py:f{number}" for number in range(MAX_FUNCTIONS + 3)]
     calls = [lost_calls(name, count=2) for name in names]

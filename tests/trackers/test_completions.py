@@ -1,4 +1,4 @@
-"""The table of completions, and a tracker of the user's own: what they get, and what is refused."""
+"""Tests of the table of completions and of trackers of a user."""
 
 from __future__ import annotations
 
@@ -198,15 +198,15 @@ async def tracked(directory: Path, trackers: dict[str, Any], *, steps: int) -> A
         return recorder
 
 
-async def test_each_steps_completions_come_with_its_numbers(tmp_path: Path) -> None:
+async def test_the_completions_of_a_step_are_tracked_with_its_numbers(tmp_path: Path) -> None:
     settings = {"jsonl": True, "completions": 3, "wandb": {"project": "games", "mode": "offline"}}
     await tracked(tmp_path, settings, steps=3)
     first, second, third = json_lines(tmp_path / "metrics.jsonl")
     rows = first["completions"]
-    # The first three of four, with the members of a group together.
+    # The first three of four rows are tracked, ordered by group.
     assert [row["rollout"] for row in rows] == ["g000000.0-0", "g000000.0-1", "g000001.0-0"]
     assert [row["return"] for row in rows] == [1.0, 0.0, 0.0]
-    # Of returns 1 and 0: half of their difference over their deviation.
+    # The advantages of the returns 1 and 0 are half of the difference, divided by the deviation.
     half = 0.5 / (0.5**0.5 + 1e-6)
     assert [row["advantage"] for row in rows] == [
         pytest.approx(half),
@@ -217,7 +217,7 @@ async def test_each_steps_completions_come_with_its_numbers(tmp_path: Path) -> N
     members = group_of(0, [1.0, 0.0])
     sample = members[0].samples[0]
     prompt, answer = np.split(sample.token_ids, [sample.prompt_length])
-    # Without the run's tokenizer the ids are shown.
+    # Without the tokenizer of the run, the rows contain token ids.
     assert rows[0]["prompt"] == "".join(f"⟨{token}⟩" for token in prompt)
     assert rows[0]["completion"] == "".join(f"⟨{token}⟩" for token in answer)
     assert rows[0]["outcome"] == "completed" and isinstance(rows[0]["rewards"], dict)
@@ -229,7 +229,7 @@ async def test_each_steps_completions_come_with_its_numbers(tmp_path: Path) -> N
     assert columns[:2] == ["step", "task"] and columns[-2:] == ["advantage", "untrained"]
 
 
-async def test_a_file_of_the_journal_that_is_damaged_costs_its_completions_alone(
+async def test_a_damaged_journal_file_only_loses_its_completions(
     tmp_path: Path,
 ) -> None:
     settings = {"jsonl": True, "completions": 3}
@@ -244,7 +244,7 @@ async def test_a_file_of_the_journal_that_is_damaged_costs_its_completions_alone
     assert line["step"] == 1 and "completions" not in line
 
 
-async def test_a_tracker_of_ones_own_gets_every_point(tmp_path: Path, own: str) -> None:
+async def test_a_users_tracker_gets_every_point(tmp_path: Path, own: str) -> None:
     use = {"use": f"{own}:Lines", "options": {"suffix": ".jsonl"}}
     await tracked(tmp_path, {"own": use, "completions": 1}, steps=2)
     lines = json_lines(tmp_path / "own.jsonl")
@@ -255,7 +255,7 @@ async def test_a_tracker_of_ones_own_gets_every_point(tmp_path: Path, own: str) 
 
 
 @pytest.mark.parametrize("name", ["Unbound", "Partial", "WithMetaclass", "Dispatching"])
-async def test_a_tracker_of_ones_own_may_have_static_and_class_methods(
+async def test_a_users_tracker_may_have_static_and_class_methods(
     tmp_path: Path, own: str, name: str
 ) -> None:
     settings = {"own": {"use": f"{own}:{name}"}}
@@ -265,7 +265,7 @@ async def test_a_tracker_of_ones_own_may_have_static_and_class_methods(
     assert [line for line in lines if line != "flush"] == [1, 2, True]
 
 
-async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
+async def test_a_users_tracker_that_raises_or_exits_delays_nothing(
     tmp_path: Path, own: str
 ) -> None:
     recorder = await tracked(tmp_path, {"own": {"use": f"{own}:Broken"}, "jsonl": True}, steps=3)
@@ -277,7 +277,7 @@ async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
 @pytest.mark.parametrize(
     ("name", "found"), [("Hidden", "a coroutine"), ("HiddenGenerator", "a generator")]
 )
-async def test_a_method_of_a_tracker_whose_body_does_not_run_is_a_failure(
+async def test_a_tracker_method_that_returns_a_coroutine_is_reported_as_failed(
     tmp_path: Path, own: str, name: str, found: str
 ) -> None:
     recorder = await tracked(tmp_path, {"own": {"use": f"{own}:{name}"}}, steps=1)
@@ -307,7 +307,7 @@ async def test_a_method_of_a_tracker_whose_body_does_not_run_is_a_failure(
         ("my_trackers:Lines", {"name": "a"}, "trackers.own.options: got name"),
     ],
 )
-def test_a_class_that_is_no_tracker_is_refused_before_the_start(
+def test_a_class_that_is_not_a_tracker_is_refused_before_the_start(
     own: str, use: str, options: dict[str, Any], words: str
 ) -> None:
     check_trackers(config_with({"own": {"use": f"{own}:Lines"}}))

@@ -1,4 +1,4 @@
-"""One run's curves in JSONL, TensorBoard, W&B's files and an MLflow server: the same numbers."""
+"""Tests of the curves of a run in JSONL, TensorBoard, W&B files and an MLflow server."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ async def checkpoint(recorder: RunRecorder, step: int) -> None:
 
 
 async def until(is_so: Callable[[], object]) -> None:
-    """The test's own limit ends it."""
+    """Wait until a condition is true; the time limit of the test ends the wait."""
     while not is_so():
         await asyncio.sleep(0.02)
 
 
 def as_float32(value: float) -> Any:
-    """TensorBoard's curves have no more digits."""
+    """Return a value with the tolerance of float32, which TensorBoard stores."""
     return pytest.approx(value, rel=1e-6)
 
 
@@ -70,7 +70,7 @@ def curves_of(record: StepRecord) -> dict[str, float]:
     return {**step_curves(record), "term": 1.0}
 
 
-async def test_all_trackers_are_given_the_numbers_of_the_records(tmp_path: Path) -> None:
+async def test_all_trackers_get_the_numbers_of_the_records(tmp_path: Path) -> None:
     records = [
         step_record(step, reward_components={"form": step / 8, "correct answer": 0.25})
         for step in (1, 2, 3)
@@ -123,10 +123,10 @@ async def test_all_trackers_are_given_the_numbers_of_the_records(tmp_path: Path)
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_a_step_that_is_trained_again_replaces_the_first_in_the_same_runs(
+async def test_a_repeated_step_replaces_the_first_in_the_same_tracker_runs(
     tmp_path: Path,
 ) -> None:
-    """Term 1 trains 4 steps and dies behind the checkpoint of step 2; term 2 trains 3 and 4."""
+    """Let term 1 train 4 steps and die after the checkpoint of step 2; term 2 trains 3 and 4."""
     with mlflow_server() as server, store_in(tmp_path) as store:
         config = config_with(ALL, mlflow=server.url)
         for term, steps, reward in ((1, (1, 2, 3, 4), 0.25), (2, (3, 4), 0.75)):
@@ -161,10 +161,10 @@ async def test_a_step_that_is_trained_again_replaces_the_first_in_the_same_runs(
     assert rewards == {**first, (2, 3): 0.75, (2, 4): 0.75}
 
 
-async def test_what_was_stored_and_not_written_before_a_death_is_written_by_the_next(
+async def test_stored_points_that_a_dead_process_did_not_write_are_written_later(
     tmp_path: Path,
 ) -> None:
-    """It takes nothing back that was written, of steps or evaluations."""
+    """Check also that no written point of a step or an evaluation is lost."""
     config = config_with({"jsonl": True, "tensorboard": ""})
     with store_in(tmp_path) as store:
         recorder, _ = await begin(store, config, tmp_path)
@@ -173,7 +173,7 @@ async def test_what_was_stored_and_not_written_before_a_death_is_written_by_the_
             await recorder.step(step_record(step))
         await recorder.evaluation(evaluation_record(3))
         await recorder.close_trackers(is_taken_over=False)
-        # Its trackers have ended: stored, and written nowhere.
+        # The trackers have ended, so this step is stored but not written.
         await recorder.step(step_record(3))
         await checkpoint(recorder, 3)
         recorder, _ = await begin(store, config, tmp_path)
@@ -186,9 +186,9 @@ async def test_what_was_stored_and_not_written_before_a_death_is_written_by_the_
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
 
 
-async def test_what_a_finished_run_could_not_write_is_written_on_demand(tmp_path: Path) -> None:
-    """From a database that is only read; a run that lacks nothing opens no tracker."""
-    told: list[str] = []
+async def test_missing_points_of_a_finished_run_are_written_on_demand(tmp_path: Path) -> None:
+    """Write them from a read-only database, and open no tracker if nothing is missing."""
+    reported: list[str] = []
     with mlflow_server() as server:
         with store_in(tmp_path) as store:
             server.is_away = True
@@ -203,18 +203,18 @@ async def test_what_a_finished_run_could_not_write_is_written_on_demand(tmp_path
             store = ReadOnlyStore(tmp_path / "run.db")
             trackers = trackers_of(config, run_dir, run_id=RUN_ID, store=store)
             assert trackers is not None
-            trackers.catch_up(told.append)
+            trackers.catch_up(reported.append)
             store.close()
     assert set(server.curve("train/loss")) == {1, 2}
     assert server.runs["run-0"]["status"] == "FINISHED"
     assert (
-        len(told) == 1
-        and "status 503, expected" in told[0]
-        and told[0].endswith("--resume writes it")
+        len(reported) == 1
+        and "status 503, expected" in reported[0]
+        and reported[0].endswith("--resume writes it")
     )
 
 
-async def test_a_run_that_moves_to_another_experiment_brings_its_history(tmp_path: Path) -> None:
+async def test_another_experiment_of_a_run_gets_its_history(tmp_path: Path) -> None:
     with mlflow_server() as server, store_in(tmp_path) as store:
         for step, experiment in ((1, "games"), (2, "sums")):
             target = {"url": server.url, "experiment": experiment}
@@ -226,7 +226,7 @@ async def test_a_run_that_moves_to_another_experiment_brings_its_history(tmp_pat
     assert set(server.curve("train/loss", run="run-1")) == {1, 2}
 
 
-async def test_a_tracker_that_is_added_to_a_run_gets_its_history(tmp_path: Path) -> None:
+async def test_a_tracker_added_later_gets_the_history(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         recorder, none = await begin(store, config_with({}), tmp_path)
         assert none is None
@@ -241,8 +241,8 @@ async def test_a_tracker_that_is_added_to_a_run_gets_its_history(tmp_path: Path)
     assert lines[2]["train/reward_mean"] == 0.75
 
 
-async def test_evaluations_that_were_asked_for_are_curves_of_their_own(tmp_path: Path) -> None:
-    """One that began before two steps and ends after them, and another of the same step."""
+async def test_requested_evaluations_have_separate_curves(tmp_path: Path) -> None:
+    """Request two evaluations of step 1 that end after step 2."""
     asked = replace(evaluation_record(1), is_scheduled=False, pass_at={1: 0.25, 4: 0.5})
     with store_in(tmp_path) as store:
         recorder, _ = await begin(store, config_with({"jsonl": True}), tmp_path)
@@ -254,7 +254,7 @@ async def test_evaluations_that_were_asked_for_are_curves_of_their_own(tmp_path:
         await recorder.evaluation(asked)
         await recorder.close_trackers(is_taken_over=False)
     lines = json_lines(tmp_path / "metrics.jsonl")
-    # Where a step and its evaluation are read at once, the evaluation comes first.
+    # The evaluation precedes its step if both are read at once, so compare only evaluations.
     evaluations = [line for line in lines if line["kind"] != "step"]
     assert [(line["kind"], line["step"]) for line in evaluations] == [
         ("evaluation", 2),
@@ -264,8 +264,8 @@ async def test_evaluations_that_were_asked_for_are_curves_of_their_own(tmp_path:
     assert evaluations[1]["asked_evaluation/pass_at_4"] == 0.5
 
 
-async def test_a_server_that_is_away_is_told_once_and_loses_nothing(tmp_path: Path) -> None:
-    """Away from the beginning, and once more in the middle; another tracker goes on meanwhile."""
+async def test_an_unavailable_server_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
+    """Make the server unavailable at the start and later; another tracker continues."""
     with mlflow_server() as server, store_in(tmp_path) as store:
         server.is_away = True
         config = config_with({"jsonl": True}, mlflow=server.url)
@@ -287,10 +287,10 @@ async def test_a_server_that_is_away_is_told_once_and_loses_nothing(tmp_path: Pa
     assert all(len(values) == 1 for values in server.curve("train/loss").values())
 
 
-async def test_a_server_that_stays_away_holds_up_neither_steps_nor_the_end(
+async def test_a_server_that_stays_unavailable_delays_neither_steps_nor_the_end(
     tmp_path: Path,
 ) -> None:
-    """What it lacks it gets from the next process."""
+    """Check also that the next process writes the missing points."""
     with mlflow_server() as server, store_in(tmp_path) as store:
         server.is_away = True
         config = config_with({}, mlflow=server.url)
@@ -322,7 +322,7 @@ class Stuck:
     def close(self, *, is_ended: bool) -> None: ...
 
 
-async def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(tmp_path: Path) -> None:
+async def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(tmp_path: Path) -> None:
     stuck = Stuck()
     with store_in(tmp_path) as store:
         target = Target(name="stuck", address="", make=lambda: stuck)
@@ -373,7 +373,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 @pytest.mark.proof
 @pytest.mark.slow
-async def test_a_damaged_file_of_the_progress_is_named_with_the_remedy(tmp_path: Path) -> None:
+async def test_a_damaged_progress_file_is_reported_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "jsonl.json").write_text("[]")
     with store_in(tmp_path) as store:
@@ -385,8 +385,8 @@ async def test_a_damaged_file_of_the_progress_is_named_with_the_remedy(tmp_path:
     assert "trackers/jsonl.json cannot be read" in notice and "remove it to write" in notice
 
 
-async def test_what_a_tracker_is_known_to_have_outlives_a_kill(tmp_path: Path) -> None:
-    """Of a process that is killed once each tracker has said how far it came."""
+async def test_points_that_count_as_written_survive_a_kill(tmp_path: Path) -> None:
+    """Kill a process after each tracker has stored its progress."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     program = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)],
@@ -425,12 +425,12 @@ def point(step: int) -> Point:
     )
 
 
-def test_a_line_is_whole_or_not_there_where_the_disk_is_full(tmp_path: Path) -> None:
+def test_a_line_is_complete_or_absent_if_the_disk_is_full(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     lines = JsonLines(file)
     lines.write(point(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A limit on a file's size refuses the rest of a write as a full disk does.
+    # A limit on the file size refuses the rest of a write, like a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, before[1]))
     try:
         with pytest.raises(OSError, match="100 of"):
@@ -442,7 +442,7 @@ def test_a_line_is_whole_or_not_there_where_the_disk_is_full(tmp_path: Path) -> 
     assert [line["step"] for line in json_lines(file)] == [1, 3]
 
 
-def test_a_line_that_a_death_cut_off_is_removed(tmp_path: Path) -> None:
+def test_a_line_that_a_dead_process_cut_off_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     first = JsonLines(file)
     first.write(point(1))
@@ -455,7 +455,7 @@ def test_a_line_that_a_death_cut_off_is_removed(tmp_path: Path) -> None:
     assert [line["step"] for line in json_lines(file)] == [1, 2]
 
 
-async def test_the_token_comes_from_the_environment_alone(
+async def test_the_token_comes_only_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
@@ -496,8 +496,8 @@ def test_a_tracker_without_its_package_is_refused_with_the_remedy() -> None:
         env={**os.environ, "PYTHONPATH": paths},
         check=True,
     )
-    told = done.stdout.splitlines()
-    assert [line.rpartition(": ")[2] for line in told] == [
+    reported = done.stdout.splitlines()
+    assert [line.rpartition(": ")[2] for line in reported] == [
         "pip install wandb",
         "pip install tensorboardX",
         "pip install trackio",

@@ -1,4 +1,4 @@
-"""Trackio's curves in its own database, by its own package from PyPI and its own reader."""
+"""Tests of Trackio's curves with its package from PyPI, its database and its reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from service.telemetry.curves import step_curves
 
 pytestmark = [pytest.mark.proof, pytest.mark.settings]
 
-# Run where the package can be imported: two terms, of which the second writes all once more.
+# This runs in an environment with the package. It plays two terms; the second writes all points
+# again.
 PLAYED = """
 import asyncio, json, resource, sqlite3, sys
 from dataclasses import replace
@@ -95,19 +96,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    # Nothing of the package's own is printed into the run's output.
+    # The package must not print into the output of the run.
     (line,) = done.stdout.splitlines()
     return dict(json.loads(line))
 
 
-def test_trackio_has_the_numbers_of_the_records_each_once(found: dict[str, Any]) -> None:
+def test_trackio_has_each_number_of_the_records_once(found: dict[str, Any]) -> None:
     rows = [row for row in found["rows"] if "train/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         curves = step_curves(step_record(row["step"]))
         assert {name: row[name] for name in curves} == curves
     assert [row["term"] for row in rows] == [1, 1, 1, 2]
-    # The time of the record and not of the writing.
+    # The timestamp is the time of the record and not of the write.
     assert rows[0]["timestamp"].startswith("2026-11-18T")
 
 
@@ -126,11 +127,11 @@ def test_trackio_has_the_completions_of_a_step_as_a_table(found: dict[str, Any])
     assert completion["advantage"] > 0 and json.loads(completion["rewards"]) == {"game": 1.0}
 
 
-def test_a_run_of_trackio_has_the_runs_id_name_and_configuration(found: dict[str, Any]) -> None:
+def test_a_trackio_run_has_the_id_name_and_configuration_of_the_run(found: dict[str, Any]) -> None:
     assert (found["name"], found["id"]) == ("small", "rayloom-small-0123abcd")
     assert found["config"]["_Group"] == "small"
     assert found["config"]["trackers"]["trackio"]["project"] == "games"
 
 
-def test_a_disk_that_takes_nothing_is_a_failure_that_is_raised(found: dict[str, Any]) -> None:
+def test_a_full_disk_raises_an_error(found: dict[str, Any]) -> None:
     assert found["refused"] == "OperationalError"
