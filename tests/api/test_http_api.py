@@ -238,7 +238,9 @@ async def test_a_stalled_body_is_abandoned(run: LocalRun) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"\\ud800"'])
-async def test_data_that_json_cannot_keep_is_refused(client: httpx.AsyncClient, value: str) -> None:
+async def test_data_that_json_cannot_represent_is_refused(
+    client: httpx.AsyncClient, value: str
+) -> None:
     text = '{"environment": "guessing", "tasks": [{"id": "a", "data": {"x": VALUE}}]}'
     text = text.replace("VALUE", value)
     answer = await client.post(

@@ -31,7 +31,7 @@ async def run(tmp_path: Path) -> AsyncIterator[TenantRun]:
 
 
 async def test_only_conversations_may_be_large(run: TenantRun) -> None:
-    """Rewards and batches have a small limit; agents' requests contain a whole history."""
+    """Allow large bodies only for agents' requests, which contain a whole history."""
     most = SETTINGS.service.max_body_kib << 10
     large = {"model": "any", "messages": [{"role": "user", "content": "x" * most}]}
     async with client_of(run.app(), FIRST_KEY) as client:
@@ -126,7 +126,7 @@ async def test_numbers_in_addresses_and_headers_may_only_have_digits(run: Tenant
 
 
 async def test_ids_are_plain(run: TenantRun) -> None:
-    """Ids with slashes, path traversal or Unicode are refused, in a body and in a path."""
+    """Refuse ids with slashes, path traversal or Unicode, in a body and in a path."""
     async with client_of(run.app(), FIRST_KEY) as client:
         for name in ("../etc", "a/b", "..", "ä", "a\x00b", "a b", "", "x" * 200):
             tasks = {"environment": "guessing", "tasks": [{"id": name}]}

@@ -1,4 +1,4 @@
-"""Tests of the OpenAPI document: it is up to date and complete, and a fuzzer finds it true."""
+"""Tests of the OpenAPI document: it is up to date and complete, and passes a fuzzer."""
 
 from __future__ import annotations
 

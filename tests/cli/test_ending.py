@@ -35,7 +35,7 @@ FAILED = status_of(2, phase="failed", is_done=True, exit_reason="the trainer die
     ],
     ids=["running", "stopped", "complete", "failed"],
 )
-def test_a_second_signal_after_the_end_reports_how_the_run_ended(
+def test_a_second_signal_reports_how_the_run_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], last: RunStatus, code: int, words: str
 ) -> None:
     (tmp_path / "rayloom.db").touch()

@@ -21,7 +21,7 @@ print("nodes", sum(node["Alive"] for node in ray.nodes()))
 
 
 def printed(home: Path, *arguments: str) -> list[str]:
-    """Return the blocks of commands, run by a user with this home."""
+    """Return the blocks of commands that `rayloom nodes` prints for a home directory."""
     start = "from service.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", start, "nodes", *arguments],

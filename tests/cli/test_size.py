@@ -62,8 +62,8 @@ def test_a_measured_run_of_the_tiny_model_stays_below_the_estimate() -> None:
 def test_the_retention_settings_decide_the_size_of_the_disks() -> None:
     usual = of()
     assert of(keep_checkpoints=6)["checkpoints"] == 2 * usual["checkpoints"]
-    # With one every five steps, there is one more checkpoint between the newest two and that of 20
-    # steps before.
+    # If one is written every five steps, there is one more checkpoint between the newest two and
+    # that of 20 steps before.
     assert of(checkpoint_every=5)["checkpoints"] == 5 / 4 * usual["checkpoints"]
     assert of(journal_steps=50)["journal"] == usual["journal"] / 2
     assert of(journal_steps=0)["journal"] == 0

@@ -153,7 +153,7 @@ def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
     if section == "model":
         check({"config": {**config, "model": {**config["model"], "path": None}}}, section)
         config["model"]["tiny"] = None
-    # The chart needs ports that a pod can open, with that of the metrics not below the API's.
+    # Use ports that a pod may open, and different ones for the API and the metrics.
     for name, port in (("service", 8100), ("metrics", 9500)):
         if name in given:
             config[name] |= {"port": port, "host": "::"}

@@ -31,7 +31,7 @@ def instructions(file: Path) -> list[str]:
     return [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def test_there_is_one_for_cpu_and_one_for_gpu() -> None:
+def test_there_is_a_dockerfile_for_cpu_and_one_for_gpu() -> None:
     assert [file.suffix for file in DOCKERFILES] == [".cpu", ".gpu"]
 
 

@@ -110,7 +110,7 @@ def test_both_images_have_the_tested_versions() -> None:
     cpu, cuda = pins("cpu"), pins("cuda")
     assert locked("cuda")["torch"].public == locked("cpu")["torch"].public
     differing = {package for package in cpu.keys() & cuda if cpu[package] != cuda[package]}
-    # vLLM for CUDA requires another version than the one that xgrammar needs without it.
+    # vLLM for CUDA requires another version than xgrammar does.
     assert differing == {"apache-tvm-ffi"}
 
 

@@ -189,7 +189,7 @@ def spread(
 
 
 def quantile(share: float, low: float, high: float) -> float:
-    """Return a quantile of such a histogram, for a share of at least a half."""
+    """Return the quantile of a histogram of `spread`, for a share of at least a half."""
     return low + (share - 0.5) / 0.5 * (high - low)
 
 

@@ -97,7 +97,7 @@ async def answer_as_an_engine(endpoint: MetricsEndpoint) -> None:
 
 
 async def answer_as_a_gateway(endpoint: MetricsEndpoint) -> None:
-    """Push the metrics of a gateway: a value of each."""
+    """Push the metrics of a gateway, with a value for each metric."""
     gateway = GatewayMetrics()
     gateway.open.set(2)
     gateway.ended.labels(outcome=Outcome.COMPLETED.value).inc()
@@ -166,7 +166,7 @@ async def test_the_counters_of_a_resumed_run_continue(tmp_path: Path) -> None:
         assert seen[series("rayloom_ledger_events_total", kind="trained")] == 4
         assert seen[series("rayloom_ledger_trained_rollouts")] == 2
         assert prometheus.runs() == ["test"]
-        # Counts that no stored row contains include those of the first process.
+        # Counts that are not in stored rows include those of the first process.
         counted = sum(
             count for (name, _), count in seen.items() if name == "rayloom_rollouts_total"
         )

@@ -232,7 +232,7 @@ def test_an_invalid_setting_is_refused(tmp_path: Path, settings: dict[str, Any])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_configuration_may_be_a_mapping_or_a_loaded_one(
+def test_a_configuration_may_be_a_mapping_or_loaded_before(
     tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree: dict[str, Any] = {"model": {"path": Path("own")}, "run": {"steps": np.int64(7)}}
