@@ -160,6 +160,28 @@ def test_each_expression_of_a_page_selects_a_test() -> None:
     assert [each for each in found if not selects_a_test(*each[1:])] == []
 
 
+def test_each_test_that_a_page_names_exists() -> None:
+    defined = [
+        name
+        for file in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text())
+    ]
+    named = {
+        (page.name, name)
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for name in re.findall(r"`(test_\w+…?)`", page.read_text())
+    }
+    assert named
+    gone = [
+        (page, name)
+        for page, name in sorted(named)
+        if not any(
+            each.startswith(name[:-1]) if name.endswith("…") else each == name for each in defined
+        )
+    ]
+    assert gone == []
+
+
 def selects_a_test(file: str, words: str) -> bool:
     """Return whether `pytest FILE -k WORDS` selects a test, without importing the file."""
     tree = ast.parse((ROOT / "tests" / file).read_text())
