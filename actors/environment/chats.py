@@ -15,6 +15,7 @@ module.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from actors.types import FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 # A message after a reply, for templates that end a reply only if another message follows.
 _NEXT = Message(role=Role.USER, content="0")
+# Fields by which other libraries mark replies that are not trained, such as loss and train.
+_MARK_OF_LOSS = re.compile(r"(?:^|_)(?:loss|train|mask)", re.IGNORECASE)
 
 
 class BadChat(ValueError):
@@ -288,6 +291,12 @@ def read_chats(
 
 
 def _message(row: Mapping[str, Any], number: int) -> Message:
+    for name, value in row.items():
+        if value is not None and _MARK_OF_LOSS.search(name):
+            raise BadChat(
+                f"messages[{number}]: got the field {name}, expected weight, which is 0 for a "
+                f"reply that is context only; write weight, and remove {name} from all messages"
+            )
     try:
         return chat_message(row)
     except (TypeError, ValueError) as error:

@@ -37,7 +37,7 @@ from actors.environment.data_files import (
     read_text,
     suffix_of,
 )
-from actors.environment.task_data import DataCheck, depth_problem, report_nulls
+from actors.environment.task_data import MESSAGE_FIELDS, DataCheck, depth_problem, report_nulls
 from actors.environment.tasks import BadTaskFile, PackedTasks, derived_seed
 from actors.types import Task
 from actors.user_code import json_type_of, shown_json
@@ -212,8 +212,11 @@ def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
             "prompt is the text of a chat, and the model sees the text as it is; expected a list "
             "of messages; write the data set as JSONL or Parquet to keep the list"
         )
+    if not environment:
+        yield from _unread_fields("messages", row.get("messages"))
     if environment not in _OF_PROMPTS:
         return
+    yield from _unread_fields("prompt", prompt)
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     if isinstance(last, dict) and last.get("role") == "assistant":
         yield (
@@ -227,6 +230,23 @@ def _doubts(row: Mapping[str, Any], environment: str) -> Iterator[str]:
                 f"the column {name} is given to functions only, and the model does not see it; "
                 f"expected all that the model must read in prompt{_BESIDE_PROMPT[name]}"
             )
+
+
+def _unread_fields(column: str, chat: Any) -> Iterator[str]:
+    """Yield a warning for each field of a chat's messages that has a value but is not read."""
+    given = {
+        name
+        for message in (chat if isinstance(chat, list) else ())
+        if isinstance(message, dict) and "role" in message
+        for name, value in message.items()
+        if value not in (None, "", [], {})
+    }
+    for name in sorted(given.difference(MESSAGE_FIELDS)):
+        yield (
+            f"{column}: a message has the field {name}, which is not read; expected only "
+            f"{', '.join(MESSAGE_FIELDS)}; write what the model must see into content, and remove "
+            f"{name} from all messages"
+        )
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:

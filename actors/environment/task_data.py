@@ -86,6 +86,8 @@ PROMPT_DATA: JsonSchema = {
 }
 """The schema of tasks with a prompt, which is a text or a chat's messages, and any other data."""
 _WEIGHTED = {**_MESSAGE, "properties": {**_MESSAGE["properties"], "weight": {"enum": [0, 1, None]}}}
+MESSAGE_FIELDS: tuple[str, ...] = tuple(_WEIGHTED["properties"])
+"""The fields of a data set's message that are read."""
 CHAT_DATA: JsonSchema = {
     "type": "object",
     "properties": {

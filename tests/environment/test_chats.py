@@ -244,3 +244,25 @@ def test_columns_of_other_names_are_read(tmp_path: Path) -> None:
     rows = [{"conversation": CHAT, "score": 3}]
     [[sample]] = read(tmp_path, rows, columns={"messages": "conversation"})
     assert sample.num_trained == 4
+
+
+@pytest.mark.parametrize("name", ["loss", "train", "training", "trainable", "loss_mask", "masked"])
+def test_a_reply_that_another_field_than_weight_leaves_out_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """Other libraries mark untrained replies by such a field."""
+    marked = [each | {name: False} if each["content"] == "6" else each for each in CHAT]
+    with pytest.raises(BadTaskFile, match=rf"row 2: messages\[2\]: .* {name}, expected weight"):
+        read(tmp_path, [GOOD, {"messages": marked}])
+    # Arrow gives all messages of a column the same fields.
+    assert read(tmp_path, [{"messages": [each | {name: None} for each in CHAT]}])
+
+
+def test_a_field_of_a_message_that_is_not_read_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefixed = {"messages": [each | {"prefix": False, "refusal": None} for each in CHAT]}
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    read(tmp_path, [GOOD, prefixed, prefixed | {"tools": tools}])
+    [warning] = caplog.messages
+    assert "row 2: messages: a message has the field prefix, which is not read" in warning

@@ -534,6 +534,7 @@ def test_a_chat_written_as_text_in_a_csv_file_is_reported_once(
         ({"prompt": "hi", "chat_template_kwargs": {"a": 1}}, "set rollouts.template_options"),
         ({"prompt": "hi", "tools": [{"name": "f"}]}, "name the tools in tasks.options.tools"),
         ({"prompt": [{"role": "user", "content": "hi"}], "images": [], "tools": None}, ""),
+        ({"prompt": [{"role": "user", "content": "hi", "id": 7}]}, "a message has the field id, "),
     ],
 )
 def test_parts_of_a_prompt_that_the_model_is_not_shown_are_reported_once(
