@@ -467,7 +467,7 @@ def test_the_reference_answer_is_found_by_its_column(
         ({"answer": "4"}, "row 5: data: prompt missing"),
         (
             {"prompt": [CALL], "answer": "4"},
-            "row 5: prompt: the arguments of a call of f are not a JSON object",
+            r"row 5: prompt\[0\]: the arguments of a call of f are not a JSON object",
         ),
     ],
 )  # fmt: skip

@@ -164,6 +164,7 @@ ASKED = {"role": "user", "content": "higher"}
             r"messages\[1\]: the chat template does not show the thought of the reply",
         ),
         ([{"role": "user", "content": "6", "tool_calls": [{"function": {"name": "a"}}]}], "role"),
+        ([ASKED, {"role": "user", "content": None}, CHAT[2]], r"messages\[1\]: .* user is null"),
     ],
 )
 def test_a_chat_that_cannot_be_trained_as_written_is_refused(

@@ -551,7 +551,7 @@ def test_a_field_of_a_message_that_is_not_text_is_refused(name: str) -> None:
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "", name: "part"},
     ]
-    with pytest.raises(ValueError, match=f"a message has {name}, which is not read"):
+    with pytest.raises(ValueError, match=f"the message has {name}, which is not read"):
         environment.check_data({"prompt": chat, "answer": "4"})
     chat[1][name] = ""
     environment.check_data({"prompt": chat, "answer": "4"})
@@ -567,3 +567,20 @@ def test_a_call_in_the_deprecated_form_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_calls"):
         chat_message({"role": "assistant", "content": "", "function_call": call})
     assert chat_message({"role": "user", "content": "hi", "function_call": None}).content == "hi"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_a_message_of_a_user_or_the_system_without_content_is_refused(role: str) -> None:
+    environment: Any = resolve("single_turn", {"reward": named("exact")})()
+    call = {"id": "a", "function": {"name": "lookup", "arguments": {}}}
+    # An assistant's message that only calls a tool has no content.
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "a"},
+    ]
+    environment.check_data({"prompt": chat, "answer": "4"})
+    for empty in ({"content": None}, {"tool_calls": None}):
+        prompt = [*chat, {"role": role, **empty}]
+        with pytest.raises(ValueError, match=rf"prompt\[3\]: .* role {role} is null or missing"):
+            environment.check_data({"prompt": prompt, "answer": "4"})

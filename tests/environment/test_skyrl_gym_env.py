@@ -11,7 +11,7 @@ from worlds.checks.missing_tools import need_package
 from actors.environment.builtin.skyrl_gym_env import SkyRLGymEnvironment, SkyRLGymOptions
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
-from actors.environment.task_data import DataCheck, data_schema_of
+from actors.environment.task_data import DataCheck, check_of, data_schema_of
 from actors.types import Task
 
 SUM = {"prompt": "What is 3+4?", "reward_spec": {"ground_truth": "7"}}
@@ -116,6 +116,12 @@ def test_data_are_checked_before_they_are_played() -> None:
     check = DataCheck(data_schema_of(SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k"))))
     assert check.problem(SUM) == ""
     assert check.problem({}) == "data: prompt missing; give it"
+
+
+def test_a_message_without_content_is_refused_and_not_shown_as_none() -> None:
+    check = check_of(SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k")))
+    asked = {"role": "user", "content": None}
+    assert check.problem({**SUM, "prompt": [asked]}).startswith("prompt[0]: the content of a")
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class SingleTurnEnvironment:
         prompt = data["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = [] if self._system is None else [Message(role=Role.SYSTEM, content=self._system)]
-        return _with_one_system([*system, *map(chat_message, chat)])
+        return _with_one_system([*system, *_chat_messages(chat)])
 
     async def step(self, action: Action) -> StepResult:
         """Score the answer, which ends the episode. Raises: RewardError if there is no score."""
@@ -171,8 +171,7 @@ class SingleTurnEnvironment:
         for function in self._functions:
             function.check(data)
         self._check_group(data)
-        if must_be_read(data["prompt"]):
-            self.first_messages(data)
+        check_prompt(data["prompt"])
 
     @property
     def filled_columns(self) -> frozenset[str]:
@@ -297,15 +296,26 @@ _BOUND_TO_ROLES = {
 _NOT_TEXT = ("refusal", "image", "images", "audio", "audios", "video", "videos")
 
 
-def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a check of a prompt must convert the prompt to messages to find its faults.
+def check_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> None:
+    """Check that the messages of a prompt that satisfies `PROMPT_DATA` can be read.
 
-    This is so if a message has a field, such as `tool_calls` or `images`, for which `chat_message`
-    may raise. The data's schema finds all other faults.
+    Raises: ValueError with the message's number.
     """
-    return not isinstance(prompt, str) and any(
-        each.get(key) for each in prompt for key in (*_BOUND_TO_ROLES, *_NOT_TEXT)
-    )
+    # Only a message without content, or with one of these fields, can have faults that the schema
+    # does not find; the conversion of all others would take time.
+    if not isinstance(prompt, str) and any(
+        each.get("content") is None or any(map(each.get, (*_BOUND_TO_ROLES, *_NOT_TEXT)))
+        for each in prompt
+    ):
+        list(_chat_messages(prompt))
+
+
+def _chat_messages(prompt: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    for number, row in enumerate(prompt):
+        try:
+            yield chat_message(row)
+        except ValueError as error:
+            raise ValueError(f"prompt[{number}]: {error}") from error
 
 
 def chat_message(row: Mapping[str, Any]) -> Message:
@@ -313,27 +323,34 @@ def chat_message(row: Mapping[str, Any]) -> Message:
 
     The role `developer` becomes `system`. If the content is a list of text parts, they are joined.
     Raises: ValueError for a call that cannot be read, for a field that only another role may have,
-    and for content that is not text, such as images.
+    for content that is not text, such as images, and for a user's or system message without
+    content.
     """
     if row.get("function_call"):
         raise ValueError(
-            "prompt: a message has function_call, OpenAI's earlier form of a call, which is not "
+            "the message has function_call, OpenAI's earlier form of a call, which is not "
             "read; write it as tool_calls"
         )
     if unread := next((name for name in _NOT_TEXT if row.get(name)), None):
         raise ValueError(
-            f"prompt: a message has {unread}, which is not read; expected text in content; write "
+            f"the message has {unread}, which is not read; expected text in content; write "
             f"it as text in content, or remove {unread}"
         )
     role = Role.SYSTEM if row["role"] == "developer" else Role(row["role"])
-    content = row.get("content") or ""
+    content = row.get("content")
+    if content is None and role in (Role.SYSTEM, Role.USER):
+        raise ValueError(
+            f"the content of a message of role {row['role']} is null or missing, expected text; "
+            "write the text, or remove the message"
+        )
+    content = content or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
     calls = row.get("tool_calls") or ()
     for name, expected in _BOUND_TO_ROLES.items():
         if row.get(name) and role is not expected:
             raise ValueError(
-                f"prompt: a message of role {row['role']} has {name}, which only role {expected} "
+                f"a message of role {row['role']} has {name}, which only role {expected} "
                 "may have; correct the data"
             )
     reasoning = row.get("reasoning_content") or row.get("reasoning") or row.get("thinking")
@@ -357,7 +374,7 @@ def _call(row: Mapping[str, Any]) -> ToolCall:
             arguments = None
     if not isinstance(arguments, Mapping):
         raise ValueError(
-            f"prompt: the arguments of a call of {function['name']} are not a JSON object; "
+            f"the arguments of a call of {function['name']} are not a JSON object; "
             "expected an object, or its JSON text; correct the data"
         )
     return ToolCall(name=function["name"], arguments=dict(arguments), id=row.get("id") or "")

@@ -20,6 +20,7 @@ from numbers import Real
 from types import ModuleType
 from typing import Any
 
+from actors.environment.builtin.single_turn import check_prompt
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.task_data import PROMPT_DATA
 from actors.environment.user_names import find
@@ -76,6 +77,10 @@ class SkyRLGymEnvironment:
             )
         self._make = partial(_make, spec, dict(options.env_config or {}))
         self._env: Any = None
+
+    def check_data(self, data: Mapping[str, Any]) -> None:
+        """Check that the prompt's messages can be read. Raises: ValueError if one cannot."""
+        check_prompt(data["prompt"])
 
     async def reset(self, task: Task) -> Observation:
         await self.close()

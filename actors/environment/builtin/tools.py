@@ -20,7 +20,7 @@ from actors.environment import workers
 from actors.environment.builtin.single_turn import (
     SingleTurnEnvironment,
     SingleTurnOptions,
-    must_be_read,
+    check_prompt,
 )
 from actors.environment.fork_server import WorkerLost
 from actors.environment.function_tools import FunctionTool, ToolClass, load_tools
@@ -128,8 +128,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
                     "the argument a default"
                 )
         self._check_group(data)
-        if must_be_read(data["prompt"]):
-            self.first_messages(data)
+        check_prompt(data["prompt"])
 
     async def reset(self, task: Task) -> Observation:
         self.check_data(task.data)
