@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from actors.environment.builtin.single_turn import chat_message
-from actors.environment.chat_template import RenderError
+from actors.environment.chat_template import RenderError, in_call_order
 from actors.environment.data_sets import read_data_set
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import ChatRenderer
@@ -86,6 +86,12 @@ class ChatEncoder:
                 "messages: got no reply of the assistant to train, expected at least one message "
                 "of role assistant with a weight other than 0; remove the row, or add the reply"
             )
+        try:
+            self._renderer.template.check_results(messages[: replies[-1]])
+        except RenderError as error:
+            raise BadChat(f"messages: {error}") from error
+        # As in `first_prompt`; the assistant's messages keep their numbers.
+        messages = in_call_order(messages)
         tools = _tools(row.get("tools"))
         builder = SampleBuilder(chat_id)
         for number in replies:

@@ -51,11 +51,7 @@ from actors.options import user_code
 from actors.types import SESSION, Task
 from actors.user_code import closing, describe, location, note_of_close, root_cause, type_of
 from service.config.file import ConfigError
-from service.config.model_files import (
-    check_prompt_ids,
-    renderer_of,
-    vocabulary_size,
-)
+from service.config.model_files import check_prompt_ids, renderer_of, vocabulary_size
 from service.config.sections import EvaluationSetSettings, TasksSettings
 from service.config.tree import Config
 from service.inference.settings import AUTO
@@ -276,10 +272,12 @@ def _fitting(
         if token := renderer.special_in(messages):
             special.append(f"{token!r} in {task.task_id}")
         try:
+            renderer.template.check_results(messages)
             prompt = renderer.first_prompt(messages, tools)
         except RenderError as error:
             raise ConfigError(
-                f"model: its chat template cannot render the prompt of {task.task_id}: {error}"
+                f"model: its chat template cannot render the prompt of {task.task_id} (row "
+                f"{position + 1}): {error}"
             ) from error
         check_prompt_ids(prompt, vocabulary, renderer, what=f"the prompt of {task.task_id}")
         if prompt.shape[0] <= room:
@@ -543,6 +541,7 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
     try:
         renderer = renderer_of(config, model_path)
         _check_tools(config, renderer, observation.messages, observation.tools)
+        renderer.template.check_results(observation.messages)
         prompt = renderer.first_prompt(observation.messages, observation.tools)
     except RenderError as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error

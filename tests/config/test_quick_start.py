@@ -12,6 +12,8 @@ from typing import Any
 import datasets
 import pytest
 
+from actors.environment.builtin.single_turn import chat_message
+from actors.environment.protocol import Observation
 from actors.environment.tokenizer import load_tokenizer
 from service.cli.commands.configuration import (
     MAX_TOOL_TURNS,
@@ -21,6 +23,7 @@ from service.cli.commands.configuration import (
     tasks_of,
 )
 from service.config.file import ConfigError
+from service.config.sections import TasksSettings
 from service.config.tasks import check_prompt, first_observation, open_sets, open_tasks
 from service.config.tree import Config
 
@@ -176,3 +179,26 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
     config = asked(str(file), "model.max_context_tokens=33", "rollouts.max_tokens_per_turn=32")
     with pytest.raises(ConfigError, match="5 of 5 prompts have more than 1 tokens"):
         check_prompt(config, small_model, first_observation(config))
+
+
+def test_a_prompt_whose_result_would_be_read_as_that_of_another_call_is_refused(
+    tmp_path: Path, data: str, small_model: str
+) -> None:
+    calls = [{"id": each, "function": {"name": "lookup", "arguments": {}}} for each in "ab"]
+    chat = [
+        {"role": "user", "content": "How much?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "b", "content": "3"},
+    ]
+    file = tmp_path / "calls.jsonl"
+    rows = [{"prompt": prompt, "answer": "3"} for prompt in ("How much?", chat)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = asked(str(file), "tasks.evaluation_tasks=0")
+    words = r"the prompt of row-\w+ \(row 2\): got no result for call 1 \(lookup\)"
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(config, model_path=small_model)
+    # Another environment's first messages are checked when its first task is begun.
+    seen = Observation(messages=tuple(map(chat_message, chat)))
+    made = replace(config, tasks=TasksSettings(environment="guessing"))
+    with pytest.raises(ConfigError, match="cannot render a prompt: got no result for call 1"):
+        check_prompt(made, small_model, seen)

@@ -19,6 +19,7 @@ from worlds.models.tool_families import FAMILIES, Family
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError, in_call_order
+from actors.environment.chats import BadChat, ChatEncoder
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
 from actors.types import Outcome
 
@@ -143,3 +144,31 @@ async def test_the_only_result_of_the_only_call_may_have_another_id() -> None:
     trajectory = await play(environment, policy, max_context_tokens=4000)
     assert trajectory.outcome is Outcome.COMPLETED
     assert "seven" in renderer().decode(policy.requests[-1].prompt_token_ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_a_chat_with_a_result_that_would_be_read_as_that_of_another_call_is_refused(
+    name: str,
+) -> None:
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer
+    encoder = ChatEncoder(tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids(family.end)])
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in CALLS[:2]
+    ]
+    first, second = (
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+        for call, content in zip(CALLS, "78", strict=False)
+    )
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
+    answer = {"role": "assistant", "content": "It is 8."}
+    assert encoder.samples({"messages": [*asked, second, first, answer]}, "chat")
+    # The results after the last trained reply are not read by the policy.
+    assert encoder.samples({"messages": [*asked, second]}, "chat")
+    row = {"messages": [*asked, second, answer]}
+    if name == "mistral":
+        assert encoder.samples(row, "chat")
+        return
+    with pytest.raises(BadChat, match=r"messages: got no result for call 1 \(calculator\) .* ids"):
+        encoder.samples(row, "chat")
