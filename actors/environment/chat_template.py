@@ -152,6 +152,27 @@ class ChatTemplate:
             role for role, probe in probes if _NAME in self._try_form(_USUAL_CALL_FORM, probe)
         )
 
+    def check_chat(
+        self, messages: Sequence[Message], calls: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """Check that the policy can see who speaks, and which call each result answers.
+
+        The policy's own replies have no names, so that a name of the assistant may be left out.
+        Args: calls: as in `check_results`.
+        Raises: RenderError if `check_results` does, or if the template does not show the name of a
+            user's or system message. A name that repeats the role need not be shown.
+        """
+        for message in messages:
+            name, role = message.name, message.role
+            if name in (None, "", role) or role in (Role.ASSISTANT, Role.TOOL):
+                continue
+            if not self.shows_author(role):
+                raise RenderError(
+                    f"got the name {name[:_SHOWN_ID]!r} of a message of role {role}, but the chat "
+                    "template does not show it; write the name into content, or remove it"
+                )
+        self.check_results(messages, calls)
+
     def check_results(
         self, messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()
     ) -> None:

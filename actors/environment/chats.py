@@ -87,7 +87,7 @@ class ChatEncoder:
                 "of role assistant with a weight other than 0; remove the row, or add the reply"
             )
         try:
-            self._renderer.template.check_results(messages[: replies[-1]])
+            self._renderer.template.check_chat(messages[: replies[-1]])
         except RenderError as error:
             raise BadChat(f"messages: {error}") from error
         # As in `first_prompt`; the assistant's messages keep their numbers.

@@ -256,7 +256,7 @@ class _Episode:
         return start
 
     def _first_prompt(self, start: Observation) -> TokenIds:
-        self._check_results("reset", start.messages)
+        self._check_chat("reset", start.messages)
         try:
             return self._renderer.first_prompt(start.messages, start.tools)
         except RenderError as error:
@@ -265,7 +265,7 @@ class _Episode:
     def _extend(
         self, turn: Turn, history: list[Message], result: StepResult, start: Observation
     ) -> TokenIds:
-        self._check_results("step", result.messages, reply=history[-1])
+        self._check_chat("step", result.messages, reply=history[-1])
         try:
             extension = self._renderer.extend(
                 turn.prompt_token_ids,
@@ -282,13 +282,13 @@ class _Episode:
         self._break = extension.break_reason
         return extension.prompt_token_ids
 
-    def _check_results(
+    def _check_chat(
         self, method: str, messages: Sequence[Message], *, reply: Message | None = None
     ) -> None:
-        """End the episode if the policy would take the result of one call as another call's."""
+        """End the episode if the policy could not see who speaks or what a result answers."""
         calls = reply.call_texts if reply else ()
         try:
-            self._renderer.template.check_results(
+            self._renderer.template.check_chat(
                 messages, [(call_id, name) for call_id, name, _ in calls]
             )
         except RenderError as error:

@@ -327,7 +327,7 @@ def _show_prompt(renderer: ChatRenderer, start: Observation, *, room: int | None
     room: number of tokens that a run's prompt may have; None if a run does not measure it.
     """
     try:
-        renderer.template.check_results(start.messages)
+        renderer.template.check_chat(start.messages)
         ids = renderer.first_prompt(start.messages, start.tools)
     except RenderError as error:
         raise _Unplayed(f"the chat template cannot render the prompt: {error}") from error

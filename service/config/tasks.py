@@ -272,7 +272,7 @@ def _fitting(
         if token := renderer.special_in(messages):
             special.append(f"{token!r} in {task.task_id}")
         try:
-            renderer.template.check_results(messages)
+            renderer.template.check_chat(messages)
             prompt = renderer.first_prompt(messages, tools)
         except RenderError as error:
             raise ConfigError(
@@ -541,7 +541,7 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
     try:
         renderer = renderer_of(config, model_path)
         _check_tools(config, renderer, observation.messages, observation.tools)
-        renderer.template.check_results(observation.messages)
+        renderer.template.check_chat(observation.messages)
         prompt = renderer.first_prompt(observation.messages, observation.tools)
     except RenderError as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error

@@ -347,3 +347,13 @@ def test_the_table_begins_with_the_largest_difference() -> None:
     assert "changed     2 of 3: 1 higher, 1 lower" in shown
     assert "not scored  1; the first: f: KeyError" in shown
     assert shown[-1].split()[1] == "g000002.0-0.a0" and shown[-2].startswith("step")
+
+
+def test_a_prompt_whose_name_the_template_does_not_show_is_not_played(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = [{"role": "user", "name": "Ada", "content": "1 + 2?"}]
+    row = {"task_id": "named", "prompt": prompt, "answer": "3"}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert run_try(TryRequest(config=config_of(), num_tasks=1, answer="answer")) == 1
+    assert "cannot render the prompt: got the name 'Ada'" in capsys.readouterr().out

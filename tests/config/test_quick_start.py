@@ -202,3 +202,16 @@ def test_a_prompt_whose_result_would_be_read_as_that_of_another_call_is_refused(
     made = replace(config, tasks=TasksSettings(environment="guessing"))
     with pytest.raises(ConfigError, match="cannot render a prompt: got no result for call 1"):
         check_prompt(made, small_model, seen)
+
+
+def test_a_prompt_with_a_name_that_the_template_does_not_show_is_refused(
+    tmp_path: Path, data: str, small_model: str
+) -> None:
+    chat = [{"role": "user", "name": "Ada", "content": "How much?"}]
+    file = tmp_path / "names.jsonl"
+    rows = [{"prompt": prompt, "answer": "3"} for prompt in ("How much?", chat)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = asked(str(file), "tasks.evaluation_tasks=0")
+    words = r"row-\w+ \(row 2\): got the name 'Ada' .*; write the name into content, or remove it"
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(config, model_path=small_model)

@@ -165,6 +165,8 @@ ASKED = {"role": "user", "content": "higher"}
         ),
         ([{"role": "user", "content": "6", "tool_calls": [{"function": {"name": "a"}}]}], "role"),
         ([ASKED, {"role": "user", "content": None}, CHAT[2]], r"messages\[1\]: .* user is null"),
+        ([ASKED | {"name": "Ada"}, CHAT[2]], "got the name 'Ada' of a message of role user"),
+        ([CHAT[0] | {"name": "Ada"}, *CHAT[1:]], "'Ada' of a message of role system"),
     ],
 )
 def test_a_chat_that_cannot_be_trained_as_written_is_refused(
@@ -267,3 +269,17 @@ def test_a_field_of_a_message_that_is_not_read_is_reported_once(
     read(tmp_path, [GOOD, prefixed, prefixed | {"tools": tools}])
     [warning] = caplog.messages
     assert "row 2: messages: a message has the field prefix, which is not read" in warning
+
+
+def test_names_that_the_template_shows_or_the_policy_lacks_are_accepted() -> None:
+    tokenizer = build_tokenizer()
+    reply = CHAT[2] | {"name": "Bob"}
+    # A name that repeats the role says no more than the role; a reply of the policy has no name.
+    assert trained(tokenizer, [ASKED | {"name": "user"}, reply])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}{{ m.name }}: {% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert trained(tokenizer, [ASKED | {"name": "Ada"}, reply]) == [
+        "<|user|>Ada: higher<|end|><|assistant|>{6<|end|>}"
+    ]

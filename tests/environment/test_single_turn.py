@@ -584,3 +584,14 @@ def test_a_message_of_a_user_or_the_system_without_content_is_refused(role: str)
         prompt = [*chat, {"role": role, **empty}]
         with pytest.raises(ValueError, match=rf"prompt\[3\]: .* role {role} is null or missing"):
             environment.check_data({"prompt": prompt, "answer": "4"})
+
+
+def test_system_messages_with_names_are_not_merged() -> None:
+    """Their names would be lost before the template is asked whether it shows them."""
+    environment: Any = resolve("single_turn", {"reward": named("exact"), "system": "Add."})()
+    for name, num_messages in (("Ada", 3), ("system", 2), (None, 2)):
+        chat = [
+            {"role": "system", "content": "Be brief.", "name": name},
+            {"role": "user", "content": "2+2?"},
+        ]
+        assert len(environment.first_messages({"prompt": chat})) == num_messages

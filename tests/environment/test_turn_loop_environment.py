@@ -342,3 +342,14 @@ def test_a_flag_that_is_not_a_boolean_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}: got a str, expected True or False"):
         StepResult(**{name: "no"})
     assert StepResult(terminated=np.bool_(True)).terminated  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_a_name_that_the_template_does_not_show_is_an_environment_error(method: str) -> None:
+    named = Message(role=Role.USER, content="guess", name="Ada")
+    environment = FakeEnvironment(StepResult(messages=(named,)), DONE)
+    if method == "reset":
+        environment = FakeEnvironment(DONE, on_reset=returning(Observation(messages=(named,))))
+    trajectory = await play(environment)
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert trajectory.detail.startswith(f"{method}: RenderError: got the name 'Ada' of a message")

@@ -381,9 +381,12 @@ def _call(row: Mapping[str, Any]) -> ToolCall:
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Merge the system messages at the start of a chat, because many templates take only one."""
+    """Merge the system messages at the start of a chat, because many templates take only one.
+
+    Messages with names are not merged, because their names would be lost.
+    """
     first = list(takewhile(lambda each: each.role is Role.SYSTEM, messages))
-    if len(first) < 2:
+    if len(first) < 2 or any(each.name not in (None, each.role) for each in first):
         return list(messages)
     merged = Message(role=Role.SYSTEM, content="\n\n".join(each.content for each in first))
     return [merged, *messages[len(first) :]]
