@@ -294,7 +294,7 @@ class StepResult:
     """
 
     messages: tuple[Message, ...] = ()
-    """The new messages, each of role user or tool."""
+    """The new messages, each of role user or tool. The chat already has the policy's reply."""
     reward: float = 0.0
     """The reward of this turn."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -320,7 +320,7 @@ class StepResult:
     state is the observation's tokens."""
 
     def __post_init__(self) -> None:
-        _check_messages(self.messages)
+        _check_new_messages(self.messages)
         if not isinstance(self.answer, str | None):
             raise TypeError(
                 f"step result: answer: got {type_of(self.answer)}, expected text or None"
@@ -451,3 +451,14 @@ def _check_messages(messages: tuple[Message, ...]) -> None:
     for message in messages:
         if not isinstance(message, Message):
             raise TypeError(f"messages: got {type_of(message)}, expected Message values")
+
+
+def _check_new_messages(messages: tuple[Message, ...]) -> None:
+    _check_messages(messages)
+    for message in messages:
+        if message.role not in (Role.USER, Role.TOOL):
+            raise ValueError(
+                f"step result: messages: got a message of role '{message.role}', expected only new "
+                "messages of role user or tool; leave out the earlier messages and the policy's "
+                "reply, which the chat already has"
+            )

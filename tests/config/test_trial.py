@@ -137,6 +137,11 @@ class Misuses(Game):
     async def step(self, action):
         return StepResult(reward=1.0, terminated=1)
 
+class Repeats(Game):
+    async def step(self, action):
+        reply = Message(role=Role.ASSISTANT, content=action.text)
+        return StepResult(messages=(reply, Message(role=Role.USER, content="Another.")))
+
 class Counts(Scores):
     games = []
     async def reset(self, task):
@@ -311,6 +316,7 @@ def test_a_function_that_can_never_work_is_refused(
         ("Game", "step of of_trial:Game gave a float, expected a StepResult.*environments.md"),
         ("Keeps", "a result that cannot be copied to another process .*lambda"),
         ("Misuses", r"cannot run: TypeError: .*terminated: got an int, .*trial\.py:\d+ in step"),
+        ("Repeats", r"cannot run: ValueError: .*role 'assistant', expected only new messages"),
         ("Own", r"reset of of_trial:Own returned an Observation that cannot be copied .*Observed"),
         ("Ends", "exit code 7"),
         ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),

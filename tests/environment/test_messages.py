@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.environment.protocol import Message, Role, ToolCall
+from actors.environment.protocol import Message, Role, StepResult, ToolCall
 
 CALL = ToolCall(id="c1", name="calculator", arguments={"expression": "3+4"})
 
@@ -118,3 +118,12 @@ def test_a_message_does_not_change_with_the_dictionary_of_its_arguments() -> Non
     arguments["n"] = 2
     assert hash(message) == before
     assert message == with_arguments({"n": 1})
+
+
+@pytest.mark.parametrize("role", [Role.ASSISTANT, Role.SYSTEM])
+def test_a_step_returns_only_new_messages_of_a_user_or_a_tool(role: Role) -> None:
+    new = Message(role=Role.USER, content="Another.")
+    words = f"role '{role}', expected only new messages .*; leave out .* the policy's reply"
+    with pytest.raises(ValueError, match=words):
+        StepResult(messages=(Message(role=role, content="3"), new))
+    StepResult(messages=(new, Message(role=Role.TOOL, content="sunny")))

@@ -30,7 +30,6 @@ from actors.types import Task
 from actors.user_code import in_thread
 
 SKYRL_GYM = "skyrl_gym"
-_ROLES = (Role.USER, Role.TOOL)
 
 
 def import_skyrl_gym() -> ModuleType:
@@ -89,10 +88,7 @@ class SkyRLGymEnvironment:
         given = task.data["prompt"]
         chat = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
         shown, _ = await in_thread(partial(self._env.init, chat))
-        messages = tuple(
-            Message(role=Role(each["role"]), content=str(each["content"])) for each in shown
-        )
-        return Observation(messages=messages)
+        return Observation(messages=_messages(shown))
 
     async def step(self, action: Action) -> StepResult:
         output = await in_thread(partial(self._env.step, action.text))
@@ -101,7 +97,7 @@ class SkyRLGymEnvironment:
         if is_over:
             components |= _numbers(await in_thread(self._env.get_metrics))
         return StepResult(
-            messages=() if is_over else _messages(output["observations"]),
+            messages=_messages([] if is_over else output["observations"]),
             reward=reward,
             reward_components=components,
             terminated=is_over,
@@ -121,15 +117,8 @@ def _make(spec: Any, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -
     return import_skyrl_gym().make(spec, env_config=config, extras=dict(extras))
 
 
-def _messages(observations: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    for each in observations:
-        if each["role"] not in _ROLES:
-            raise ValueError(
-                f"skyrl_gym: step: got a message of role {each['role']!r}, expected user or tool"
-            )
-    return tuple(
-        Message(role=Role(each["role"]), content=str(each["content"])) for each in observations
-    )
+def _messages(chat: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(Message(role=Role(each["role"]), content=str(each["content"])) for each in chat)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
