@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -244,6 +244,19 @@ class Action:
     text: str
     calls: tuple[ToolCall | MalformedCall, ...] = ()
     """Calls in the order of the text; empty if no tools are declared."""
+
+    def own_copy(self) -> Action:
+        """Return an action whose calls' arguments an environment may change.
+
+        The chat keeps the original. The arguments are JSON.
+        """
+        calls = (
+            replace(each, arguments=json.loads(json.dumps(each.arguments)))
+            if isinstance(each, ToolCall)
+            else each
+            for each in self.calls
+        )
+        return replace(self, calls=tuple(calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

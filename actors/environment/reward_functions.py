@@ -160,8 +160,7 @@ class RewardFunction:
         Raises: RewardError if the function's answer is not a score; any exception that the function
             raises.
         """
-        ours = extras or {}
-        columns = self._own(columns)
+        ours, columns = self._own(extras or {}), self._own(columns)
         if not self.takes_lists:
             arguments = {**columns, **ours, **self._row(columns), "completion": completion}
             found, logs = await self._call(arguments)
@@ -215,13 +214,13 @@ class RewardFunction:
     def _takes(self, name: str) -> bool:
         return name != self.bound if self.named is None else name in self.named
 
-    def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns, copied if the call runs in this process and may change them."""
+    def _own(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments, copied if the call runs in this process and may change them."""
         if self.instance is not None or workers.is_contained(self.target):
-            return columns
+            return arguments
         return {
-            name: deepcopy(value) if isinstance(value, list | dict) else value
-            for name, value in columns.items()
+            name: deepcopy(value) if type(value) in (list, dict) else value
+            for name, value in arguments.items()
         }
 
     def _row(self, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -439,7 +439,7 @@ class _Episode:
 
 async def _step(environment: Environment, action: Action) -> StepResult:
     # Look the method up within the call, so that its absence is an error of the environment.
-    return await environment.step(action)
+    return await environment.step(action.own_copy())
 
 
 def _short_key(key: str | None) -> str | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -24,6 +27,7 @@ from worlds.builders.episode_builders import (
     play,
     raising,
     renderer,
+    reply,
     returning,
     tokenizer,
 )
@@ -36,9 +40,10 @@ from actors.environment.protocol import (
     RewardError,
     Role,
     StepResult,
+    ToolCall,
     ToolSchema,
 )
-from actors.environment.rendering import ChatRenderer
+from actors.environment.rendering import ChatRenderer, Extension
 from actors.environment.turn_loop import play_episode
 from actors.types import Outcome, Task, TokenIds
 from actors.user_code import num_abandoned
@@ -198,6 +203,32 @@ async def test_messages_of_a_wrong_kind_are_an_environment_error() -> None:
 
     trajectory = await play(FakeEnvironment(answer_with_a_dict))
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+
+
+async def test_an_environment_that_changes_arguments_in_place_does_not_change_the_chat() -> None:
+    class Converts(FakeEnvironment):
+        async def step(self, action: Action) -> StepResult:
+            [call] = action.calls
+            assert isinstance(call, ToolCall) and isinstance(call.arguments, dict)
+            given.append(call.arguments.pop("where")["city"])
+            call.arguments["day"] = date.fromisoformat(call.arguments["day"])
+            return await super().step(action)
+
+    class Remembering(ChatRenderer):
+        def extend(self, *args: Any, history: Sequence[Message], **fields: Any) -> Extension:
+            replies.append(history[-1])
+            return super().extend(*args, history=history, **fields)
+
+    given: list[str] = []
+    replies: list[Message] = []
+    arguments = {"where": {"city": "Oslo"}, "day": "2026-11-30"}
+    text = f'<tool_call>{{"name": "echo", "arguments": {json.dumps(arguments)}}}</tool_call>'
+    environment = Converts(GO_ON, DONE, on_reset=with_tool())
+    trajectory = await play(
+        environment, FakePolicy(reply(f"{text}<|im_end|>")), chat=Remembering(tokenizer())
+    )
+    assert trajectory.outcome is Outcome.COMPLETED and given == ["Oslo", "Oslo"]
+    assert [call.arguments for each in replies for call in each.tool_calls] == [arguments]
 
 
 async def test_an_environment_whose_methods_are_not_async_is_an_environment_error() -> None:

@@ -174,7 +174,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         Raises: RewardError if only the score is missing; ServerLost and WorkerLost, after which the
             episode ends and is played again.
         """
-        self._messages.append(_as_message(action))
+        self._messages.append(_as_message(action.own_copy()))
         if action.calls:
             messages, is_malformed = await self._turns.answers(action.calls)
             self._messages += [
