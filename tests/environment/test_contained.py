@@ -54,6 +54,14 @@ def long() -> str:
     """Say much."""
     return "x" * 50
 
+def label(tags: dict) -> str:
+    """Label it."""
+    return tags["names"].pop()
+
+def names_left(messages):
+    [called] = messages.pop(0)["tool_calls"]
+    return float(len(called["function"]["arguments"]["tags"]["names"]))
+
 def slow(word: str) -> str:
     """Take a while."""
     time.sleep(0.3)
@@ -185,6 +193,15 @@ async def test_calls_of_a_turn_run_in_parallel_if_the_settings_say_so() -> None:
     started = asyncio.get_running_loop().time()
     assert len(await said(environment, *calls, *calls)) == 8
     assert asyncio.get_running_loop().time() - started < 8 * 0.3
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_what_a_function_does_to_its_arguments_changes_no_later_call(inline: bool) -> None:
+    rollout_settings.set(RolloutSettings(inline=inline))
+    environment = await made(tools="label", reward="contained_of_test.py:names_left")
+    assert await said(environment, call("label", tags={"names": ["a", "b"]})) == ["b"]
+    for _ in range(2):
+        assert (await environment.step(Action(text="Done."))).reward == 2.0
 
 
 async def test_an_instance_keeps_its_state_until_its_worker_ends() -> None:

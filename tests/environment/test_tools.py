@@ -245,20 +245,6 @@ def by_messages(messages: list[dict[str, Any]]) -> dict[str, float]:
     return {"calls": float(sum("tool_calls" in each for each in messages)), "all": len(messages)}
 
 
-def changes_messages(messages: list[dict[str, Any]]) -> float:
-    messages[0]["tool_calls"].clear()
-    return float(messages.pop()["content"] == "Done.")
-
-
-def label(tags: dict[str, Any]) -> str:
-    """Label it."""
-    return str(tags["names"].pop())
-
-
-def by_names(messages: list[dict[str, Any]]) -> float:
-    return float(len(messages[0]["tool_calls"][0]["function"]["arguments"]["tags"]["names"]))
-
-
 def by_environments(environments: list[Counter], **kwargs: Any) -> list[float]:
     return [float(each.total == each.target) for each in environments]
 
@@ -523,18 +509,6 @@ async def test_reward_functions_can_read_the_conversation() -> None:
     await environment.step(call("long", count=3))
     result = await environment.step(Action(text="Done."))
     assert result.reward_components == {"calls": 1.0, "all": 3.0}
-
-
-async def test_a_function_in_this_process_does_not_change_what_other_functions_get() -> None:
-    functions = dict.fromkeys(named("changes_messages", "by_names"), 1.0)
-    given = {"reward": functions, "tools": named("label")}
-    environment = ToolsEnvironment(read(ToolsOptions, given, where="options"))
-    await environment.reset(task())
-    result = await environment.step(call("label", tags={"names": ["a", "b"]}))
-    assert result.messages[0].content == "b"
-    for _ in range(2):
-        result = await environment.step(Action(text="Done."))
-        assert result.reward_components == {"changes_messages": 1.0, "by_names": 2.0}
 
 
 async def test_a_failing_reward_function_is_a_reward_error() -> None:
