@@ -169,19 +169,24 @@ class ToolSchema:
         what = f"tool {self.name}"
         _check_text(self.description, f"{what}: description")
         _json_text(self.parameters, f"{what}: parameters")
-        properties = self.parameters.get("properties", {})
-        if not isinstance(properties, Mapping) or not all(
-            isinstance(name, str) and isinstance(schema, Mapping | bool)
-            for name, schema in properties.items()
-        ):
+        named: dict[str, Any] = {}
+        for where in ("patternProperties", "properties"):
+            if not _are_schemas(schemas := self.parameters.get(where, {})):
+                raise TypeError(
+                    f"{what}: expected parameters.{where} to have one JSON schema for each argument"
+                )
+            named |= schemas
+        others = self.parameters.get("additionalProperties", True)
+        if not isinstance(others, Mapping | bool):
             raise TypeError(
-                f"{what}: expected parameters.properties to have one JSON schema for each argument"
+                f"{what}: parameters.additionalProperties: got {type_of(others)}, expected a JSON "
+                "schema, true or false"
             )
         if not _are_names(required := self.parameters.get("required", ())):
             raise TypeError(
                 f"{what}: parameters.required: got {required!r}, expected a list of arguments"
             )
-        for name, schema in properties.items():
+        for name, schema in {"other arguments": others, **named}.items():
             kind = () if isinstance(schema, bool) else schema.get("type", ())
             if not (isinstance(kind, str) or _are_names(kind)):
                 raise TypeError(
@@ -452,6 +457,13 @@ def _is_finite(number: Real) -> bool:
         return math.isfinite(number)
     except OverflowError:
         return False
+
+
+def _are_schemas(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(schema, Mapping | bool)
+        for name, schema in value.items()
+    )
 
 
 def _are_names(value: object) -> bool:

@@ -193,25 +193,45 @@ def _refuse_constant(constant: str) -> NoReturn:
 def _check_arguments(
     name: str, arguments: dict[str, Any], schema: Mapping[str, Any], *, call_id: str
 ) -> ToolCall | MalformedCall:
-    properties: Mapping[str, Any] = schema.get("properties", {})
     for required in schema.get("required", ()):
         if required not in arguments:
             return _malformed("missing_argument", f"Missing argument {required}.")
+    given = dict(arguments)
     for key, value in arguments.items():
-        # A schema without properties allows any arguments; the schema `true` of a property allows
-        # any value, and `false` means that there is no such argument.
-        declared = properties.get(key, False) if properties else True
-        if declared is True:
-            continue
-        if declared is False:
-            return _malformed(
-                "unknown_argument",
-                f"Unknown argument. Arguments: {', '.join(properties)}.",
-            )
-        expected = declared.get("type")
-        if not _is_of_type(value, expected):
-            return _malformed("ill_typed_argument", f"Argument {key} must be of type {expected}.")
-    return ToolCall(name=name, arguments=arguments, id=call_id)
+        for declared in _schemas_of(key, schema):
+            # The schema `true` allows any value; `false` means that there is no such argument.
+            if declared is True:
+                continue
+            if declared is False:
+                known = ", ".join(schema.get("properties", ())) or "none"
+                return _malformed("unknown_argument", f"Unknown argument. Arguments: {known}.")
+            expected = declared.get("type")
+            is_null = value is None and declared.get("nullable") is True
+            if not (is_null or _is_of_type(value, expected)):
+                told = f"Argument {key} must be of type {expected}."
+                return _malformed("ill_typed_argument", told)
+            kinds = expected or ()
+            if _is_whole(value) and "integer" in kinds and "number" not in kinds:
+                # A Python function, for example `range`, may need `5` in place of `5.0`.
+                given[key] = int(value)
+    return ToolCall(name=name, arguments=given, id=call_id)
+
+
+def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the schemas of an argument: those of its name, or the schema of all other names.
+
+    A schema that says nothing about other names allows them only if it names none.
+    """
+    properties = schema.get("properties", {})
+    patterns = schema.get("patternProperties", {})
+    named = [properties[key]] if key in properties else []
+    for pattern, each in patterns.items():
+        try:
+            named += [each] if re.search(pattern, key) else []
+        except re.error:
+            # The patterns are JavaScript's; one that Python cannot read allows any argument.
+            named.append(True)
+    return named or [schema.get("additionalProperties", not (properties or patterns))]
 
 
 def _is_of_type(value: Any, expected: str | Sequence[str] | None) -> bool:
@@ -220,7 +240,13 @@ def _is_of_type(value: Any, expected: str | Sequence[str] | None) -> bool:
     names = (expected,) if isinstance(expected, str) else tuple(expected)
     if isinstance(value, bool):
         return "boolean" in names
+    if "integer" in names and _is_whole(value):
+        return True
     return any(isinstance(value, _JSON_TYPES.get(name, (object,))) for name in names)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _malformed(reason: MalformedReason, message: str) -> MalformedCall:

@@ -1,6 +1,7 @@
 """Tests of the calculator environment, its expressions, and the parser of tool calls."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from actors.environment.builtin.calculator import (
     evaluate,
     format_number,
 )
+from actors.environment.policy import ParsedCall
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -22,7 +24,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
-from actors.environment.tool_calls import parse_tool_calls
+from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.options import BadOptions, read
 from actors.types import Task
 
@@ -285,3 +287,70 @@ def test_a_boolean_is_not_an_integer() -> None:
 def test_invalid_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(BadOptions, match="expected"):
         read(CalculatorOptions, options, where="options")
+
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "found"),
+    [
+        ({"properties": {"a": STRING}}, {"b": 1}, "unknown_argument"),
+        (
+            {"properties": {"a": STRING}, "additionalProperties": False},
+            {"b": 1},
+            "unknown_argument",
+        ),
+        ({"properties": {"a": STRING}, "additionalProperties": True}, {"a": "x", "b": 1}, None),
+        ({"properties": {"a": STRING}, "additionalProperties": STRING}, {"b": "x"}, None),
+        ({"additionalProperties": STRING}, {"b": 1}, "ill_typed_argument"),
+        ({"additionalProperties": False}, {"b": 1}, "unknown_argument"),
+        ({}, {"b": 1}, None),
+        ({"properties": {"a": STRING}, "patternProperties": {"^x-": STRING}}, {"x-b": "1"}, None),
+        (
+            {"properties": {"a": STRING}, "patternProperties": {"^x-": STRING}},
+            {"b": "1"},
+            "unknown",
+        ),
+        ({"patternProperties": {"^x-": STRING}}, {"x-b": 1}, "ill_typed_argument"),
+        ({"properties": {"a": STRING}, "patternProperties": {"(?<n>": INTEGER}}, {"b": "1"}, None),
+        # Only the arguments themselves are checked, not what is inside them.
+        ({"properties": {"a": {"type": "object", "properties": {}}}}, {"a": {"b": 1}}, None),
+        ({"properties": {"a": {**STRING, "nullable": True}}}, {"a": None}, None),
+        ({"properties": {"a": STRING}}, {"a": None}, "ill_typed_argument"),
+        ({"properties": {"a": INTEGER}}, {"a": 5.5}, "ill_typed_argument"),
+    ],
+)
+def test_arguments_beyond_the_properties_and_nulls_are_allowed_where_the_schema_says_so(
+    schema: dict[str, Any], arguments: dict[str, Any], found: str | None
+) -> None:
+    tool = ToolSchema(name="f", description="", parameters={"type": "object", **schema})
+    [call] = check_calls([ParsedCall(name="f", arguments=json.dumps(arguments), id="1")], [tool])
+    if found is None:
+        assert call == ToolCall(name="f", arguments=arguments, id="1")
+    else:
+        assert isinstance(call, MalformedCall) and call.reason.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "given"),
+    [
+        ("integer", "5.0", "5"),
+        (["integer", "null"], "5e0", "5"),
+        ("number", "5.0", "5.0"),
+        (["integer", "number"], "5.0", "5.0"),
+    ],
+)
+def test_a_whole_number_is_an_integer(kind: Any, value: str, given: str) -> None:
+    tool = ToolSchema(name="f", description="", parameters={"properties": {"n": {"type": kind}}})
+    [call] = check_calls([ParsedCall(name="f", arguments=f'{{"n": {value}}}', id="1")], [tool])
+    assert isinstance(call, ToolCall) and json.dumps(call.arguments) == f'{{"n": {given}}}'
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"additionalProperties": 3}, {"patternProperties": {"x": 3}}, {"patternProperties": []}],
+)
+def test_schemas_of_other_arguments_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"tool f: .* JSON schema"):
+        ToolSchema(name="f", description="", parameters=parameters)
